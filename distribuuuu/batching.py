@@ -1,0 +1,72 @@
+"""The arithmetic of a step: how a global batch falls into processes and accumulated micro-batches."""
+
+from dataclasses import dataclass
+
+from distribuuuu.config import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How many images a step takes: global_batch = micro_batch x num_micro x world_size."""
+
+    micro_batch: int
+    num_micro: int
+    world_size: int
+
+    @property
+    def per_process(self) -> int:
+        """Images of one process in one step."""
+        return self.micro_batch * self.num_micro
+
+    @property
+    def global_batch(self) -> int:
+        """Images of all processes in one step."""
+        return self.per_process * self.world_size
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_batch} = {self.micro_batch} images"
+            f" x {self.num_micro} accumulated x {self.world_size} processes"
+        )
+
+
+def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan:
+    """Return the plan for TRAIN.BATCH_SIZE and TRAIN.GLOBAL_BATCH_SIZE (0: not set) on `world_size` processes.
+
+    The micro-batch is the greatest divisor of a process's share that is at most `batch_size`.
+
+    Raises:
+        ConfigError: the global batch does not divide among the processes, or their share only into micro-batches
+            of less than half of `batch_size`; says what would fit.
+    """
+    if not global_batch_size:
+        return BatchPlan(batch_size, 1, world_size)
+    plan = _divide(batch_size, global_batch_size, world_size)
+    if plan:
+        return plan
+    share, rest = divmod(global_batch_size, world_size)
+    why = f"gives each of {world_size} processes {share} images, which divide only into small micro-batches"
+    raise ConfigError(
+        f"TRAIN.GLOBAL_BATCH_SIZE: {global_batch_size} "
+        f"{f'is not divisible by {world_size} processes' if rest else why} (TRAIN.BATCH_SIZE {batch_size}); "
+        f"{' or '.join(map(str, _nearest_that_fit(batch_size, global_batch_size, world_size)))} would fit"
+    )
+
+
+def _divide(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan | None:
+    share, rest = divmod(global_batch_size, world_size)
+    if rest or not share:
+        return None
+    micro_batch = next(size for size in range(min(share, batch_size), 0, -1) if share % size == 0)
+    if micro_batch * 2 < min(share, batch_size):
+        return None
+    return BatchPlan(micro_batch, share // micro_batch, world_size)
+
+
+def _nearest_that_fit(batch_size: int, global_batch_size: int, world_size: int) -> list[int]:
+    """Return the nearest global batches below and above that can be divided."""
+    share = global_batch_size // world_size
+    lower = (size * world_size for size in range(share, 0, -1))
+    upper = (size * world_size for size in range(share + 1, share + batch_size + 1))
+    found = [next((size for size in sizes if _divide(batch_size, size, world_size)), None) for sizes in (lower, upper)]
+    return [size for size in found if size]

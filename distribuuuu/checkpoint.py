@@ -1,0 +1,221 @@
+"""Checkpoints: what a run is made of, written whole or not at all, checked before it is believed.
+
+A file is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
+`optimizer`, `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`, `global_batch`. The 2021 distribuuuu wrote the first
+five without `step`, and means the same by them.
+"""
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu import distributed as dist
+from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
+
+
+@dataclass
+class TrainState:
+    """All that a checkpoint holds: the one place that says what is saved and what is loaded."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    seed: int
+    arch: str
+    classes: tuple[str, ...]
+    global_batch: int
+    epoch: int = 0
+    step: int = 0
+    best_top1: float = 0.0
+    best_epoch: int = -1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a checkpoint."""
+        return {**self.to_weights(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+
+    def to_weights(self) -> dict[str, Any]:
+        """Return the content of a file of weights: a checkpoint that cannot be resumed."""
+        return {
+            "epoch": self.epoch - 1,
+            "state_dict": self.model.state_dict(),
+            "best_acc1": self.best_top1,
+            "best_epoch": self.best_epoch,
+            "seed": self.seed,
+            "classes": list(self.classes),
+            "arch": self.arch,
+            "global_batch": self.global_batch,
+        }
+
+    def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Continue where a checkpoint of ours or of the 2021 distribuuuu stopped.
+
+        Raises:
+            CheckpointError: the model or the optimizer does not take it, or it is not a whole checkpoint.
+        """
+        if "optimizer" not in content or "epoch" not in content:
+            raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
+        self._check_classes(content, path)
+        load_state_dict(self.model, content["state_dict"], path)
+        load_optimizer(self.optimizer, content["optimizer"], path)
+        self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
+        self.best_top1 = float(content.get("best_acc1", 0.0))
+        self.best_epoch = int(content.get("best_epoch", -1))
+        self.seed = int(content.get("seed", self.seed))
+        self._convert_step(int(content.get("global_batch", self.global_batch)))
+
+    def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        classes = tuple(content.get("classes", self.classes))
+        if len(classes) == len(self.classes) and classes != self.classes:
+            mine, theirs = next(pair for pair in zip(self.classes, classes, strict=True) if pair[0] != pair[1])
+            raise CheckpointError(f"{path}: was trained on other classes: {theirs!r} stands where the data has {mine!r}")
+
+    def _convert_step(self, old_batch: int) -> None:
+        """Keep the images seen in this epoch when the size of a step has changed."""
+        if self.step and old_batch != self.global_batch:
+            seen = self.step * old_batch
+            self.step = seen // self.global_batch
+            logger.warning("global batch %d, was %d: %d images are seen twice", self.global_batch, old_batch,
+                           seen - self.step * self.global_batch)  # fmt: skip
+
+    def finish_epoch(self, top1: float) -> bool:
+        """Count the epoch as done, and tell whether its accuracy (percent) is the best so far."""
+        is_best = top1 > self.best_top1 or self.best_epoch < 0
+        if is_best:
+            self.best_top1, self.best_epoch = top1, self.epoch
+        self.epoch, self.step = self.epoch + 1, 0
+        return is_best
+
+
+class CheckpointFolder:
+    """OUT_DIR/checkpoints and OUT_DIR/best.pth.tar. Only the main process writes.
+
+    Args:
+        out_dir: the folder of the run.
+        keep_last: how many of the newest checkpoints to keep.
+        keep_every: also keep those of every Kth epoch; 0: none.
+        every_steps: steps between two checkpoints inside an epoch; 0: none.
+    """
+
+    def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
+        self.folder = Path(out_dir) / "checkpoints"
+        self.best = Path(out_dir) / "best.pth.tar"
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.every_steps = every_steps
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a checkpoint is to be written after `step` steps of an epoch."""
+        return self.every_steps > 0 and step % self.every_steps == 0
+
+    def save(self, state: TrainState, is_best: bool = False) -> Path:
+        """Write the state, then remove what is no longer kept; return the file."""
+        path = self.folder / checkpoint_name(state.epoch, state.step)
+        if dist.is_main():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, state.to_dict())
+            if is_best:
+                write_atomically(self.best, state.to_weights())
+            self._remove_old(path)
+        return path
+
+    def _remove_old(self, newest: Path) -> None:
+        kept = self.list()[-self.keep_last :] + [newest]
+        for path in self.list():
+            epoch, step = position_of(path)
+            every_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
+            if path not in kept and not every_kth:
+                path.unlink(missing_ok=True)
+
+    def list(self) -> list[Path]:
+        """Return the checkpoints, oldest position first: by number, so 1000 comes after 999."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=position_of)
+
+    def find_latest(self) -> Path | None:
+        """Return the newest sound checkpoint on every process; broken ones are renamed to *.broken, with a warning."""
+        return dist.broadcast_object(self._find_latest() if dist.is_main() else None)
+
+    def _find_latest(self) -> Path | None:
+        for path in reversed(self.list()):
+            try:
+                read_checkpoint(path)
+                return path
+            except CheckpointError as error:
+                logger.warning("skipped a broken checkpoint: %s", error)
+                os.replace(path, f"{path}.broken")
+        return None
+
+    def clear_leftovers(self) -> None:
+        """Remove the temporary files of saves that were killed."""
+        if dist.is_main():
+            for path in [*self.folder.glob(".*.tmp"), *self.best.parent.glob(f".{self.best.name}.tmp")]:
+                path.unlink(missing_ok=True)
+
+    def set_aside(self) -> Path | None:
+        """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them."""
+        if not dist.is_main() or not self.list():
+            return None
+        number = next(n for n in range(1, 10**6) if not Path(f"{self.folder}.{n}").exists())
+        aside = Path(f"{self.folder}.{number}")
+        os.replace(self.folder, aside)
+        if self.best.exists():
+            os.replace(self.best, aside / self.best.name)
+        return aside
+
+
+def checkpoint_name(epoch: int, step: int) -> str:
+    """Return the file name of a position: finished epochs, and steps since."""
+    return f"ckpt_ep_{epoch:03d}_step_{step:06d}.pth.tar" if step else f"ckpt_ep_{epoch:03d}.pth.tar"
+
+
+def position_of(path: Path) -> tuple[int, int]:
+    """Return (finished epochs, steps since) of a checkpoint's name."""
+    epoch, step = _NAME.fullmatch(path.name).groups()
+    return int(epoch), int(step or 0)
+
+
+def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
+    """Load weights into a model, all of them.
+
+    Raises:
+        CheckpointError: the class counts, the names or the shapes differ; says which.
+    """
+    mine = model.state_dict()
+    shapes = {key: (tuple(state_dict[key].shape), tuple(mine[key].shape)) for key in mine if key in state_dict}
+    different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
+    missing, extra = [key for key in mine if key not in state_dict], [key for key in state_dict if key not in mine]
+    if not (different or missing or extra):
+        model.load_state_dict(state_dict)
+        return
+    if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
+        key, (theirs, ours) = next(iter(different.items()))
+        raise CheckpointError(f"{path}: has {theirs[0]} classes ({key}), but MODEL.NUM_CLASSES is {ours[0]}")
+    parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
+    parts += [f"lacks {len(missing)} tensors, e.g. {missing[0]}"] if missing else []
+    parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
+    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was it MODEL.ARCH another?")
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
+    """Load the optimizer's buffers; its settings (weight decay, momentum) stay those of the config.
+
+    Raises:
+        CheckpointError: the groups or their sizes differ.
+    """
+    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; TRAIN.LOAD_OPT False takes only weights") from error
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

@@ -1,0 +1,106 @@
+"""Files of weights and checkpoints: written whole or not at all, verified before they are believed.
+
+The zip that torch writes carries a CRC-32 of every tensor; it is checked before a file is used. Nothing but plain data
+is ever unpickled.
+"""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distribuuuu.config import ConfigError
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used; names the file and the reason."""
+
+
+def write_atomically(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is whole under its name or not there: temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the content of a checkpoint, ours or the original's, or of a file of bare weights, on the CPU.
+
+    A bare state dict, or one under `model`, `model_state` or `model_state_dict`, comes back under `state_dict`.
+
+    Raises:
+        CheckpointError: it cannot be read, its checksums do not match, or it holds something else.
+    """
+    try:
+        content = _read_verified(Path(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{path}: not a sound checkpoint: {reason[:200]}") from error
+    state_dict = _find_state_dict(content)
+    if state_dict is None:
+        raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
+    whole = content if isinstance(content, dict) and "state_dict" in content else {}
+    return {**_plain(whole), "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
+
+
+def _read_verified(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise zipfile.BadZipFile(f"checksum of {damaged} does not match")
+    with torch.serialization.safe_globals(list(_numpy_scalars())):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _numpy_scalars() -> Iterator[Any]:
+    """Yield the types that pickled numpy scalars need (old checkpoints hold a learning rate of type float64)."""
+    scalar = np.float64(0).__reduce__()[0]
+    yield from (np.dtype, *{type(np.dtype(kind)) for kind in "dfilqILQ?"})
+    yield from ((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core"))
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with numpy scalars as Python numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:
+    if not isinstance(content, dict):
+        return None
+    for key in ("state_dict", "model", "model_state", "model_state_dict"):
+        if isinstance(content.get(key), dict):
+            return _find_state_dict(content[key])
+    is_bare = content and all(isinstance(value, torch.Tensor) for value in content.values())
+    return content if is_bare else None
+
+
+def _describe(content: Any) -> str:
+    keys = f" with the keys {', '.join(map(str, list(content)[:5]))}" if isinstance(content, dict) else ""
+    return f"a {type(content).__name__}{keys}"

@@ -1,0 +1,140 @@
+"""The command line that all tools share: --cfg FILE, KEY VALUE words, and errors without a traceback."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from distribuuuu import defaults
+from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
+from distribuuuu.preflight import find_run_problems
+from distribuuuu.registry import did_you_mean
+
+USAGE_ERROR = 2
+
+
+def run_tool(description: str, start: Callable[[Config], object], train: bool) -> int:
+    """Read the command line, check the run, then call start(cfg); return the exit status.
+
+    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how.
+    """
+    try:
+        cfg = parse_args(description, sys.argv[1:], train)
+        if cfg is not None:
+            start(cfg)
+    except ConfigError as error:
+        report(error)
+        return USAGE_ERROR
+    return 0
+
+
+def report(error: ConfigError) -> None:
+    """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0" and not error.one_process:
+        return
+    print(f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)} to solve first:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  - {problem}", file=sys.stderr)
+
+
+def parse_args(description: str, words: list[str], train: bool) -> Config | None:
+    """Return the checked config of a command line; None when it only asked for something to be printed.
+
+    Raises:
+        ConfigError: with every problem of the words, the file, the paths and the data folders.
+    """
+    parser = build_parser(description)
+    args, overrides = parser.parse_known_args(words)
+    flags = [word for word in overrides if re.match(r"--?[a-zA-Z]", word)]
+    known = [option for action in parser._actions for option in action.option_strings]
+    problems = [f"command line: no such flag: {flag}{did_you_mean(flag, known)}" for flag in flags]
+    cfg, found = read_cfg(args.cfg, [] if flags else overrides)
+    problems += found
+    printing = args.dump_config or args.help_config is not None
+    if not printing:
+        problems += find_run_problems(cfg, train, set_keys_only=bool(problems))
+    if problems:
+        raise ConfigError(problems)
+    if not printing:
+        return cfg
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us in silence
+    print(dump_with_origins(cfg) if args.dump_config else explain_options(args.help_config), end="")
+    return None
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the flags; what it leaves over are KEY VALUE words."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        usage="%(prog)s [--cfg FILE] [KEY VALUE ...]",
+        epilog="KEY VALUE words override the file, e.g. OPTIM.BASE_LR 0.4 TRAIN.BATCH_SIZE 64",
+    )
+    parser.add_argument("--cfg", metavar="FILE", help="YAML file of what differs from the defaults")
+    parser.add_argument(
+        "--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit"
+    )
+    parser.add_argument(
+        "--dump-config", action="store_true", help="print the resolved config, with where each value was set, and exit"
+    )
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the older launch adds it
+    return parser
+
+
+def explain_options(section: str) -> str:
+    """Return the options of a section (all: '') with their defaults and meaning.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    options = documented_options()
+    chosen = [option for option in options if not section or f"{option[0]}.".startswith(f"{section}.")]
+    if not chosen:
+        sections = sorted({key.split(".")[0] for key, _, _ in options})
+        hint = did_you_mean(section, sections)
+        raise ConfigError(f"--help-config: no such section: {section}{hint}; there are {', '.join(sections)}")
+    return "".join(f"{key}: {default}\n    {comment}\n" for key, default, comment in chosen)
+
+
+def documented_options() -> list[tuple[str, str, str]]:
+    """Return (key, default, comment) of every option, in the order of defaults.py."""
+    options, comment = [], []
+    for line in Path(defaults.__file__).read_text(encoding="utf-8").splitlines():
+        match = re.match(r"_C\.([A-Z0-9_.]+) = (.*)", line)
+        if line.startswith("# "):
+            comment.append(line[2:])
+        elif match and comment:
+            default = "{}" if match[2].startswith("CfgNode") else match[2]
+            options.append((match[1], default, " ".join(comment)))
+            comment = []
+        else:
+            comment = []
+    return options
+
+
+def dump_with_origins(cfg: Config) -> str:
+    """Return the tree as YAML, with a comment on each value that is not a default: where it was set."""
+    lines, default = [], get_cfg()
+    for line, key in _yaml_lines(cfg):
+        origin = origin_of(cfg, default, key)
+        lines.append(f"{line}  # {origin}\n" if origin else f"{line}\n")
+    return "".join(lines)
+
+
+def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> list[tuple[str, str]]:
+    """Return (line, key) of each line of the tree as YAML; one value a line."""
+    lines = []
+    for name, value in node.items():
+        if isinstance(value, Config) and value:
+            lines.append((f"{indent}{name}:", f"{prefix}{name}"))
+            lines += _yaml_lines(value, f"{prefix}{name}.", f"{indent}  ")
+        else:
+            plain = dict(value) if isinstance(value, Config) else value
+            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+            lines.append((f"{indent}{name}: {text}", f"{prefix}{name}"))
+    return lines

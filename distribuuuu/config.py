@@ -1,0 +1,399 @@
+"""Read, check and write the config of a run; no problem is reported alone, and none with a traceback.
+
+    cfg = load_cfg("configs/imagenet/resnet50.yaml", ["OPTIM.BASE_LR", "0.4"])
+
+The options themselves, with their defaults and meaning, are in defaults.py.
+"""
+
+import ast
+import copy
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from yacs.config import CfgNode
+
+from distribuuuu.defaults import _C
+from distribuuuu.registry import DATASETS, did_you_mean, near_matches
+from distribuuuu.schedule import SCHEDULES
+
+# Keys that may be unset (null), and their type when they are set.
+NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
+# Sections whose keys are not ours to know: the model's constructor checks them.
+OPEN_SECTIONS = ("MODEL.KWARGS",)
+
+CHOICES = {
+    "DATA.CROP": ("auto", "resized", "pad"),
+    "DATA.ON_BAD_IMAGE": ("raise", "skip"),
+    "OPTIM.LR_POLICY": tuple(SCHEDULES),
+    "OPTIM.LR_UPDATE": ("epoch", "step"),
+}
+
+# Least and greatest value; None: no bound.
+RANGES = {
+    "MODEL.NUM_CLASSES": (1, None),
+    "TRAIN.BATCH_SIZE": (1, None),
+    "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
+    "TRAIN.IM_SIZE": (1, None),
+    "TRAIN.WORKERS": (0, None),
+    "TRAIN.PRINT_FREQ": (1, None),
+    "TRAIN.TOPK": (1, None),
+    "TEST.BATCH_SIZE": (1, None),
+    "TEST.IM_SIZE": (1, None),
+    "TEST.CROP_SIZE": (0, None),
+    "TEST.PRINT_FREQ": (1, None),
+    "DATA.CROP_PADDING": (0, None),
+    "DATA.FLIP": (0, 1),
+    "OPTIM.MAX_EPOCH": (0, None),
+    "OPTIM.BASE_LR": (0, None),
+    "OPTIM.MIN_LR": (0, 1),
+    "OPTIM.LR_MULT": (0, None),
+    "OPTIM.MOMENTUM": (0, 1),
+    "OPTIM.DAMPENING": (0, 1),
+    "OPTIM.WARMUP_FACTOR": (0, 1),
+    "OPTIM.WARMUP_EPOCHS": (0, None),
+    "OPTIM.WEIGHT_DECAY": (0, None),
+    "CHECKPOINT.EVERY_STEPS": (0, None),
+    "CHECKPOINT.KEEP_LAST": (1, None),
+    "CHECKPOINT.KEEP_EVERY": (0, None),
+    "LOG.NUM_IMAGES": (0, None),
+    "DIST.TIMEOUT_S": (1, None),
+    "RNG_SEED": (0, 2**63 - 1),
+}
+
+
+class ConfigError(ValueError):
+    """What the user has to change before the run can start: one message for each problem."""
+
+    # Raised on one process alone, which then reports it whatever its rank.
+    one_process = False
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class Config(CfgNode):
+    """A yacs tree that freezes for good and remembers where each value was set."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.is_frozen():
+            raise AttributeError(f"cannot set {key}: the config is frozen; clone() and defrost() a copy")
+        super().__setitem__(key, value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise AttributeError("a config cannot lose keys or be updated as a dict: set its keys one by one")
+
+    __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each value that is not a default was set: key -> 'FILE:LINE' or 'command line'."""
+        return self.__dict__.setdefault("_origins", {})
+
+    def __reduce__(self):
+        return _rebuild, (dict(self), dict(self.__dict__))
+
+    def __deepcopy__(self, memo: dict) -> "Config":
+        return _rebuild(copy.deepcopy(dict(self), memo), copy.deepcopy(dict(self.__dict__), memo))
+
+
+def _rebuild(items: dict, attributes: dict) -> Config:
+    """Make a Config from its parts, its frozen state included (for copies and pickles)."""
+    cfg = Config()
+    dict.update(cfg, items)
+    cfg.__dict__.update(attributes)
+    return cfg
+
+
+def _as_config(node: CfgNode) -> Config:
+    items = {key: _as_config(value) if isinstance(value, CfgNode) else value for key, value in node.items()}
+    return _rebuild(items, {**node.__dict__, "_origins": {}})
+
+
+def get_cfg() -> Config:
+    """Return a fresh, unfrozen tree of the defaults."""
+    return _as_config(_C)
+
+
+def leaves(cfg: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ('SECTION.KEY', value) for every option, in the order of the defaults."""
+    for key, value in cfg.items():
+        if isinstance(value, CfgNode):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def get_value(cfg: CfgNode, key: str) -> Any:
+    """Return the value of 'SECTION.KEY'."""
+    for part in key.split("."):
+        cfg = cfg[part]
+    return cfg
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def load_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Return the frozen tree: the defaults, then the YAML file, then KEY VALUE words.
+
+    Raises:
+        ConfigError: with every problem of both sources, each naming its key, origin, remedy and the nearest key.
+    """
+    cfg, problems = read_cfg(cfg_file, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def read_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Return the frozen tree as far as it could be read, and every problem met."""
+    cfg, problems = get_cfg(), []
+    if cfg_file:
+        _merge(cfg, _read_yaml(cfg_file, problems), problems)
+    _merge(cfg, _read_words(overrides, problems), problems)
+    _follow(cfg)
+    problems += find_problems(cfg)
+    cfg.freeze()
+    return cfg, problems
+
+
+def _follow(cfg: Config) -> None:
+    """Let the evaluation folder follow the training folder, as it did when only one of them was read."""
+    origin = cfg.origins.get("TRAIN.DATASET")
+    if origin and "TEST.DATASET" not in cfg.origins:
+        cfg.TEST.DATASET = cfg.TRAIN.DATASET
+        cfg.origins["TEST.DATASET"] = f"TRAIN.DATASET, {origin}"
+
+
+def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
+    """Return (key, value, origin) of each leaf of a YAML file; what is wrong with it goes to `problems`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        folder, name = os.path.split(path)
+        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        problems.append(f"--cfg {path}: no such file{did_you_mean(name, names)}")
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"--cfg {path}: cannot be read: {error}")
+        return []
+    except yaml.YAMLError as error:
+        problems.append(f"--cfg {path}: not YAML: {' '.join(str(error).split())}")
+        return []
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(f"{path}: must hold `SECTION:` lines with `KEY: value` lines beneath")
+        return []
+    return list(_walk_yaml(root, "", path, problems))
+
+
+def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[str]) -> Iterator[tuple[str, Any, str]]:
+    loader = yaml.SafeLoader("")
+    first_line: dict[str, int] = {}
+    for key_node, _ in node.value:
+        name, line = str(key_node.value), key_node.start_mark.line + 1
+        if name in first_line and name != "<<":
+            problems.append(f"{prefix}{name} ({path}:{line}): set before, in line {first_line[name]}; keep one")
+        first_line[name] = line
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        key, origin = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
+        if isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
+            yield from _walk_yaml(value_node, f"{key}.", path, problems)
+        elif key in _sections() and value_node.tag == "tag:yaml.org,2002:null":
+            continue  # an empty section
+        else:
+            try:
+                yield key, loader.construct_object(value_node, deep=True), origin
+            except (yaml.YAMLError, ValueError, TypeError) as error:
+                problems.append(f"{key} ({origin}): {' '.join(str(error).split())}")
+
+
+def _read_words(words: Sequence[str], problems: list[str]) -> list[tuple[str, Any, str]]:
+    """Return (key, text, origin) of KEY VALUE words from the command line."""
+    words = list(words)
+    if len(words) % 2:
+        glued = [word for word in words if "=" in word]
+        hint = f"; write `{glued[0].replace('=', ' ', 1)}` without the =" if glued else ""
+        problems.append(f"command line: KEY VALUE pairs expected, but {words[-1]!r} is left without a partner{hint}")
+        return []
+    return [(key, _Word(value), "command line") for key, value in zip(words[::2], words[1::2], strict=True)]
+
+
+class _Word(str):
+    """Text from the command line, to be read as the type of the key."""
+
+
+@functools.cache
+def _sections() -> list[str]:
+    keys = [key for key, _ in leaves(_C)]
+    return sorted({key.rsplit(".", 1)[0] for key in keys if "." in key} | set(OPEN_SECTIONS))
+
+
+def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str]) -> None:
+    """Set each (key, value, origin) in the tree; what cannot be set goes to `problems`."""
+    known = dict(leaves(_C))
+    for key, value, origin in settings:
+        section, _, name = key.rpartition(".")
+        try:
+            if section in OPEN_SECTIONS:
+                value = _from_text(value) if isinstance(value, _Word) else _frozen(value)
+            elif key in known:
+                value = _coerce(key, value, known[key])
+            else:
+                raise ValueError(_unknown_key(key, known))
+        except ValueError as error:
+            problems.append(f"{key} ({origin}): {error}")
+            continue
+        (get_value(cfg, section) if section else cfg)[name] = value
+        cfg.origins[key] = origin
+
+
+def _unknown_key(key: str, known: dict[str, Any]) -> str:
+    if key in _sections():
+        names = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
+        return f"a section, not a key; it holds {', '.join(names)}"
+    name = key.rpartition(".")[2]
+    same_name = [other for other in known if other.rpartition(".")[2].lower() == name.lower()]
+    near = same_name or near_matches(key, known)
+    return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")
+
+
+def _from_text(text: str) -> Any:
+    """Read a word as Python, else as YAML, else as itself; lists become tuples."""
+    try:
+        return _frozen(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        pass
+    try:
+        return _frozen(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return str(text)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    return Config({key: _frozen(item) for key, item in value.items()}) if isinstance(value, dict) else value
+
+
+def _coerce(key: str, value: Any, default: Any) -> Any:
+    """Return `value` as the type of the key.
+
+    Raises:
+        ValueError: it cannot be; says what is allowed.
+    """
+    if key in NULLABLE and (value is None or (isinstance(value, _Word) and value.lower() in ("none", "null"))):
+        return None
+    kind = NULLABLE.get(key, type(default))
+    given = value
+    if isinstance(value, _Word) and kind is not str:
+        value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _from_text(value)
+    if kind is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
+        try:
+            value = float(value)  # YAML reads 5e-5, without a dot, as text
+        except ValueError:
+            pass
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{given} is not a finite number")
+    if kind is tuple:
+        return _coerce_numbers(value, given, default)
+    if kind is str and isinstance(value, str):
+        return str(value)
+    if type(value) is not kind:
+        null = " or null" if key in NULLABLE else ""
+        raise ValueError(f"{_show(given)} is not {_KIND_NAMES[kind]}{null} (default {_show(default)})")
+    return value
+
+
+_KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text (quote it)"}
+
+
+def _coerce_numbers(value: Any, given: Any, default: tuple) -> tuple:
+    value = value if isinstance(value, (list, tuple)) else [value]
+    numbers = [item for item in value if isinstance(item, (int, float)) and not isinstance(item, bool)]
+    if len(numbers) != len(value) or not all(math.isfinite(item) for item in numbers):
+        raise ValueError(f"{_show(given)} is not a list of numbers, e.g. [30, 60] (default {list(default)})")
+    return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
+
+
+def _show(value: Any) -> str:
+    return repr(str(value)) if isinstance(value, str) else repr(value)
+
+
+# --------------------------------------------------------------------------------------- checking
+
+
+def origin_of(cfg: Config, default: CfgNode, key: str) -> str | None:
+    """Return where a value was set; None for a default."""
+    origin = cfg.origins.get(key)
+    in_default = key in dict(leaves(default))
+    return origin if origin and not (in_default and get_value(cfg, key) == get_value(default, key)) else None
+
+
+def check_cfg(cfg: CfgNode) -> None:
+    """Raise ConfigError with every value that is out of range or contradicts another; touches no file."""
+    problems = find_problems(cfg)
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_problems(cfg: CfgNode) -> list[str]:
+    """Return a message for each value that is out of range or contradicts another."""
+    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *_contradictions(cfg)]
+    return [f"{with_origin(cfg, key)}: {message}" for key, message in found]
+
+
+def with_origin(cfg: CfgNode, key: str) -> str:
+    """Return the key, and where its value was set if that is not the default."""
+    origin = getattr(cfg, "origins", {}).get(key)
+    return f"{key} ({origin})" if origin else key
+
+
+def _outside_choices(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    for key, allowed in {**CHOICES, "DATA.NAME": DATASETS.names()}.items():
+        value = get_value(cfg, key)
+        if value not in allowed:
+            yield key, f"{value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+
+
+def _outside_ranges(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    for key, (least, most) in RANGES.items():
+        value = get_value(cfg, key)
+        if value is not None and (value < least or (most is not None and value > most)):
+            yield key, f"{value} is outside the allowed range: {least} {'and up' if most is None else f'to {most}'}"
+
+
+def _contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for values that are each allowed but do not go together."""
+    optim, data = cfg.OPTIM, cfg.DATA
+    crop_size = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+    if crop_size > cfg.TEST.IM_SIZE:
+        what = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop,"
+        yield "TEST.IM_SIZE", f"{cfg.TEST.IM_SIZE} is smaller than {what} {crop_size}; set it to {crop_size} or more"
+    if optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
+        yield "OPTIM.NESTEROV", "needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0; or set OPTIM.NESTEROV False"
+    if optim.LR_POLICY == "steps" and not optim.STEPS:
+        yield "OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; give the epochs, e.g. [30, 60, 90]"
+    if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
+        yield "OPTIM.STEPS", f"{list(optim.STEPS)} must ascend from 0 or more, each epoch once"
+    if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
+        yield "OPTIM.MIN_LR", "must be above 0 when OPTIM.LR_POLICY is exp, e.g. 0.001"
+    if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
+        yield "DATA.CROP_SCALE", f"{list(data.CROP_SCALE)} must be two numbers, 0 < least <= greatest <= 1"
+    for key in ("MEAN", "STD"):
+        if len(data[key]) not in (0, 3):
+            yield f"DATA.{key}", f"{list(data[key])} must have three numbers, one a channel, or be empty"
+    if any(value <= 0 for value in data.STD):
+        yield "DATA.STD", f"{list(data.STD)} must be above 0"
+    if not cfg.OUT_DIR:
+        yield "OUT_DIR", "is empty; name a folder"
+    if os.path.basename(cfg.CFG_DEST) != cfg.CFG_DEST or cfg.CFG_DEST in ("", ".", ".."):
+        yield "CFG_DEST", f"{cfg.CFG_DEST!r} must be a plain file name; it goes into OUT_DIR"

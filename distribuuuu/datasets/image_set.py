@@ -1,0 +1,52 @@
+"""What a data set is to the rest of the package: images by number, their labels and their class names."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageSet:
+    """Images with labels. A family derives from it and sets what differs."""
+
+    # Mean and standard deviation of each channel, of 1.0 (here ImageNet's).
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    # Training crop that suits the set: "resized" (random resized crop) or "pad" (pad, then random crop).
+    crop: str = "resized"
+    # Name of each class, in the order of the labels.
+    classes: tuple[str, ...] = ()
+    # Number of classes when it is known before the data is read, else 0.
+    num_classes: int = 0
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> "ImageSet":
+        """Return the training or evaluation set that the config describes, fetched or drawn if it must be."""
+        raise TypeError(f"{cls.__name__} must define from_cfg")
+
+    @classmethod
+    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for what the config says that the disk contradicts; imports no torch."""
+        if cls.num_classes and cfg.MODEL.NUM_CLASSES != cls.num_classes:
+            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, cls.num_classes, f"DATA.NAME {cfg.DATA.NAME}")
+
+    def __len__(self) -> int:
+        raise TypeError(f"{type(self).__name__} must define __len__")
+
+    def read(self, index: int) -> "Image":
+        """Return image `index` as an RGB PIL image; any exception means that the image is broken."""
+        raise TypeError(f"{type(self).__name__} must define read")
+
+    def label(self, index: int) -> int:
+        """Return the class of image `index`, from 0."""
+        raise TypeError(f"{type(self).__name__} must define label")
+
+    def where(self, index: int) -> str:
+        """Return what to call image `index` in a message: its file, or its number."""
+        return f"image {index}"
+
+
+def contradiction(num_classes: int, found: int, where: str) -> str:
+    """Return the message for a number of classes that is not the data's."""
+    return f"{num_classes}, but {where} has {found} classes; set MODEL.NUM_CLASSES {found}"

@@ -1,0 +1,75 @@
+"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST, read and fetched by torchvision's own classes."""
+
+from distribuuuu.config import ConfigError
+from distribuuuu.datasets.image_set import ImageSet
+from distribuuuu.registry import DATASETS
+
+
+class TorchvisionSet(ImageSet):
+    """A set that torchvision reads whole into memory; TRAIN.DATASET or TEST.DATASET is its root."""
+
+    crop = "pad"
+    # Name of the class in torchvision.datasets.
+    source = ""
+
+    def __init__(self, root: str, train: bool, download: bool):
+        import torchvision.datasets
+
+        try:
+            data = getattr(torchvision.datasets, self.source)(root, train=train, download=download)
+        except (RuntimeError, OSError) as error:
+            section, why = ("TRAIN" if train else "TEST"), " ".join(str(error).split())
+            raise ConfigError(f"{section}.DATASET: {self.source} is not in {root} and cannot be fetched: {why}") from error
+        self.classes = tuple(data.classes)
+        self._pixels = data.data if isinstance(data.data, list) else getattr(data.data, "numpy", lambda: data.data)()
+        self._labels = [int(label) for label in data.targets]
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> "TorchvisionSet":
+        """Return the training or the test images."""
+        return cls(cfg.TRAIN.DATASET if train else cfg.TEST.DATASET, train, cfg.DATA.DOWNLOAD)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int):
+        """Return image `index` as an RGB PIL image; a grey one has three equal channels."""
+        from PIL import Image
+
+        return Image.fromarray(self._pixels[index]).convert("RGB")
+
+    def label(self, index: int) -> int:
+        """Return the class of image `index`, from 0."""
+        return self._labels[index]
+
+
+@DATASETS.register("cifar10")
+class Cifar10(TorchvisionSet):
+    """CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 10 classes."""
+
+    source, num_classes = "CIFAR10", 10
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@DATASETS.register("cifar100")
+class Cifar100(TorchvisionSet):
+    """CIFAR-100 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 100 classes."""
+
+    source, num_classes = "CIFAR100", 100
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+
+
+@DATASETS.register("mnist")
+class Mnist(TorchvisionSet):
+    """MNIST (LeCun et al., 1998): 60,000 + 10,000 grey images of 28 px in 10 classes."""
+
+    source, num_classes = "MNIST", 10
+    mean, std = (0.1307,) * 3, (0.3081,) * 3
+
+
+@DATASETS.register("fashion_mnist")
+class FashionMnist(TorchvisionSet):
+    """Fashion-MNIST (Xiao et al., arXiv 1708.07747): 60,000 + 10,000 grey images of 28 px in 10 classes."""
+
+    source, num_classes = "FashionMNIST", 10
+    mean, std = (0.2860,) * 3, (0.3530,) * 3

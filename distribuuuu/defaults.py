@@ -1,0 +1,143 @@
+"""Every option of a run: its default, and above it what it means, its unit and what it allows.
+
+These comments are what `--help-config` prints, so each key has one.
+"""
+
+from yacs.config import CfgNode
+
+_C = CfgNode()
+
+_C.MODEL = CfgNode()
+# Model name: first this package's, then timm's, then torchvision's; timm/NAME or torchvision/NAME forces one.
+_C.MODEL.ARCH = "resnet18"
+# Number of classes; must be the number in the data.
+_C.MODEL.NUM_CLASSES = 1000
+# Start from the published weights of timm or torchvision; a head of another size starts fresh.
+_C.MODEL.PRETRAINED = False
+# Batch norm over the images of all processes instead of each process's own.
+_C.MODEL.SYNCBN = False
+# Checkpoint or state dict to start from (.pth.tar, .pth, .safetensors); null: none.
+_C.MODEL.WEIGHTS = None
+# Train on random images from memory instead of the data set, to measure or to try out.
+_C.MODEL.DUMMY_INPUT = False
+# Arguments for the model's constructor, by its own lower-case names, e.g. {width: 32}.
+_C.MODEL.KWARGS = CfgNode(new_allowed=True)
+
+_C.TRAIN = CfgNode()
+# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the most that one process takes at a time.
+_C.TRAIN.BATCH_SIZE = 32
+# Images per step over all processes; the rest is accumulated. 0: TRAIN.BATCH_SIZE x number of processes.
+_C.TRAIN.GLOBAL_BATCH_SIZE = 0
+# Side of the square training image, in pixels.
+_C.TRAIN.IM_SIZE = 224
+# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other sets.
+_C.TRAIN.DATASET = "./data/ILSVRC/"
+# Sub-folder of TRAIN.DATASET that holds the training classes.
+_C.TRAIN.SPLIT = "train"
+# Go on from the newest sound checkpoint in OUT_DIR if there is one; False sets an older run aside.
+_C.TRAIN.AUTO_RESUME = True
+# When MODEL.WEIGHTS is a whole checkpoint, restore its optimizer and epoch too.
+_C.TRAIN.LOAD_OPT = True
+# Loader processes per training process; 0 loads in the training process itself.
+_C.TRAIN.WORKERS = 4
+# Copy batches through page-locked memory (CUDA only).
+_C.TRAIN.PIN_MEMORY = True
+# Steps between two reads of the training metrics.
+_C.TRAIN.PRINT_FREQ = 30
+# The k of top-k accuracy; more than the number of classes counts as that number.
+_C.TRAIN.TOPK = 5
+
+_C.TEST = CfgNode()
+# Folder of the evaluation data; follows TRAIN.DATASET unless set.
+_C.TEST.DATASET = "./data/ILSVRC/"
+# Sub-folder of TEST.DATASET that holds the evaluation classes.
+_C.TEST.SPLIT = "val"
+# Images per process and step in evaluation; does not change the result.
+_C.TEST.BATCH_SIZE = 200
+# Shorter side that evaluation images are resized to, in pixels.
+_C.TEST.IM_SIZE = 256
+# Side of the centre crop taken after the resize, in pixels. 0: TRAIN.IM_SIZE.
+_C.TEST.CROP_SIZE = 0
+# Steps between two updates of the evaluation's progress bar.
+_C.TEST.PRINT_FREQ = 10
+
+_C.DATA = CfgNode()
+# Data set: imagefolder, cifar10, cifar100, mnist, fashion_mnist, shapes or dummy.
+_C.DATA.NAME = "imagefolder"
+# Training crop: resized (random resized crop), pad (pad, then random crop), auto (what suits the set).
+_C.DATA.CROP = "auto"
+# Least and greatest share of the image's area that a random resized crop takes, 0 to 1.
+_C.DATA.CROP_SCALE = (0.08, 1.0)
+# Pixels of padding on each side before a random crop (DATA.CROP pad).
+_C.DATA.CROP_PADDING = 4
+# Probability of a horizontal flip in training, 0 to 1.
+_C.DATA.FLIP = 0.5
+# Mean of each of the three channels, of 1.0; empty: the set's own.
+_C.DATA.MEAN = ()
+# Standard deviation of each of the three channels, of 1.0; empty: the set's own.
+_C.DATA.STD = ()
+# What a broken image does: raise (stop and name it) or skip (log it and take another in its place).
+_C.DATA.ON_BAD_IMAGE = "raise"
+# Fetch a missing cifar10, cifar100, mnist or fashion_mnist into TRAIN.DATASET.
+_C.DATA.DOWNLOAD = True
+# Folder for what is drawn or computed once (the shapes). Empty: $XDG_CACHE_HOME/distribuuuu.
+_C.DATA.CACHE_DIR = ""
+
+_C.OPTIM = CfgNode()
+# Epochs to train; 0 only writes the config.
+_C.OPTIM.MAX_EPOCH = 100
+# Learning rate over the run: cos, steps, exp or lin.
+_C.OPTIM.LR_POLICY = "cos"
+# How often the learning rate changes: epoch (held for the epoch) or step.
+_C.OPTIM.LR_UPDATE = "epoch"
+# Learning rate that the schedule's factors multiply; not scaled by the batch size.
+_C.OPTIM.BASE_LR = 0.2
+# Where cos, exp and lin end, as a factor of BASE_LR, 0 to 1; exp needs more than 0.
+_C.OPTIM.MIN_LR = 0.0
+# Epochs at which `steps` multiplies the rate by LR_MULT, ascending; a first 0 is the start.
+_C.OPTIM.STEPS = ()
+# Factor of each step of `steps`.
+_C.OPTIM.LR_MULT = 0.1
+# Momentum of SGD, 0 up to 1.
+_C.OPTIM.MOMENTUM = 0.9
+# Dampening of SGD's momentum, 0 to 1; must be 0 with NESTEROV.
+_C.OPTIM.DAMPENING = 0.0
+# Nesterov's momentum; needs MOMENTUM above 0.
+_C.OPTIM.NESTEROV = True
+# Factor of the learning rate at the start of the warm-up, 0 to 1.
+_C.OPTIM.WARMUP_FACTOR = 0.1
+# Epochs of linear warm-up; 0: none.
+_C.OPTIM.WARMUP_EPOCHS = 5
+# L2 penalty on every parameter.
+_C.OPTIM.WEIGHT_DECAY = 5e-5
+
+_C.CHECKPOINT = CfgNode()
+# Steps between two checkpoints inside an epoch; 0: only at the end of each epoch.
+_C.CHECKPOINT.EVERY_STEPS = 0
+# Newest checkpoints to keep, at least 1.
+_C.CHECKPOINT.KEEP_LAST = 3
+# Also keep the checkpoint of every Kth epoch; 0: none.
+_C.CHECKPOINT.KEEP_EVERY = 0
+
+_C.LOG = CfgNode()
+# Write TensorBoard events to OUT_DIR/tensorboard.
+_C.LOG.TENSORBOARD = True
+# Images in the grid of one augmented batch that TensorBoard shows; 0: none.
+_C.LOG.NUM_IMAGES = 32
+
+_C.DIST = CfgNode()
+# Seconds that a process waits for the others before it gives up.
+_C.DIST.TIMEOUT_S = 600
+
+_C.CUDNN = CfgNode()
+# Let cuDNN time its algorithms and take the fastest.
+_C.CUDNN.BENCHMARK = True
+# Use deterministic algorithms only, so that a run repeats bitwise on CUDA; slower.
+_C.CUDNN.DETERMINISTIC = False
+
+# Folder for all that a run writes.
+_C.OUT_DIR = "./exp"
+# Name of the file in OUT_DIR that gets the resolved config.
+_C.CFG_DEST = "config.yaml"
+# Seed of everything random, 0 or more; null: drawn at the first start, logged, and kept over resumes.
+_C.RNG_SEED = None

@@ -1,0 +1,37 @@
+"""Evaluation: every image once, whatever the number of processes and the batch size."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from distribuuuu import distributed as dist
+from distribuuuu.datasets.loader import Loader
+from distribuuuu.metrics import ClassificationMeter
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, loader: Loader, criterion: Callable, meter: ClassificationMeter, progress: Callable = iter
+) -> dict:
+    """Return count, loss, top1 and topk (percent) of a model over a whole set.
+
+    Args:
+        model: the bare model, without a wrapper: processes may have different numbers of batches.
+        loader: the evaluation loader; each process sees its share, and may see nothing.
+        criterion: (logits, labels) to the mean loss.
+        meter: the counters to use.
+        progress: wraps the loader, to show a bar.
+
+    Raises:
+        RuntimeError: the number of images seen is not the size of the set.
+    """
+    dist.broadcast_buffers(model)
+    model.eval()
+    for images, labels in progress(loader):
+        logits = model(images)
+        meter.update(criterion(logits, labels), logits, labels)
+    result = meter.read()
+    if result["count"] != len(loader.images):
+        raise RuntimeError(f"evaluation saw {result['count']} images of a set of {len(loader.images)}")
+    return result

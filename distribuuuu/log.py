@@ -1,0 +1,201 @@
+"""What a run shows: a log on the terminal and in train.log, metrics.jsonl, TensorBoard and a progress bar.
+
+Only the main process writes; the others pass on warnings.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from distribuuuu import distributed as dist
+
+logger = logging.getLogger("distribuuuu")
+# Rows of the table of steps; a terminal shows a bar in their place.
+_steps = logging.getLogger("distribuuuu.steps")
+
+_HEADER = f"{'epoch':>9} {'step':>11} {'loss':>8} {'top1':>6} {{topk:>6}} {'lr':>8} {'img/s':>7} {'wait':>5} {'eta':>8}"
+_ROW = (
+    "{epoch:>9} {step:>11} {loss:>8.4f} {top1:>6.2f} {topk:>6.2f} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
+)
+
+
+class _TerminalHandler(logging.StreamHandler):
+    """Print above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+
+def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
+    """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal."""
+    close_logging()
+    main = dist.is_main()
+    prefix = "" if main else f"[rank {dist.rank()}] "
+    formatter = logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S")
+    handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
+    if main:
+        handlers.append(logging.FileHandler(Path(out_dir) / log_name, encoding="utf-8"))
+        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handlers[0].setFormatter(formatter)
+    if shows_bar():
+        handlers[0].addFilter(lambda record: record.name != _steps.name)
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if main else logging.WARNING)
+    logger.propagate = False
+
+
+def close_logging() -> None:
+    """Take the handlers off the package's logger and close their files."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def shows_bar() -> bool:
+    """Tell whether this process draws a progress bar: the main one, on a terminal."""
+    return dist.is_main() and sys.stderr.isatty()
+
+
+def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0) -> tqdm:
+    """Return the items, with a bar where one is shown."""
+    return tqdm(
+        items, desc=label, total=total, initial=initial, disable=not shows_bar(), leave=False, dynamic_ncols=True
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Return h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class RunLog:
+    """metrics.jsonl, TensorBoard and the table of steps of one run.
+
+    Args:
+        out_dir: the folder of the run.
+        tensorboard: write events to out_dir/tensorboard.
+        topk: the k of the top-k in the metrics.
+        num_epochs: epochs of the run.
+        num_steps: steps of an epoch.
+        epoch, step: where this start begins; records of later positions, from a run that was killed, are removed.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | os.PathLike,
+        *,
+        tensorboard: bool,
+        topk: int,
+        num_epochs: int,
+        num_steps: int,
+        epoch: int = 0,
+        step: int = 0,
+    ):
+        self.topk = topk
+        self.num_epochs = num_epochs
+        self.num_steps = num_steps
+        self._file = self._writer = None
+        self._started = self._last_read = time.perf_counter()
+        self._first_position = epoch * num_steps + step
+        if not dist.is_main():
+            return
+        path = Path(out_dir) / "metrics.jsonl"
+        drop_records_after(path, epoch, step)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(Path(out_dir) / "tensorboard", purge_step=self._first_position + 1)
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Tell whether this process writes TensorBoard events."""
+        return self._writer is not None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._file:
+            self._file.close()
+        if self._writer:
+            self._writer.close()
+
+    def steps(self, epoch: int, first: int) -> Iterator[int]:
+        """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
+        self._last_read = time.perf_counter()
+        _steps.info(_HEADER.format(topk=f"top{self.topk}"))
+        label = f"epoch {epoch + 1}/{self.num_epochs}"
+        yield from progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+
+    def train(self, epoch: int, step: int, lr: float, metrics: dict, wait_s: float) -> None:
+        """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
+        now = time.perf_counter()
+        elapsed, self._last_read = now - self._last_read, now
+        position = epoch * self.num_steps + step
+        speed = {
+            "images_per_s": metrics["count"] / elapsed,
+            "wait": min(1.0, wait_s / elapsed),
+            "eta_s": (now - self._started)
+            / (position - self._first_position)
+            * (self.num_epochs * self.num_steps - position),
+        }
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        shown = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": lr}
+        _steps.info(_ROW.format(**shown, **metrics, **speed, eta=format_duration(speed["eta_s"])))
+
+    def evaluation(self, epoch: int, metrics: dict, best_top1: float) -> None:
+        """Record the evaluation at the end of an epoch; its seconds count from the last `train`."""
+        seconds = time.perf_counter() - self._last_read
+        self._write("eval", epoch, self.num_steps, {**metrics, "best_top1": best_top1, "seconds": seconds})
+        logger.info(
+            "epoch %d/%d: top1 %.2f top%d %.2f loss %.4f of %d images; best top1 %.2f",
+            epoch + 1, self.num_epochs, metrics["top1"], self.topk, metrics["topk"], metrics["loss"],
+            metrics["count"], best_top1,
+        )  # fmt: skip
+
+    def images(self, tag: str, pixels: torch.Tensor) -> None:
+        """Show uint8 (N, 3, H, W) as a grid in TensorBoard."""
+        if self._writer and len(pixels):
+            from torchvision.utils import make_grid
+
+            self._writer.add_image(tag, make_grid(pixels, nrow=8), 0)
+
+    def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
+        values = {f"top{self.topk}" if name == "topk" else name: value for name, value in values.items()}
+        if self._file:
+            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": round(time.time(), 3)}
+            self._file.write(json.dumps(record) + "\n")
+        if self._writer:
+            for name, value in values.items():
+                self._writer.add_scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)
+
+
+def drop_records_after(path: Path, epoch: int, step: int) -> None:
+    """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop a half-written line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+            position = (record["epoch"] - 1, record["step"], record["kind"] == "eval")
+        except (ValueError, KeyError, TypeError):
+            continue
+        if position[0] < epoch or (position[0] == epoch and position[1] <= step and not position[2]):
+            kept.append(line + "\n")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)

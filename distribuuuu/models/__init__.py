@@ -1,0 +1,73 @@
+"""Models by name, one family a file.
+
+A new model is one new file here with a function in it, decorated with `@MODELS.register`, that takes `num_classes` and
+whatever else MODEL.KWARGS may set; with a parameter `im_size` it is given TRAIN.IM_SIZE.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from distribuuuu.config import ConfigError
+from distribuuuu.models.construct import Construction, plan_construction
+from distribuuuu.models.pretrained import build_pretrained, find_published
+from distribuuuu.models.resolve import resolve
+
+
+def build_model(cfg) -> nn.Module:
+    """Return the model of MODEL.ARCH: images (N, 3, IM_SIZE, IM_SIZE) -> logits (N, NUM_CLASSES).
+
+    The name is looked up in our registry, then in timm, then in torchvision; `timm/NAME` and `torchvision/NAME` force
+    one. MODEL.KWARGS go to the constructor, and so does TRAIN.IM_SIZE if it takes an image size and they do not give
+    it. With MODEL.PRETRAINED the model starts from the published weights, its head fresh if the classes differ.
+
+    Raises:
+        ConfigError: an unknown name or keyword, a value that the constructor refuses, or weights that do not exist or
+            cannot be fetched.
+    """
+    try:
+        construction = _plan(cfg)
+        return build_pretrained(construction) if cfg.MODEL.PRETRAINED else construction.build()
+    except ConfigError as error:
+        raise _with_origins(cfg, error) from error
+
+
+def check_model(cfg) -> None:
+    """Check all that `build_model` checks, short of fetching weights; the model takes no memory (meta device).
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    try:
+        construction = _plan(cfg)
+        construction.build_on_meta()
+        if cfg.MODEL.PRETRAINED:
+            find_published(construction.arch)
+    except ConfigError as error:
+        raise _with_origins(cfg, error) from error
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters, trainable or not."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _plan(cfg) -> Construction:
+    arch = resolve(cfg.MODEL.ARCH)
+    return plan_construction(arch, cfg.MODEL.NUM_CLASSES, _plain(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
+
+
+def _plain(value: Any) -> Any:
+    """Turn nodes of the config, which are frozen, into dicts."""
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _with_origins(cfg, error: ConfigError) -> ConfigError:
+    """Add to the keys of each 'KEY, KEY: message' where they were set."""
+    origins = getattr(cfg, "origins", {})
+    located = []
+    for problem in error.problems:
+        keys, _, message = problem.partition(": ")
+        keys = ", ".join(f"{key} ({origins[key]})" if key in origins else key for key in keys.split(", "))
+        located.append(f"{keys}: {message}")
+    return ConfigError(located)

@@ -1,0 +1,132 @@
+"""BoTNet-50: ResNet-50 whose last stage attends over the whole map (Srinivas et al., arXiv 2101.11605)."""
+
+import torch
+from torch import nn
+from torchvision.models import resnet50
+
+from distribuuuu.registry import MODELS
+
+# Pixels of the image per cell of the map that the stack sees, after layer3 of ResNet-50.
+STRIDE = 16
+
+
+class RelativePosition(nn.Module):
+    """One learnt vector for each vertical and each horizontal distance between two cells of the map."""
+
+    def __init__(self, size: int, dim: int):
+        super().__init__()
+        self.rel_height = nn.Parameter(torch.randn(2 * size - 1, dim) * dim**-0.5)
+        self.rel_width = nn.Parameter(torch.randn(2 * size - 1, dim) * dim**-0.5)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        """Map queries (N, heads, H, W, dim) to logits (N, heads, H * W, H * W), one for each pair (query, key)."""
+        num, heads, height, width, _ = q.shape
+        # [query row, key row, dim] and [query column, key column, dim]
+        rows, columns = _by_pair(self.rel_height, height), _by_pair(self.rel_width, width)
+        vertical = torch.einsum("nhxyd,xid->nhxyi", q, rows)
+        horizontal = torch.einsum("nhxyd,yjd->nhxyj", q, columns)
+        logits = vertical.unsqueeze(-1) + horizontal.unsqueeze(-2)
+        return logits.reshape(num, heads, height * width, height * width)
+
+
+def _by_pair(vectors: torch.Tensor, size: int) -> torch.Tensor:
+    """Lay out (2 size - 1, dim) vectors by distance as (size, size, dim): [a, b] is that of the distance b - a."""
+    position = torch.arange(size, device=vectors.device)
+    return vectors[position[None, :] - position[:, None] + size - 1]
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over a square map of `size` cells a side, with relative positions."""
+
+    def __init__(self, dim: int, size: int, num_heads: int = 4, head_dim: int = 128):
+        super().__init__()
+        self.size, self.num_heads, self.scale = size, num_heads, head_dim**-0.5
+        self.to_qk = nn.Conv2d(dim, 2 * num_heads * head_dim, kernel_size=1, bias=False)
+        self.to_v = nn.Conv2d(dim, num_heads * head_dim, kernel_size=1, bias=False)
+        self.pos_emb = RelativePosition(size, head_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (N, dim, size, size) to (N, num_heads * head_dim, size, size).
+
+        Raises:
+            ValueError: the map has another size.
+        """
+        num, _, height, width = x.shape
+        if (height, width) != (self.size, self.size):
+            raise ValueError(
+                f"the attention was built for a {self.size} x {self.size} map (im_size {self.size * STRIDE}), "
+                f"but the map is {height} x {width}: give images of that size, or build with another im_size"
+            )
+        q, k = (self._by_head(half) for half in self.to_qk(x).chunk(2, dim=1))
+        v = self._by_head(self.to_v(x))
+        q = q * self.scale
+        logits = q @ k.transpose(2, 3) + self.pos_emb(q.unflatten(2, (height, width)))
+        out = logits.softmax(dim=-1) @ v
+        return out.transpose(2, 3).reshape(num, -1, height, width)
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (N, heads * dim, H, W) to (N, heads, H * W, dim)."""
+        return x.flatten(2).unflatten(1, (self.num_heads, -1)).transpose(2, 3)
+
+
+class BottleneckTransformer(nn.Module):
+    """A bottleneck block of ResNet with attention in place of its 3x3 convolution."""
+
+    def __init__(self, dim: int, dim_out: int, size: int, num_heads: int = 4, head_dim: int = 128):
+        super().__init__()
+        inner = num_heads * head_dim
+        self.shortcut = nn.Identity() if dim == dim_out else nn.Sequential(*_conv1x1_norm(dim, dim_out), nn.ReLU())
+        self.net = nn.Sequential(
+            *_conv1x1_norm(dim, inner),
+            nn.ReLU(),
+            Attention(inner, size, num_heads, head_dim),
+            nn.Identity(),  # the place of the pooling in a block of stride 2: keeps the numbers of the state dict
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            *_conv1x1_norm(inner, dim_out),
+        )
+        nn.init.zeros_(self.net[-1].weight)  # the block starts as its shortcut
+        self.activation = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (N, dim, size, size) to (N, dim_out, size, size)."""
+        return self.activation(self.net(x) + self.shortcut(x))
+
+
+def _conv1x1_norm(num_in: int, num_out: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    return nn.Conv2d(num_in, num_out, kernel_size=1, bias=False), nn.BatchNorm2d(num_out)
+
+
+class BottleneckStack(nn.Module):
+    """Three blocks of stride 1, in place of the last stage of ResNet-50."""
+
+    def __init__(self, dim: int, dim_out: int, size: int, num_blocks: int = 3):
+        super().__init__()
+        dims = [dim] + [dim_out] * (num_blocks - 1)
+        self.net = nn.Sequential(*(BottleneckTransformer(dim_in, dim_out, size) for dim_in in dims))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (N, dim, size, size) to (N, dim_out, size, size)."""
+        return self.net(x)
+
+
+@MODELS.register
+def botnet50(num_classes: int = 1000, im_size: int = 224) -> nn.Sequential:
+    """Return BoTNet-50 of stride 1: images (N, 3, im_size, im_size) -> logits (N, num_classes).
+
+    Srinivas et al., arXiv 2101.11605. The attention knows the distances of one map size, so a model serves one
+    `im_size`; its weights fit no other.
+
+    Raises:
+        ValueError: `im_size` is not a multiple of 16; in forward, images of another size.
+    """
+    if not isinstance(im_size, int) or im_size < STRIDE or im_size % STRIDE:
+        raise ValueError(f"im_size must be a multiple of {STRIDE}, as 224 or 256, not {im_size!r}")
+    stem_to_layer3 = list(resnet50().children())[:7]
+    return nn.Sequential(
+        *stem_to_layer3,
+        BottleneckStack(dim=1024, dim_out=2048, size=im_size // STRIDE),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(1),
+        nn.Linear(2048, num_classes),
+    )

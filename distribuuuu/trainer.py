@@ -1,0 +1,195 @@
+"""A run from start to end: read `train_model` top to bottom and you know it whole."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from distribuuuu import distributed as dist
+from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
+from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.datasets.loader import TrainLoader, build_loader
+from distribuuuu.evaluator import evaluate
+from distribuuuu.log import RunLog, progress
+from distribuuuu.loss import build_loss
+from distribuuuu.metrics import build_meter
+from distribuuuu.models import build_model
+from distribuuuu.optim import build_optimizer, set_lr
+from distribuuuu.run import describe_model, describe_training, open_run, write_config, write_results
+from distribuuuu.schedule import build_schedule
+from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
+from distribuuuu.sync_batchnorm import convert_sync_batchnorm
+
+logger = logging.getLogger(__name__)
+
+
+def train_model(cfg) -> float:
+    """Train from scratch or from the newest sound checkpoint; return the best top-1 in percent.
+
+    Raises:
+        ConfigError: the data, the model or a checkpoint contradicts the config.
+    """
+    with open_run(cfg, "train.log") as device:
+        write_config(cfg)
+        train_loader, val_loader = build_loader(cfg, device, train=True), build_loader(cfg, device, train=False)
+        state, checkpoints = build_state(cfg, device, train_loader), build_checkpoints(cfg)
+        restore(cfg, state, checkpoints)
+        criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+        model = dist.wrap_model(state.model, device)
+        describe_training(cfg, state, train_loader, val_loader)
+        with open_log(cfg, state, train_loader) as log:
+            for epoch in range(state.epoch, cfg.OPTIM.MAX_EPOCH):
+                train_epoch(cfg, state, model, train_loader, criterion, lr_at, checkpoints, log)
+                result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), show_evaluation)
+                is_best = state.finish_epoch(result["top1"])
+                log.evaluation(epoch, result, state.best_top1)
+                checkpoints.save(state, is_best)
+        logger.info("done: best top1 %.2f, of epoch %d", state.best_top1, state.best_epoch + 1)
+    return state.best_top1
+
+
+def train_epoch(
+    cfg,
+    state: TrainState,
+    model: nn.Module,
+    loader: TrainLoader,
+    criterion: Callable,
+    lr_at: Callable[[float], float],
+    checkpoints: CheckpointFolder,
+    log: RunLog,
+) -> None:
+    """Train from the state's position to the end of its epoch."""
+    epoch, num_micro = state.epoch, loader.plan.num_micro
+    meter = build_meter(cfg, loader.device)
+    batches = loader.batches_from(state.seed, epoch, state.step)
+    model.train()
+    for step in log.steps(epoch, state.step):
+        lr = lr_at(epoch + step / loader.num_steps)
+        set_lr(state.optimizer, lr)
+        state.optimizer.zero_grad()
+        for micro in range(num_micro):
+            images, labels = next(batches)
+            seed_step(derive_seed(state.seed, epoch, step, micro, dist.rank()), loader.device)
+            with dist.without_gradient_sync(model, micro + 1 < num_micro):
+                logits = model(images)
+                loss = criterion(logits, labels)
+                (loss / num_micro).backward()
+            meter.update(loss, logits, labels)
+        state.optimizer.step()
+        state.step = step + 1
+        if state.step % cfg.TRAIN.PRINT_FREQ == 0 or state.step == loader.num_steps:
+            log.train(epoch, state.step, lr, meter.read(), loader.take_wait_s())
+        if checkpoints.is_due(state.step):
+            checkpoints.save(state)
+
+
+def build_state(cfg, device: torch.device, loader: TrainLoader) -> TrainState:
+    """Return the state at the very start: everything that a checkpoint will hold."""
+    seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
+    seed_cpu(derive_seed(seed))
+    model = build_model(cfg)
+    if cfg.MODEL.SYNCBN:
+        model = convert_sync_batchnorm(model, device)
+    model = model.to(device)
+    return TrainState(
+        model=model,
+        optimizer=build_optimizer(cfg, model),
+        seed=seed,
+        arch=cfg.MODEL.ARCH,
+        classes=loader.images.classes,
+        global_batch=loader.plan.global_batch,
+    )
+
+
+def build_checkpoints(cfg) -> CheckpointFolder:
+    """Return the checkpoints of the run, those of a killed save cleared away."""
+    settings = cfg.CHECKPOINT
+    checkpoints = CheckpointFolder(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
+    checkpoints.clear_leftovers()
+    return checkpoints
+
+
+def restore(cfg, state: TrainState, checkpoints: CheckpointFolder) -> None:
+    """Bring the state to the newest sound checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
+    if cfg.TRAIN.AUTO_RESUME:
+        latest = checkpoints.find_latest()
+    else:
+        latest, aside = None, checkpoints.set_aside()
+        if aside:
+            logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints are now in %s", aside)
+    if latest:
+        state.load_dict(read_checkpoint(latest), latest)
+        logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
+    elif cfg.MODEL.WEIGHTS:
+        load_weights(cfg, state)
+    if cfg.RNG_SEED not in (None, state.seed):
+        logger.warning("RNG_SEED is %d, but the run began with %d; it goes on with %d", cfg.RNG_SEED, state.seed,
+                       cfg.RNG_SEED)  # fmt: skip
+        state.seed = cfg.RNG_SEED
+
+
+def load_weights(cfg, state: TrainState) -> None:
+    """Start from MODEL.WEIGHTS: with TRAIN.LOAD_OPT and a whole checkpoint, also from its optimizer and position."""
+    path = cfg.MODEL.WEIGHTS
+    content = read_checkpoint(path)
+    if cfg.TRAIN.LOAD_OPT and "optimizer" in content:
+        state.load_dict(content, path)
+        logger.info("continued from %s: epoch %d; TRAIN.LOAD_OPT False takes only its weights", path, state.epoch + 1)
+    else:
+        load_state_dict(state.model, content["state_dict"], path)
+        logger.info("started from the weights in %s", path)
+
+
+def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
+    """Return the log of the run from the state's position on, begun with a picture of the augmented images."""
+    log = RunLog(
+        cfg.OUT_DIR,
+        tensorboard=cfg.LOG.TENSORBOARD,
+        topk=min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES),
+        num_epochs=cfg.OPTIM.MAX_EPOCH,
+        num_steps=loader.num_steps,
+        epoch=state.epoch,
+        step=state.step,
+    )
+    if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
+        log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
+    return log
+
+
+def show_evaluation(loader):
+    """Return the evaluation loader behind a progress bar."""
+    return progress(loader, "evaluation")
+
+
+def test_model(cfg) -> dict:
+    """Evaluate MODEL.WEIGHTS, else the run's best, else the published weights; return and write the result.
+
+    Raises:
+        ConfigError: there are no weights, or they do not fit the model or the data.
+    """
+    with open_run(cfg, "test.log") as device:
+        loader = build_loader(cfg, device, train=False)
+        model = build_model(cfg).to(device)
+        weights = find_weights(cfg)
+        if weights != "pretrained":
+            content = read_checkpoint(weights)
+            load_state_dict(model, content["state_dict"], weights)
+            classes = content.get("classes")
+            if classes and list(loader.images.classes) != classes:
+                raise CheckpointError(f"{weights}: was trained on the classes {classes}, the data has other ones")
+        describe_model(cfg, model)
+        result = evaluate(model, loader, build_loss(cfg), build_meter(cfg, device), show_evaluation)
+        write_results(cfg, result, weights)
+    return result
+
+
+def find_weights(cfg) -> str:
+    """Return the file that `test_model` evaluates, or 'pretrained'."""
+    best = build_checkpoints(cfg).best
+    if cfg.MODEL.WEIGHTS or not best.exists() and cfg.MODEL.PRETRAINED:
+        return cfg.MODEL.WEIGHTS or "pretrained"
+    if not best.exists():
+        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} is not there; name a file to evaluate")
+    return str(best)

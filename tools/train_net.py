@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Train a model: python tools/train_net.py --cfg FILE [KEY VALUE ...], or the same under torchrun or srun."""
+
+import sys
+
+from distribuuuu.cli import run_tool
+
+
+def train(cfg) -> None:
+    """Check what needs torch to be checked, then train."""
+    from distribuuuu.models import check_model
+    from distribuuuu.trainer import train_model
+
+    check_model(cfg)
+    train_model(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(__doc__, train, train=True))
