@@ -63,9 +63,13 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 def _read_verified(path: Path) -> Any:
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(error) from error
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -108,12 +108,14 @@ class _SummedOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the processes, in the shape of `tensor`."""
         total = tensor.clone()
         torch_dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the gradients, since every process's result depends on this process's tensor."""
         grad = grad.clone()
         torch_dist.all_reduce(grad)
         return grad

@@ -26,7 +26,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 class Registry:
-    """A table of one kind of thing, kept by the modules of `package` that say `@NAME.register`.
+    """A table of one kind of thing, kept by the modules of `package` that say `NAME.register`.
 
     They are imported on the first look-up, not before; other modules of the package are left alone, since they may
     be slow to import. A new entry is one new file in the package, with a decorated function or class in it:
@@ -67,7 +67,7 @@ class Registry:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
             source = importlib.util.find_spec(module.name).origin
-            if f"@{self.name}.register" in Path(source).read_text(encoding="utf-8"):
+            if f"{self.name}.register" in Path(source).read_text(encoding="utf-8"):
                 importlib.import_module(module.name)
         self._discovered = True
 

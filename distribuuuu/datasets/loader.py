@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -96,16 +97,19 @@ class Loader:
         self.device = device
         self._wait_s = 0.0
         self.num_broken = 0
-        self._mean = torch.tensor(mean, device=device).view(3, 1, 1) * 255
-        self._scale = 1 / (torch.tensor(std, device=device).view(3, 1, 1) * 255)
-        self._batches = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=_collate,
-            pin_memory=pin_memory and device.type == "cuda",
-            persistent_workers=num_workers > 0,
-        )
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
+        self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
+        with warnings.catch_warnings():
+            # More workers than cores are the user's choice; the log says how long the batches were waited for.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            self._batches = DataLoader(
+                dataset,
+                batch_sampler=sampler,
+                num_workers=num_workers,
+                collate_fn=_collate,
+                pin_memory=pin_memory and device.type == "cuda",
+                persistent_workers=num_workers > 0,
+            )
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.models.construct import Construction, plan_construction
+from distribuuuu.models.construction import Construction, plan_construction
 from distribuuuu.models.pretrained import build_pretrained, find_published
-from distribuuuu.models.resolve import resolve
+from distribuuuu.models.resolve import find_architecture
 
 
 def build_model(cfg) -> nn.Module:
@@ -53,7 +53,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _plan(cfg) -> Construction:
-    arch = resolve(cfg.MODEL.ARCH)
+    arch = find_architecture(cfg.MODEL.ARCH)
     return plan_construction(arch, cfg.MODEL.NUM_CLASSES, _plain(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
 
 

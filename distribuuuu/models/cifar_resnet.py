@@ -84,14 +84,11 @@ class CifarResNet(nn.Module):
         return self.fc(features.mean(dim=(2, 3)))
 
 
-def _member(depth: int) -> Callable[..., CifarResNet]:
+def _register(depth: int) -> None:
+    @MODELS.register(f"resnet{depth}")
     def build(num_classes: int = 10, width: int = 16, norm: str = "batch") -> CifarResNet:
         return CifarResNet(depth, num_classes, width, norm)
 
-    build.__name__ = build.__qualname__ = f"resnet{depth}"
-    build.__doc__ = f"Return the CIFAR ResNet with {depth} layers."
-    return build
-
 
 for _depth in (8, 14, 20, 32, 44, 56, 110):
-    MODELS.register(_member(_depth))
+    _register(_depth)

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.models.construct import Construction
+from distribuuuu.models.construction import Construction
 from distribuuuu.models.resolve import Architecture
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _find_timm(arch: Architecture) -> PublishedWeights:
     if published is not None and not published.has_weights:
         raise _no_weights(arch)
     hub_id, url = (published.hf_hub_id, published.url) if published else ("", "")
-    where = f"https://huggingface.co/{hub_id}" if hub_id else url
+    where = f"model.safetensors of https://huggingface.co/{hub_id}" if hub_id else url
     return PublishedWeights(where or f"the weights of {arch.name}", {"pretrained": True})
 
 
@@ -84,18 +84,19 @@ def build_pretrained(construction: Construction) -> nn.Module:
 def _load(construction: Construction, published: PublishedWeights, num_classes: int) -> nn.Module:
     try:
         return construction.build(**published.arguments, num_classes=num_classes)
-    except OSError as error:
-        raise ConfigError(
-            f"MODEL.PRETRAINED: cannot fetch {published.where}: {_one_line(error)}; without a network, bring the file "
-            "here, give its path as MODEL.WEIGHTS and set MODEL.PRETRAINED False"
-        ) from error
-    except RuntimeError as error:
-        if "state_dict" not in str(error):
+    except (OSError, RuntimeError) as error:
+        why = _one_line(error) or type(error).__name__
+        if isinstance(error, OSError) or "invalid hash" in why:
+            problem = (
+                f"cannot fetch {published.where}: {why}; without a network, bring the file here, give its path as "
+                "MODEL.WEIGHTS and set MODEL.PRETRAINED False"
+            )
+        elif "state_dict" in why:
+            what = f"{construction.arch.name} with MODEL.KWARGS {construction.kwargs}"
+            problem = f"{published.where} does not fit {what}: {why}"
+        else:
             raise
-        raise ConfigError(
-            f"MODEL.PRETRAINED: {published.where} does not fit {construction.arch.name} "
-            f"with MODEL.KWARGS {construction.kwargs}: {_one_line(error)}"
-        ) from error
+        raise ConfigError(f"MODEL.PRETRAINED: {problem}") from error
 
 
 def _one_line(error: Exception, most: int = 300) -> str:

@@ -20,11 +20,12 @@ class Architecture:
     builder: Callable[..., nn.Module]
 
 
-def resolve(arch: str) -> Architecture:
+def find_architecture(arch: str) -> Architecture:
     """Return the architecture of that name.
 
     The tables are asked in this order: this package's registry, timm, torchvision. `timm/NAME` and `torchvision/NAME`
-    ask that one only. timm takes seconds to import, so it is not imported when the registry knows the name.
+    ask that one only, and so does `distribuuuu/NAME`. timm takes seconds to import, so it is imported only for a name
+    that the registry does not know.
 
     Raises:
         ConfigError: no table knows the name; the message lists the nearest names of all of them.

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ SIZE_NAMES = ("im_size", "img_size", "image_size")
 class Keywords:
     """What a constructor can be given by name; when `is_open`, names that are not listed too."""
 
-    parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
+    parameters: dict[str, inspect.Parameter]
     is_open: bool = False
 
 
@@ -86,7 +86,7 @@ def plan_construction(arch: Architecture, num_classes: int, kwargs: dict[str, An
     if problems:
         raise ConfigError(problems)
     size_names = [name for name in SIZE_NAMES if name in known.parameters and not set(SIZE_NAMES) & set(kwargs)]
-    return Construction(arch, num_classes, kwargs, {name: im_size for name in size_names[:1]})
+    return Construction(arch, num_classes, kwargs, dict.fromkeys(size_names[:1], im_size))
 
 
 def _objection(name: str, model: str, known: Keywords) -> str | None:

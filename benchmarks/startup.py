@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Measure how soon `tools/train_net.py` answers: help, mistakes, and the first step of training.
+
+Each command is a fresh process, timed from its start to its end, or to the line of the log that shows the first step.
+The commands take turns, next to the bare imports of torch and torchvision that none of them can beat once it needs them.
+"""
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import describe_run
+
+TRAIN_NET = str(Path(__file__).resolve().parents[1] / "tools" / "train_net.py")
+SMALL = "DATA.NAME dummy MODEL.NUM_CLASSES 10 TRAIN.IM_SIZE 32 TEST.IM_SIZE 32 TRAIN.BATCH_SIZE 8 TRAIN.PRINT_FREQ 1"
+# The row of the log after the first step: epoch 1/N, step 1/N.
+FIRST_STEP = re.compile(rb" 1/\d+ +1/\d+ ")
+TORCH = "import torch"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, the exit status it must have, and whether it is over at its first step."""
+
+    name: str
+    words: list[str]
+    status: int = 0
+    to_first_step: bool = False
+
+
+def list_cases(out_dir: str) -> list[Case]:
+    """Return what is measured."""
+
+    def train_net(*words: str) -> list[str]:
+        return [TRAIN_NET, *words, "OUT_DIR", out_dir]
+
+    small = SMALL.split()
+    step = [*small, "MODEL.ARCH", "resnet8"]
+    return [
+        Case("python -c pass", ["-c", "pass"]),
+        Case(TORCH, ["-c", "import torch"]),
+        Case("import torch, torchvision", ["-c", "import torch, torchvision"]),
+        Case("--help", [TRAIN_NET, "--help"]),
+        Case("a wrong key", train_net("TRAIN.BATCH_SIZ", "64"), 2),
+        Case("a data folder that is not there", train_net("TRAIN.DATASET", "/no/such/folder"), 2),
+        Case("an unknown MODEL.ARCH", train_net(*small, "MODEL.ARCH", "resnet81"), 2),
+        Case("the first step", train_net(*step), to_first_step=True),
+        Case("the same, no TensorBoard, no workers", train_net(*step, "LOG.TENSORBOARD", "False", "TRAIN.WORKERS", "0"),
+             to_first_step=True),
+    ]  # fmt: skip
+
+
+def time_case(case: Case) -> float:
+    """Return the seconds of one run of a command.
+
+    Raises:
+        RuntimeError: it ended with another status than it must.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *case.words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        shown = b""
+        for line in process.stderr:
+            shown += line
+            if case.to_first_step and FIRST_STEP.search(line):
+                return time.perf_counter() - start
+        status = process.wait()
+        seconds = time.perf_counter() - start
+    finally:
+        stop(process)
+    if status != case.status or case.to_first_step:
+        raise RuntimeError(f"{case.name}: exit status {status}\n{shown.decode()}")
+    return seconds
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a process with its loader workers, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    process.stderr.close()
+
+
+def measure(repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each command; the first round, which warms the file cache, does not count."""
+    seconds: dict[str, list[float]] = {}
+    for number in range(1 + repeats):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            for position, case in enumerate(list_cases(folder)):
+                taken = time_case(case) if not case.to_first_step else time_in_own_folder(case, folder, position)
+                if number:
+                    seconds.setdefault(case.name, []).append(taken)
+    return seconds
+
+
+def time_in_own_folder(case: Case, folder: str, position: int) -> float:
+    """Return the seconds of a run that leaves something in OUT_DIR."""
+    words = [word.replace(folder, f"{folder}/{position}") for word in case.words]
+    return time_case(Case(case.name, words, case.status, case.to_first_step))
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7, help="times that each command is run")
+    repeats = parser.parse_args().repeats
+    print(describe_run())
+    print(f"\nmedian of {repeats}, seconds             from - to     x import torch")
+    seconds = measure(repeats)
+    torch_s = statistics.median(seconds[TORCH])
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{name:<38} {median:>6.2f} {min(values):>6.2f} {max(values):>6.2f} {median / torch_s:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

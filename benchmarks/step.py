@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Measure what our training loop costs over a bare PyTorch loop: same model, same batch in memory, same optimizer.
+
+Ours is `train_epoch` with its real meter, log, checkpoints, learning rate and seeding, on epochs of 30 steps with one
+line of log each; only the loader is replaced. The bare loop is zero_grad, forward, loss, backward, step. Both take
+turns on the same model and optimizer in one process, in short blocks, next to a control (the bare loop again), and
+that is repeated in fresh processes, because the speed of a tiny model jumps from one process to the next.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from machine import describe_run
+from torch import nn
+
+from distribuuuu import distributed as dist
+from distribuuuu.batching import BatchPlan
+from distribuuuu.config import load_cfg
+from distribuuuu.datasets.dummy import Dummy
+from distribuuuu.launch import Launch
+from distribuuuu.log import RunLog, close_logging, set_up_logging
+from distribuuuu.loss import build_loss
+from distribuuuu.schedule import build_schedule
+from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+
+STEPS = 30
+CLASSES = 10
+WARM_UP_ROUNDS = 3
+# The most that our step may take, in bare steps.
+BARS = {1: 1.05, 2: 1.10}
+
+
+class MemoryLoader:
+    """One batch over and over, behind the part of TrainLoader that the training loop uses."""
+
+    num_steps = STEPS
+
+    def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], plan: BatchPlan, device: torch.device):
+        self.batch = batch
+        self.plan = plan
+        self.device = device
+        self.images = Dummy(batch[0].shape[-1], CLASSES)
+
+    def batches_from(self, seed: int, epoch: int, first_step: int):
+        """Return an iterator over micro-batches."""
+        return itertools.repeat(self.batch)
+
+    def take_wait_s(self) -> float:
+        """Return the seconds spent waiting for batches."""
+        return 0.0
+
+
+def make_cfg(args: argparse.Namespace, out_dir: str):
+    """Return the config of the run; its learning rate is so low that the weights, and so the speed, stay the same."""
+    words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} "
+    words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
+    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
+    return load_cfg(None, words.split())
+
+
+def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]], RunLog]:
+    """Return the blocks to time, by name, each a function of STEPS steps; and the log that ours writes."""
+    size, batch_size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE
+    images = torch.randn(batch_size, 3, size, size, device=device)
+    labels = torch.arange(batch_size, device=device) % CLASSES
+    loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1, dist.world_size()), device)
+    state, checkpoints = build_state(cfg, device, loader), build_checkpoints(cfg)
+    criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+    model = dist.wrap_model(state.model, device)
+    log = open_log(cfg, state, loader)
+
+    def ours() -> None:
+        state.step = 0
+        train_epoch(cfg, state, model, loader, criterion, lr_at, checkpoints, log)
+
+    def bare() -> None:
+        run_bare(model, state.optimizer, criterion, images, labels)
+
+    return {"bare": bare, "ours": ours, "control": bare}, log
+
+
+def run_bare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> None:
+    """Take STEPS steps with nothing around them."""
+    model.train()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+
+def time_blocks(loops: dict[str, Callable[[], None]], num_rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of each block: every round runs each loop once, beginning with another one."""
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    names = list(loops)
+    for number in range(WARM_UP_ROUNDS + num_rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            loops[name]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if number >= WARM_UP_ROUNDS:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
+    """Be one process of one launch; the first writes the median milliseconds of a step of each loop."""
+    torch.set_num_threads(args.threads)
+    launch = Launch("benchmark", rank, rank, num_processes, f"file://{folder}/meet")
+    # As in a batch job: the log goes to a file.
+    with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
+        with dist.process_group(launch, timeout_s=600) as device:
+            set_up_logging(folder, "train.log")
+            loops, log = build_loops(make_cfg(args, folder), device)
+            with log:
+                seconds = time_blocks(loops, args.blocks, device)
+            close_logging()
+        sys.stderr = sys.__stderr__
+    if rank == 0:
+        step_ms = {name: 1e3 / STEPS * statistics.median(values) for name, values in seconds.items()}
+        (Path(folder) / "step_ms.json").write_text(json.dumps(step_ms), encoding="utf-8")
+
+
+def measure(num_processes: int, args: argparse.Namespace) -> None:
+    """Launch, print each launch's medians, then the median ratio over the launches and whether it is below the bar."""
+    print(f"\n{num_processes} process{'es' * (num_processes > 1)}\nlaunch   bare ms   ours ms   ratio   control")
+    ratios, controls = [], []
+    for number in range(args.launches):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(run_process, (num_processes, args, folder), nprocs=num_processes)
+            step_ms = json.loads((Path(folder) / "step_ms.json").read_text(encoding="utf-8"))
+        ratios.append(step_ms["ours"] / step_ms["bare"])
+        controls.append(step_ms["control"] / step_ms["bare"])
+        row = f"{step_ms['bare']:>9.3f} {step_ms['ours']:>9.3f} {ratios[-1]:>7.3f} {controls[-1]:>9.3f}"
+        print(f"{number + 1:>6} {row}", flush=True)
+    ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
+    print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
+    print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
+
+
+def show_spread(values: list[float]) -> str:
+    """Return the median with the least and the greatest."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    """Measure for each number of processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes to measure")
+    parser.add_argument("--arch", default="resnet8", help="MODEL.ARCH")
+    parser.add_argument("--batch", type=int, default=8, help="images per process and step")
+    parser.add_argument("--im-size", type=int, default=32, help="side of the images in pixels")
+    parser.add_argument("--launches", type=int, default=5, help="fresh starts per number of processes")
+    parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    args = parser.parse_args()
+    print(describe_run())
+    print(f"{args.arch}, {args.batch} images of {args.im_size} px a process, {args.threads} thread(s); medians of "
+          f"{args.blocks} blocks of {STEPS} steps with one read and log")  # fmt: skip
+    for num_processes in args.processes:
+        measure(num_processes, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""BoTNet-50: its sizes, its state dict and its relative positions."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet50
+
+from distribuuuu.models.botnet import RelativePosition, botnet50
+
+
+def shapes(model):
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def small_botnet():
+    torch.manual_seed(0)
+    return botnet50(num_classes=3, im_size=64)
+
+
+def test_botnet_starts_as_its_shortcuts_and_learns_at_64_px(small_botnet):
+    last = small_botnet[7].net[-1].net
+    assert all(block.net[-1].weight.abs().sum() == 0 for block in small_botnet[7].net)
+    last[-1].weight.data.fill_(1.0)  # gamma 0 stops the gradient
+    small_botnet[:7].requires_grad_(False)
+    logits = small_botnet(torch.randn(2, 3, 64, 64))
+    assert logits.shape == (2, 3)
+    logits.sum().backward()
+    assert last[3].pos_emb.rel_height.grad.abs().sum() > 0 and last[3].pos_emb.rel_width.grad.abs().sum() > 0
+
+
+def test_botnet_refuses_other_sizes(small_botnet):
+    with pytest.raises(ValueError, match=r"4 x 4 map .* is 2 x 2"):
+        small_botnet(torch.randn(2, 3, 32, 32))
+    for im_size in (0, 100, 64.0):
+        with pytest.raises(ValueError, match="multiple of 16"):
+            botnet50(im_size=im_size)
+
+
+def test_botnet_keeps_the_layout_of_the_original_state_dict():
+    with torch.device("meta"):
+        found, trunk = shapes(botnet50()), nn.Sequential(*list(resnet50().children())[:7])
+    expected = shapes(trunk)
+    convs = {"net.0": (512, 2048), "net.3.to_qk": (1024, 512), "net.3.to_v": (512, 512), "net.7": (2048, 512)}
+    for block in (f"7.net.{index}" for index in range(3)):
+        expected |= {f"{block}.{name}.weight": (*shape, 1, 1) for name, shape in convs.items()}
+        expected |= {f"{block}.net.3.pos_emb.{name}": (27, 128) for name in ("rel_height", "rel_width")}
+        expected |= norm_shapes(f"{block}.net.1", 512) | norm_shapes(f"{block}.net.5", 512)
+        expected |= norm_shapes(f"{block}.net.8", 2048)
+    expected["7.net.0.net.0.weight"] = (512, 1024, 1, 1)
+    expected |= {"7.net.0.shortcut.0.weight": (2048, 1024, 1, 1)} | norm_shapes("7.net.0.shortcut.1", 2048)
+    assert found == expected | {"10.weight": (1000, 2048), "10.bias": (1000,)}
+
+
+def norm_shapes(name, num_channels):
+    parts = ("weight", "bias", "running_mean", "running_var")
+    return {f"{name}.{part}": (num_channels,) for part in parts} | {f"{name}.num_batches_tracked": ()}
+
+
+def test_relative_logits_equal_a_plain_loop():
+    torch.manual_seed(0)
+    size, dim = 4, 8
+    position = RelativePosition(size, dim)
+    q = torch.randn(2, 3, size, size, dim)
+    expected = torch.empty(2, 3, size * size, size * size)
+    cells = list(itertools.product(range(size), range(size)))
+    for (i, (row, column)), (j, (key_row, key_column)) in itertools.product(enumerate(cells), enumerate(cells)):
+        vector = position.rel_height[key_row - row + size - 1] + position.rel_width[key_column - column + size - 1]
+        expected[:, :, i, j] = q[:, :, row, column] @ vector
+    assert torch.allclose(position(q), expected, atol=1e-5)

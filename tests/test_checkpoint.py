@@ -1,0 +1,232 @@
+"""Checkpoints: whole or not there, verified, kept by number, and the original's welcome."""
+
+import os
+import random
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint import CheckpointFolder, TrainState, checkpoint_name, load_state_dict
+from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
+from distribuuuu.config import load_cfg
+from distribuuuu.optim import build_optimizer
+
+
+def make_state(num_classes: int = 3, **position) -> TrainState:
+    """Return the state of a small model that has made a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, num_classes))
+    optimizer = build_optimizer(load_cfg(), model)
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+    classes = tuple("abcdefgh"[:num_classes])
+    return TrainState(model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, **position)
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    state = make_state(epoch=3, step=7, best_top1=12.5, best_epoch=2)
+    path = CheckpointFolder(tmp_path).save(state)
+    assert path.name == "ckpt_ep_003_step_000007.pth.tar"
+    other = make_state()
+    nn.init.zeros_(other.model[0].weight)
+    other.optimizer = build_optimizer(load_cfg(None, ["OPTIM.WEIGHT_DECAY", "0.5"]), other.model)
+    other.load_dict(read_checkpoint(path), path)
+    assert (other.epoch, other.step, other.best_top1, other.best_epoch, other.seed) == (3, 7, 12.5, 2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(state.model.parameters(), other.model.parameters(), strict=True))
+    mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5, "the config says the settings, not the file"
+
+
+def test_the_newest_is_found_by_number_not_by_name(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=9)
+    for position in ((999, 0), (1000, 0), (998, 12), (1000, 3)):
+        folder.save(make_state(epoch=position[0], step=position[1]))
+    names = [path.name for path in folder.list()]
+    assert names == [checkpoint_name(*p) for p in ((998, 12), (999, 0), (1000, 0), (1000, 3))]
+    assert folder.find_latest().name == "ckpt_ep_1000_step_000003.pth.tar"
+
+
+def test_what_is_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=3)
+    for epoch in range(1, 8):
+        folder.save(make_state(epoch=epoch), is_best=epoch == 2)
+    assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in (3, 6, 7)]
+    assert read_checkpoint(folder.best)["epoch"] == 1
+
+
+def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    folder.save(make_state(epoch=9))
+    folder.save(make_state(epoch=2))
+    assert checkpoint_name(2, 0) in [path.name for path in folder.list()]
+
+
+@pytest.mark.parametrize("damage", ["cut in half", "cut by a byte", "emptied", "a bit turned", "text"])
+def test_a_damaged_newest_one_is_skipped_for_the_one_before(tmp_path, damage, caplog):
+    folder = CheckpointFolder(tmp_path)
+    good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
+    content = bytearray(bad.read_bytes())
+    if damage == "a bit turned":
+        with zipfile.ZipFile(bad) as archive:
+            entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+        content[entry.header_offset + 200] ^= 1
+    bad.write_bytes({"cut in half": content[: len(content) // 2], "cut by a byte": content[:-1], "emptied": b"",
+                     "a bit turned": content, "text": b"hello"}[damage])  # fmt: skip
+    with caplog.at_level("WARNING"):
+        assert folder.find_latest() == good
+    assert str(bad) in caplog.text
+    assert Path(f"{bad}.broken").exists() and not bad.exists()
+
+
+def test_when_none_is_sound_there_is_none(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    assert folder.find_latest() is None
+    folder.save(make_state(epoch=1)).write_bytes(b"x")
+    assert folder.find_latest() is None
+
+
+def test_no_damage_to_any_byte_goes_unnoticed_or_raises_anything_else(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state(epoch=1))
+    whole, sound = path.read_bytes(), read_checkpoint(path)
+    chance = random.Random(0)
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 20))):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        path.write_bytes(content if chance.random() < 0.8 else content[: chance.randrange(len(content))])
+        try:
+            read = read_checkpoint(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            continue
+        for key, tensor in sound["state_dict"].items():
+            assert torch.equal(read["state_dict"][key], tensor)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "a.pth.tar"
+    write_atomically(path, {"state_dict": {"w": torch.ones(2)}})
+    with pytest.raises(Exception, match="pickle"):
+        write_atomically(path, {"state_dict": {"w": torch.zeros(2)}, "bad": lambda: 0})
+    assert read_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1]
+    assert os.listdir(tmp_path) == ["a.pth.tar"]
+
+
+def test_leftovers_of_killed_saves_are_cleared(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save(make_state(epoch=1))
+    leftover = kept.with_name(f".{kept.name}.tmp")
+    leftover.write_bytes(b"half")
+    folder.clear_leftovers()
+    assert not leftover.exists() and kept.exists()
+
+
+def original_checkpoint(path: Path, state: TrainState) -> None:
+    """Write what the 2021 distribuuuu wrote: numpy scalars among the optimizer's settings, no step, no classes."""
+    optimizer = state.optimizer.state_dict()
+    for group in optimizer["param_groups"]:
+        group["lr"] = np.float64(0.05) * np.float64(1)
+        for name in ("maximize", "foreach", "differentiable", "fused"):
+            group.pop(name, None)
+    content = {"epoch": 4, "state_dict": state.model.state_dict(), "optimizer": optimizer, "best_acc1": 33.5}
+    torch.save(content, path)
+
+
+def test_the_originals_checkpoints_resume(tmp_path):
+    path = tmp_path / "ckpt_ep_005.pth.tar"
+    state = make_state()
+    original_checkpoint(path, state)
+    content = read_checkpoint(path)
+    assert type(content["optimizer"]["param_groups"][0]["lr"]) is float
+    other = make_state()
+    other.load_dict(content, path)
+    assert (other.epoch, other.step, other.best_top1) == (5, 0, 33.5)
+    mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
+    other.optimizer.step()
+
+
+class _Trap:
+    """Would run code if it were unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch /tmp/distribuuuu_was_here",)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    path = tmp_path / "a.pth.tar"
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": _Trap()}, path)
+    with pytest.raises(CheckpointError, match=r"a\.pth\.tar"):
+        read_checkpoint(path)
+    assert not Path("/tmp/distribuuuu_was_here").exists()
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"model_state": s, "epoch": 3}])
+def test_bare_weights_under_any_usual_name(tmp_path, wrap):
+    state = make_state()
+    prefixed = {f"module.{key}": value for key, value in state.model.state_dict().items()}
+    torch.save(wrap(prefixed), tmp_path / "w.pth")
+    content = read_checkpoint(tmp_path / "w.pth")
+    load_state_dict(make_state().model, content["state_dict"], "w.pth")
+    with pytest.raises(CheckpointError, match="weights only"):
+        make_state().load_dict(content, "w.pth")
+
+
+def test_safetensors(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(make_state().model.state_dict(), tmp_path / "w.safetensors")
+    load_state_dict(make_state().model, read_checkpoint(tmp_path / "w.safetensors")["state_dict"], "w")
+    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(CheckpointError, match="bad.safetensors"):
+        read_checkpoint(tmp_path / "bad.safetensors")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"hello": 3}, {}, torch.ones(3), {"state_dict": {}}])
+def test_a_foreign_file_is_named(tmp_path, content):
+    torch.save(content, tmp_path / "foreign.pth")
+    with pytest.raises(CheckpointError, match="foreign.pth: holds no state dict"):
+        read_checkpoint(tmp_path / "foreign.pth")
+
+
+def test_weights_that_do_not_fit_say_why():
+    model = make_state(num_classes=3).model
+    with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
+        load_state_dict(model, make_state(num_classes=5).model.state_dict(), "w")
+    with pytest.raises(CheckpointError, match="lacks 9 tensors, e.g. 0.weight; has 1 that the model lacks, e.g. z"):
+        load_state_dict(model, {"z": torch.ones(1)}, "w")
+
+
+def test_other_classes_and_other_optimizers_are_errors(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state())
+    other = make_state()
+    other.classes = ("a", "x", "c")
+    with pytest.raises(CheckpointError, match="'b' stands where the data has 'x'"):
+        other.load_dict(read_checkpoint(path), path)
+    content = read_checkpoint(path)
+    content["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(CheckpointError, match="its optimizer does not fit"):
+        make_state().load_dict(content, path)
+
+
+def test_another_global_batch_keeps_the_images_seen(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state(epoch=1, step=6))
+    other = make_state()
+    other.global_batch = 16
+    other.load_dict(read_checkpoint(path), path)
+    assert (other.epoch, other.step) == (1, 3)
+
+
+def test_an_older_run_is_set_aside_whole(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    assert folder.set_aside() is None
+    for number in (1, 2):
+        folder.save(make_state(epoch=1), is_best=True)
+        assert folder.set_aside() == tmp_path / f"checkpoints.{number}"
+        assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
+        assert folder.list() == [] and not folder.best.exists()

@@ -1,0 +1,97 @@
+"""What a person sees: every mistake answered with its remedy, status 2 and no traceback."""
+
+import os
+
+import pytest
+import torch
+from conftest import draw_folder, run_tool, small_words
+
+WRONG = {
+    "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
+    "a wrong type": (["TRAIN.BATCH_SIZE", "many"], "whole number"),
+    "an odd number of words": (["OUT_DIR"], "'OUT_DIR' is left without a partner"),
+    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean resnet50.yaml"),
+    "an unknown flag": (["--config", "x.yaml"], "no such flag: --config"),
+    "an unknown section of help": (["--help-config", "OPTIMS"], "did you mean OPTIM"),
+    "a missing data folder": (["TRAIN.DATASET", "/no/such/folder"], "no such folder: /no/such/folder"),
+    "too few classes": (["MODEL.NUM_CLASSES", 2], "2, but"),
+    "an unknown model": (["MODEL.ARCH", "resnet5O"], "did you mean resnet56, resnet50"),
+    "unknown arguments of the model": (["MODEL.KWARGS.widht", 3], "did you mean width"),
+    "a refused argument of the model": (["MODEL.KWARGS.norm", "bach"], "did you mean batch"),
+    "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "would fit"),
+    "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file: /no/such.pth"),
+    "an output folder that is a file": (["OUT_DIR", "/etc/hostname/x"], "/etc/hostname is a file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path):
+    words, said = WRONG[case]
+    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out"), *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists(), "a run that cannot start leaves nothing behind"
+
+
+def test_a_key_twice_in_a_file(image_folder, tmp_path):
+    (tmp_path / "a.yaml").write_text("TRAIN:\n  WORKERS: 1\n  WORKERS: 2\n")
+    done = run_tool("train_net.py", "--cfg", tmp_path / "a.yaml", *small_words(image_folder, tmp_path / "out"))
+    assert done.returncode == 2 and "set before, in line 2" in done.stderr
+
+
+def test_an_empty_class_folder(tmp_path):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {"a": 2, "b": 2})
+    (tmp_path / "train" / "c").mkdir()
+    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out"))
+    assert done.returncode == 2 and "class folders without an image: c" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"", {"hello": 1}, {"state_dict": {"w": torch.ones(1)}}])
+def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content):
+    path = tmp_path / "w.pth.tar"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out", "MODEL.WEIGHTS", path))
+    assert done.returncode == 2, done.stderr
+    assert str(path) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_broken_image_in_a_worker(tmp_path):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {"a": 8, "b": 8, "c": 8})
+    (tmp_path / "train" / "b" / "003.jpg").write_bytes(b"\xff\xd8\xff")
+    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
+    assert done.returncode == 2 and "b/003.jpg" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_mistakes_of_different_kinds_are_told_together(image_folder, tmp_path):
+    words = [*small_words(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
+    done = run_tool("train_net.py", *words)
+    assert "TRAIN.FOO" in done.stderr and "no folder 'nowhere'" in done.stderr
+
+
+def test_one_process_of_many_tells_the_mistake():
+    outputs = [
+        run_tool("train_net.py", "NO.KEY", 1, RANK=rank, WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="1").stderr
+        for rank in ("0", "1")
+    ]
+    assert "NO.KEY" in outputs[0] and outputs[1] == ""
+
+
+def test_the_resolved_config_can_be_dumped_and_run(tmp_path):
+    done = run_tool("train_net.py", "--dump-config", "OPTIM.BASE_LR", 1)
+    assert "BASE_LR: 1.0  # command line" in done.stdout
+    (tmp_path / "a.yaml").write_text(done.stdout)
+    assert run_tool("train_net.py", "--dump-config", "--cfg", tmp_path / "a.yaml").stdout.count("#") == 1
+
+
+def test_help_for_a_key_gives_default_and_meaning():
+    done = run_tool("train_net.py", "--help-config", "OPTIM.BASE_LR")
+    assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Learning rate")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "locked" / "out"))
+    assert done.returncode == 2 and "cannot be written to" in done.stderr

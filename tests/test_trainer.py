@@ -1,0 +1,283 @@
+"""Whole runs: resumed equals uninterrupted, many processes equal one, whatever loads the data."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, free_port, on_processes, run_tool, small_words
+
+from distribuuuu.checkpoint import CheckpointFolder
+from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+# Group norm: what a process computes does not depend on which images share its batch.
+GROUP_NORM = ("MODEL.KWARGS.norm", "group")
+TINY_VIT = (
+    "MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2,
+    "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
+)  # fmt: skip
+
+
+def newest(out_dir: Path | str) -> dict:
+    return read_checkpoint(sorted((Path(out_dir) / "checkpoints").glob("*.pth.tar"))[-1])
+
+
+def assert_same_run(one: Path | str, other: Path | str) -> None:
+    """Compare the weights, the momentum and the best of two finished runs, bit by bit."""
+    one, other = newest(one), newest(other)
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in one["state_dict"])
+    buffers = [
+        [entry["momentum_buffer"] for entry in content["optimizer"]["state"].values()] for content in (one, other)
+    ]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*buffers, strict=True))
+    assert one["best_acc1"] == other["best_acc1"]
+
+
+def assert_close(one: dict, other: dict, tolerance: float) -> None:
+    for key, tensor in one["state_dict"].items():
+        torch.testing.assert_close(tensor, other["state_dict"][key], rtol=tolerance, atol=tolerance, msg=key)
+
+
+def records(out_dir: Path | str) -> list[dict]:
+    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(out_dir: Path | str) -> list[dict]:
+    timed = {"time", "seconds", "images_per_s", "wait", "eta_s"}
+    return [{key: value for key, value in entry.items() if key not in timed} for entry in records(out_dir)]
+
+
+@pytest.fixture(scope="module")
+def reference(image_folder, tmp_path_factory):
+    """The uninterrupted run of the small config."""
+    out_dir = tmp_path_factory.mktemp("reference")
+    train_model(load_cfg(None, small_words(image_folder, out_dir)))
+    return out_dir
+
+
+def test_a_run_leaves_what_it_should(reference):
+    files = sorted(path.name for path in reference.iterdir())
+    assert files == ["best.pth.tar", "checkpoints", "config.yaml", "metrics.jsonl", "train.log"]
+    content = newest(reference)
+    assert (content["epoch"], content["step"], content["classes"]) == (1, 0, ["ant", "bee", "cat"])
+    kinds = [(entry["kind"], entry["epoch"], entry["step"], entry["count"]) for entry in records(reference)]
+    expected = [[("train", epoch, step, 12) for step in (1, 2, 3, 4)] + [("eval", epoch, 4, 37)] for epoch in (1, 2)]
+    assert kinds == sum(expected, [])
+    assert load_cfg(str(reference / "config.yaml")).OUT_DIR == str(reference)
+
+
+def test_the_same_seed_gives_the_same_run_and_seed_zero_is_a_seed(reference, small_cfg):
+    cfg = small_cfg()
+    train_model(cfg)
+    assert_same_run(cfg.OUT_DIR, reference)
+    cfg = small_cfg("RNG_SEED", 0, "TRAIN.AUTO_RESUME", False)
+    train_model(cfg)
+    assert newest(cfg.OUT_DIR)["seed"] == 0
+    assert not torch.equal(newest(cfg.OUT_DIR)["state_dict"]["fc.weight"], newest(reference)["state_dict"]["fc.weight"])
+    assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_does_not_change_a_bit(reference, small_cfg, workers):
+    cfg = small_cfg("TRAIN.WORKERS", workers)
+    train_model(cfg)
+    assert_same_run(cfg.OUT_DIR, reference)
+
+
+class _Stopped(BaseException):
+    """Stands for the end of the process, at an exact place."""
+
+
+def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
+    """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
+    save = CheckpointFolder.save
+
+    def save_and_stop(self, state, is_best=False):
+        save(self, state, is_best)
+        if (state.epoch, state.step) == place:
+            raise _Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "save", save_and_stop)
+        with pytest.raises(_Stopped):
+            train_model(cfg)
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)])
+def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, small_cfg, monkeypatch, place):
+    train_and_stop(small_cfg("CHECKPOINT.EVERY_STEPS", 1), place, monkeypatch)
+    cfg = small_cfg("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 2)
+    train_model(cfg)
+    assert f"epoch {place[0] + 1}, step {place[1]}" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert_same_run(cfg.OUT_DIR, reference)
+    assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
+def test_dropout_and_drop_path_resume_bitwise(small_cfg, tmp_path, monkeypatch):
+    whole = small_cfg(*TINY_VIT, "OUT_DIR", tmp_path / "whole")
+    train_model(whole)
+    parts = small_cfg(*TINY_VIT, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    train_and_stop(parts, (0, 3), monkeypatch)
+    train_model(parts)
+    assert_same_run(parts.OUT_DIR, whole.OUT_DIR)
+
+
+def test_a_seed_that_was_drawn_is_kept_over_a_resume(small_cfg, monkeypatch):
+    cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
+    train_and_stop(cfg, (0, 2), monkeypatch)
+    seed = newest(cfg.OUT_DIR)["seed"]
+    train_model(cfg)
+    assert newest(cfg.OUT_DIR)["seed"] == seed
+
+
+def test_a_finished_run_started_again_says_so(reference, image_folder):
+    before = timeless(reference)
+    train_model(load_cfg(None, small_words(image_folder, reference)))
+    assert "finished: all 2 epochs are done" in (reference / "train.log").read_text()
+    assert timeless(reference) == before
+
+
+def train_and_read(cfg) -> dict:
+    train_model(cfg)
+    return newest(cfg.OUT_DIR)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, num):
+    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, *GROUP_NORM)
+    alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
+    results = on_processes(num, train_and_read, small_cfg(*shared))
+    assert_close(results[0], alone, 1e-5)
+    assert results[0]["best_acc1"] == alone["best_acc1"]
+    eval_losses = [entry["loss"] for out in ("alone", "out") for entry in records(tmp_path / out)]
+    assert eval_losses[: len(eval_losses) // 2] == pytest.approx(eval_losses[len(eval_losses) // 2 :], rel=1e-4)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_accumulated_micro_batches_equal_the_whole_batch(small_cfg, tmp_path, num):
+    whole = train_and_read(small_cfg(*GROUP_NORM, "OUT_DIR", tmp_path / "whole"))
+    cfg = small_cfg(*GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
+    assert_close(on_processes(num, train_and_read, cfg)[0], whole, 1e-5)
+    assert "x 3 accumulated" not in (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert f"x {4 // num} accumulated x {num} processes" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+
+
+def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp_path):
+    alone = train_and_read(small_cfg("OUT_DIR", tmp_path / "alone"))
+    together = on_processes(2, train_and_read, small_cfg("TRAIN.GLOBAL_BATCH_SIZE", 12, "MODEL.SYNCBN", True))[0]
+    assert_close(together, alone, 1e-5)
+    apart = on_processes(2, train_and_read, small_cfg("TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.AUTO_RESUME", False))[0]
+    with pytest.raises(AssertionError):
+        assert_close(apart, alone, 1e-5)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
+    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, *GROUP_NORM)
+    alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
+    train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
+    assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5])
+def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, small_cfg, num):
+    weights = ("MODEL.WEIGHTS", reference / "best.pth.tar")
+    expected = evaluate_run(small_cfg(*weights))
+    assert expected["count"] == 37
+    for batch_size in (1, 7, 64):
+        results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
+        for result in results:
+            assert (result["count"], result["top1"], result["topk"]) == (37, expected["top1"], expected["topk"])
+            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def test_more_processes_than_images_evaluate_too(reference, image_folder, small_cfg, tmp_path):
+    root = tmp_path / "two_images"
+    for name in ("ant", "bee"):
+        folder = root / "val" / name
+        folder.mkdir(parents=True)
+        (folder / "0.jpg").write_bytes((image_folder / "val" / name / "000.jpg").read_bytes())
+    (root / "train").symlink_to(image_folder / "train")
+    words = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", reference / "best.pth.tar")
+    alone, together = evaluate_run(small_cfg(*words)), on_processes(3, evaluate_run, small_cfg(*words))
+    assert alone["count"] == 2
+    assert [result["top1"] for result in together] == [alone["top1"]] * 3
+
+
+def test_the_result_of_an_evaluation_is_written_down(reference, small_cfg):
+    cfg = small_cfg("MODEL.WEIGHTS", reference / "best.pth.tar")
+    result = evaluate_run(cfg)
+    written = json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())
+    assert {key: written[key] for key in ("top1", "topk", "loss", "count")} == result
+    assert (written["im_size"], written["crop_size"]) == (18, 16)
+    assert written["weights"] == str(reference / "best.pth.tar")
+    assert result["top1"] == newest(reference)["best_acc1"]
+
+
+def test_evaluation_takes_the_best_of_the_run_or_says_that_there_is_none(reference, image_folder, small_cfg):
+    assert evaluate_run(load_cfg(None, small_words(image_folder, reference)))["count"] == 37
+    with pytest.raises(ConfigError, match="MODEL.WEIGHTS: is not set"):
+        evaluate_run(small_cfg())
+
+
+def test_weights_start_a_run_and_a_whole_checkpoint_continues_one(reference, small_cfg, tmp_path):
+    checkpoint = reference / "checkpoints" / "ckpt_ep_001.pth.tar"
+    continued = small_cfg("MODEL.WEIGHTS", checkpoint, "OUT_DIR", tmp_path / "continued")
+    train_model(continued)
+    assert_same_run(continued.OUT_DIR, reference)
+    fresh = small_cfg("MODEL.WEIGHTS", checkpoint, "TRAIN.LOAD_OPT", False)
+    train_model(fresh)
+    assert len(records(fresh.OUT_DIR)) == 10
+    assert records(fresh.OUT_DIR)[0]["loss"] != records(reference)[0]["loss"]
+
+
+def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path):
+    words = small_words(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    trained = subprocess.run(
+        [*launcher, ROOT / "tools" / "train_net.py", *words], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "launcher: torchrun, process 0 of 2; backend gloo" in trained.stderr
+    assert "global batch 24 = 12 images x 1 accumulated x 2 processes" in trained.stderr
+    tested = run_tool("test_net.py", *words)
+    assert tested.returncode == 0 and "of 37 images" in tested.stderr
+
+
+@pytest.mark.parametrize("flag", [["--use_env"], []])
+def test_the_older_launch_works(image_folder, tmp_path, flag):
+    words = small_words(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
+    done = subprocess.run(
+        [*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *words],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "done: best top1" in done.stderr
+
+
+def test_a_killed_run_comes_back(reference, image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    words = small_words(image_folder, out_dir, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)
+    for wanted in (1, 4):
+        command = [sys.executable, str(ROOT / "tools" / "train_net.py"), *words]
+        process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # another number of threads sums in another order
+        )  # fmt: skip
+        while process.poll() is None and len(list((out_dir / "checkpoints").glob("*.tar"))) < min(wanted, 3):
+            time.sleep(0.002)
+        assert process.poll() is None, "the run ended before it could be killed"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert run_tool("train_net.py", *words).returncode == 0
+    assert_same_run(out_dir, reference)
+    assert not list((out_dir / "checkpoints").glob(".*"))
