@@ -2,10 +2,11 @@
 """Measure how soon `tools/train_net.py` answers: help, mistakes, and the first step of training.
 
 Each command is a fresh process, timed from its start to its end, or to the line of the log that shows the first step.
-The commands take turns, next to the bare imports of torch and torchvision that none of them can beat once it needs them.
+The commands take turns, next to the bare imports of torch and torchvision, which none of them can beat that needs both.
 """
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -36,14 +37,16 @@ class Case:
     to_first_step: bool = False
 
 
-def list_cases(out_dir: str) -> list[Case]:
-    """Return what is measured."""
+def list_cases(folder: str) -> list[Case]:
+    """Return what is measured; every run has its own OUT_DIR below the folder."""
+    numbers = itertools.count()
 
     def train_net(*words: str) -> list[str]:
-        return [TRAIN_NET, *words, "OUT_DIR", out_dir]
+        return [TRAIN_NET, *words, "OUT_DIR", f"{folder}/{next(numbers)}"]
 
     small = SMALL.split()
     step = [*small, "MODEL.ARCH", "resnet8"]
+    lean = [*step, "LOG.TENSORBOARD", "False", "TRAIN.WORKERS", "0"]
     return [
         Case("python -c pass", ["-c", "pass"]),
         Case(TORCH, ["-c", "import torch"]),
@@ -53,9 +56,8 @@ def list_cases(out_dir: str) -> list[Case]:
         Case("a data folder that is not there", train_net("TRAIN.DATASET", "/no/such/folder"), 2),
         Case("an unknown MODEL.ARCH", train_net(*small, "MODEL.ARCH", "resnet81"), 2),
         Case("the first step", train_net(*step), to_first_step=True),
-        Case("the same, no TensorBoard, no workers", train_net(*step, "LOG.TENSORBOARD", "False", "TRAIN.WORKERS", "0"),
-             to_first_step=True),
-    ]  # fmt: skip
+        Case("the same, no TensorBoard, no workers", train_net(*lean), to_first_step=True),
+    ]
 
 
 def time_case(case: Case) -> float:
@@ -96,17 +98,11 @@ def measure(repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
     for number in range(1 + repeats):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for position, case in enumerate(list_cases(folder)):
-                taken = time_case(case) if not case.to_first_step else time_in_own_folder(case, folder, position)
+            for case in list_cases(folder):
+                taken = time_case(case)
                 if number:
                     seconds.setdefault(case.name, []).append(taken)
     return seconds
-
-
-def time_in_own_folder(case: Case, folder: str, position: int) -> float:
-    """Return the seconds of a run that leaves something in OUT_DIR."""
-    words = [word.replace(folder, f"{folder}/{position}") for word in case.words]
-    return time_case(Case(case.name, words, case.status, case.to_first_step))
 
 
 def main() -> None:
@@ -115,12 +111,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="times that each command is run")
     repeats = parser.parse_args().repeats
     print(describe_run())
-    print(f"\nmedian of {repeats}, seconds             from - to     x import torch")
     seconds = measure(repeats)
+    print(f"\n{'':<38} seconds   from     to  x import torch   (median of {repeats})")
     torch_s = statistics.median(seconds[TORCH])
     for name, values in seconds.items():
         median = statistics.median(values)
-        print(f"{name:<38} {median:>6.2f} {min(values):>6.2f} {max(values):>6.2f} {median / torch_s:>8.2f}")
+        print(f"{name:<38} {median:>7.2f} {min(values):>6.2f} {max(values):>6.2f} {median / torch_s:>15.2f}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ class TrainState:
         classes = tuple(content.get("classes", self.classes))
         if len(classes) == len(self.classes) and classes != self.classes:
             mine, theirs = next(pair for pair in zip(self.classes, classes, strict=True) if pair[0] != pair[1])
-            raise CheckpointError(f"{path}: was trained on other classes: {theirs!r} stands where the data has {mine!r}")
+            raise CheckpointError(
+                f"{path}: was trained on other classes: {theirs!r} where the data has {mine!r};"
+                f" TRAIN.LOAD_OPT False with MODEL.WEIGHTS takes only its weights"
+            )
 
     def _convert_step(self, old_batch: int) -> None:
         """Keep the images seen in this epoch when the size of a step has changed."""
@@ -216,6 +219,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], pa
     try:
         optimizer.load_state_dict(content)
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; TRAIN.LOAD_OPT False takes only weights") from error
+        remedy = "TRAIN.LOAD_OPT False takes only the weights"
+        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {remedy}") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -6,6 +6,7 @@ The options themselves, with their defaults and meaning, are in defaults.py.
 """
 
 import ast
+import contextlib
 import copy
 import functools
 import math
@@ -297,10 +298,8 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
     if isinstance(value, _Word) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _from_text(value)
     if kind is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 5e-5, without a dot, as text
-        except ValueError:
-            pass
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{given} is not a finite number")
     if kind is tuple:

@@ -21,9 +21,9 @@ logger = logging.getLogger("distribuuuu")
 # Rows of the table of steps; a terminal shows a bar in their place.
 _steps = logging.getLogger("distribuuuu.steps")
 
-_HEADER = f"{'epoch':>9} {'step':>11} {'loss':>8} {'top1':>6} {{topk:>6}} {'lr':>8} {'img/s':>7} {'wait':>5} {'eta':>8}"
+_HEADER = f"{'epoch':>7} {'step':>9} {'loss':>8} {'top1':>6} {{topk:>6}} {'lr':>8} {'img/s':>7} {'wait':>5} {'eta':>8}"
 _ROW = (
-    "{epoch:>9} {step:>11} {loss:>8.4f} {top1:>6.2f} {topk:>6.2f} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
+    "{epoch:>7} {step:>9} {loss:>8.4f} {top1:>6.2f} {topk:>6.2f} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
 )
 
 
@@ -31,6 +31,7 @@ class _TerminalHandler(logging.StreamHandler):
     """Print above the progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the record; the bar makes way and comes back."""
         with tqdm.external_write_mode(file=sys.stderr):
             super().emit(record)
 

@@ -78,10 +78,9 @@ def write_config(cfg) -> None:
 def describe_machine(launch: Launch, device: torch.device) -> None:
     """Log the versions, the device and the launcher."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    logger.info("distribuuuu %s, torch %s, torchvision %s, python %s", __version__, torch.__version__,
-                torchvision.__version__, platform.python_version())  # fmt: skip
-    logger.info("launcher: %s; backend %s", launch, dist.backend())
-    logger.info("device: %s (%s), %d threads", device, name, torch.get_num_threads())
+    logger.info("distribuuuu %s, torch %s, torchvision %s", __version__, torch.__version__, torchvision.__version__)
+    logger.info("python %s; launcher: %s; backend %s", platform.python_version(), launch, dist.backend())
+    logger.info("device: %s (%s), %d CPU threads", device, name, torch.get_num_threads())
 
 
 def describe_model(cfg, model: nn.Module) -> None:

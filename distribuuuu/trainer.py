@@ -1,8 +1,8 @@
 """A run from start to end: read `train_model` top to bottom and you know it whole."""
 
 import logging
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,8 +34,10 @@ def train_model(cfg) -> float:
     with open_run(cfg, "train.log") as device:
         write_config(cfg)
         train_loader, val_loader = build_loader(cfg, device, train=True), build_loader(cfg, device, train=False)
-        state, checkpoints = build_state(cfg, device, train_loader), build_checkpoints(cfg)
-        restore(cfg, state, checkpoints)
+        checkpoints = build_checkpoints(cfg)
+        latest = find_latest(cfg, checkpoints)
+        state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
+        restore(cfg, state, latest)
         criterion, lr_at = build_loss(cfg), build_schedule(cfg)
         model = dist.wrap_model(state.model, device)
         describe_training(cfg, state, train_loader, val_loader)
@@ -85,11 +87,11 @@ def train_epoch(
             checkpoints.save(state)
 
 
-def build_state(cfg, device: torch.device, loader: TrainLoader) -> TrainState:
+def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool) -> TrainState:
     """Return the state at the very start: everything that a checkpoint will hold."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
-    model = build_model(cfg)
+    model = dist.call_first_on_node(lambda: build_model(cfg, pretrained)) if pretrained else build_model(cfg, False)
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, device)
     model = model.to(device)
@@ -111,22 +113,25 @@ def build_checkpoints(cfg) -> CheckpointFolder:
     return checkpoints
 
 
-def restore(cfg, state: TrainState, checkpoints: CheckpointFolder) -> None:
-    """Bring the state to the newest sound checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
+def find_latest(cfg, checkpoints: CheckpointFolder) -> Path | None:
+    """Return the newest sound checkpoint; with TRAIN.AUTO_RESUME False set an older run aside and return None."""
     if cfg.TRAIN.AUTO_RESUME:
-        latest = checkpoints.find_latest()
-    else:
-        latest, aside = None, checkpoints.set_aside()
-        if aside:
-            logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints are now in %s", aside)
+        return checkpoints.find_latest()
+    aside = checkpoints.set_aside()
+    if aside:
+        logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints are now in %s", aside)
+    return None
+
+
+def restore(cfg, state: TrainState, latest: Path | None) -> None:
+    """Bring the state to the newest checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
     if latest:
         state.load_dict(read_checkpoint(latest), latest)
         logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
     elif cfg.MODEL.WEIGHTS:
         load_weights(cfg, state)
     if cfg.RNG_SEED not in (None, state.seed):
-        logger.warning("RNG_SEED is %d, but the run began with %d; it goes on with %d", cfg.RNG_SEED, state.seed,
-                       cfg.RNG_SEED)  # fmt: skip
+        logger.warning("the run began with seed %d; it goes on with RNG_SEED %d", state.seed, cfg.RNG_SEED)
         state.seed = cfg.RNG_SEED
 
 
@@ -171,8 +176,8 @@ def test_model(cfg) -> dict:
     """
     with open_run(cfg, "test.log") as device:
         loader = build_loader(cfg, device, train=False)
-        model = build_model(cfg).to(device)
         weights = find_weights(cfg)
+        model = build_model(cfg, pretrained=weights == "pretrained").to(device)
         if weights != "pretrained":
             content = read_checkpoint(weights)
             load_state_dict(model, content["state_dict"], weights)

@@ -206,7 +206,7 @@ def test_other_classes_and_other_optimizers_are_errors(tmp_path):
     path = CheckpointFolder(tmp_path).save(make_state())
     other = make_state()
     other.classes = ("a", "x", "c")
-    with pytest.raises(CheckpointError, match="'b' stands where the data has 'x'"):
+    with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
         other.load_dict(read_checkpoint(path), path)
     content = read_checkpoint(path)
     content["optimizer"]["param_groups"][0]["params"].pop()

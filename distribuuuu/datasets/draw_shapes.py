@@ -113,7 +113,8 @@ def draw_shapes(
     except OSError as error:
         reason = error.strerror or error
         raise OSError(
-            error.errno, f"cannot draw the shapes data set ({reason}); choose a folder with room that can be written",
+            error.errno,
+            f"cannot draw the shapes data set ({reason}); choose a folder with room that can be written",
             str(root),
         ) from error
     return root
@@ -261,9 +262,7 @@ def _shape_mask(name: str, size: int, random: Random) -> Image.Image:
     cos, sin = radius * math.cos(turn), radius * math.sin(turn)
     mask = Image.new("L", (fine, fine))
     for hole, points in enumerate(SHAPES[name]()):
-        turned = [
-            (centre_x + cos * stretch * x - sin * y, centre_y + sin * stretch * x + cos * y) for x, y in points
-        ]
+        turned = [(centre_x + cos * stretch * x - sin * y, centre_y + sin * stretch * x + cos * y) for x, y in points]
         ImageDraw.Draw(mask).polygon(turned, fill=0 if hole else 255)
     return mask.resize((size, size), Image.Resampling.BOX)
 

@@ -29,7 +29,8 @@ class ImageSet:
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for what the config says that the disk contradicts; imports no torch."""
         if cls.num_classes and cfg.MODEL.NUM_CLASSES != cls.num_classes:
-            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, cls.num_classes, f"DATA.NAME {cfg.DATA.NAME}")
+            where = f"DATA.NAME {cfg.DATA.NAME}"
+            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, cls.num_classes, where)
 
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define __len__")

@@ -111,7 +111,7 @@ def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str
     else:
         empty = [name for name in list_classes(folder) if not _has_image(folder / name)]
         if empty:
-            yield f"{section}.SPLIT", f"{folder} has class folders without an image: {_some(empty)}; fill or remove them"
+            yield f"{section}.SPLIT", f"{folder} has class folders without an image: {_some(empty)}; remove them"
 
 
 def _some(names: list[str] | tuple[str, ...], num: int = 5) -> str:

@@ -99,17 +99,16 @@ class Loader:
         self.num_broken = 0
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
         self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
-        with warnings.catch_warnings():
-            # More workers than cores are the user's choice; the log says how long the batches were waited for.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            self._batches = DataLoader(
-                dataset,
-                batch_sampler=sampler,
-                num_workers=num_workers,
-                collate_fn=_collate,
-                pin_memory=pin_memory and device.type == "cuda",
-                persistent_workers=num_workers > 0,
-            )
+        # More workers than cores are the user's choice; the log says how long the batches were waited for.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        self._batches = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_collate,
+            pin_memory=pin_memory and device.type == "cuda",
+            persistent_workers=num_workers > 0,
+        )
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -204,9 +203,7 @@ def build_images(cfg, train: bool) -> ImageSet:
     images = dist.call_first_on_node(lambda: family.from_cfg(cfg, train))
     if len(images.classes) != cfg.MODEL.NUM_CLASSES:
         where = f"DATA.NAME {cfg.DATA.NAME}"
-        raise ConfigError(
-            f"MODEL.NUM_CLASSES: {contradiction(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}"
-        )
+        raise ConfigError(f"MODEL.NUM_CLASSES: {contradiction(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}")
     return images
 
 

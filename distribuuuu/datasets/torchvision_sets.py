@@ -19,7 +19,8 @@ class TorchvisionSet(ImageSet):
             data = getattr(torchvision.datasets, self.source)(root, train=train, download=download)
         except (RuntimeError, OSError) as error:
             section, why = ("TRAIN" if train else "TEST"), " ".join(str(error).split())
-            raise ConfigError(f"{section}.DATASET: {self.source} is not in {root} and cannot be fetched: {why}") from error
+            missing = f"{section}.DATASET: {self.source} is not in {root}"
+            raise ConfigError(f"{missing} and cannot be fetched: {why}") from error
         self.classes = tuple(data.classes)
         self._pixels = data.data if isinstance(data.data, list) else getattr(data.data, "numpy", lambda: data.data)()
         self._labels = [int(label) for label in data.targets]

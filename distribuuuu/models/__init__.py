@@ -14,12 +14,13 @@ from distribuuuu.models.pretrained import build_pretrained, find_published
 from distribuuuu.models.resolve import find_architecture
 
 
-def build_model(cfg) -> nn.Module:
+def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     """Return the model of MODEL.ARCH: images (N, 3, IM_SIZE, IM_SIZE) -> logits (N, NUM_CLASSES).
 
     The name is looked up in our registry, then in timm, then in torchvision; `timm/NAME` and `torchvision/NAME` force
     one. MODEL.KWARGS go to the constructor, and so does TRAIN.IM_SIZE if it takes an image size and they do not give
-    it. With MODEL.PRETRAINED the model starts from the published weights, its head fresh if the classes differ.
+    it. With `pretrained` (None: MODEL.PRETRAINED) it starts from the published weights, its head fresh if the classes
+    differ.
 
     Raises:
         ConfigError: an unknown name or keyword, a value that the constructor refuses, or weights that do not exist or
@@ -27,7 +28,8 @@ def build_model(cfg) -> nn.Module:
     """
     try:
         construction = _plan(cfg)
-        return build_pretrained(construction) if cfg.MODEL.PRETRAINED else construction.build()
+        pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
+        return build_pretrained(construction) if pretrained else construction.build()
     except ConfigError as error:
         raise _with_origins(cfg, error) from error
 

@@ -1,0 +1,66 @@
+"""Compare what two runs have left behind, to the last bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from training_process import read_records
+
+from distribuuuu.checkpoint import CheckpointFolder
+from distribuuuu.checkpoint_file import read_checkpoint
+
+# What a record says about time, which no two runs share.
+TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
+
+
+def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
+    """Return what differs between two OUT_DIRs, and how many tensors were compared: checkpoints, best, metrics."""
+    first, second = files_of(one), files_of(other)
+    different = [f"{name} is only in one of them" for name in sorted(set(first) ^ set(second))]
+    num_tensors = 0
+    for name in sorted(set(first) & set(second)):
+        contents = read_checkpoint(first[name]), read_checkpoint(second[name])
+        num_tensors += count_tensors(contents[0])
+        different += find_differences(*contents, name)
+    different += find_differences(timeless_records(one), timeless_records(other), "metrics.jsonl")
+    return different, num_tensors
+
+
+def files_of(out_dir: Path) -> dict[str, Path]:
+    """Return the checkpoints and the best weights by name."""
+    checkpoints = CheckpointFolder(out_dir)
+    return {path.name: path for path in [*checkpoints.list(), checkpoints.best] if path.exists()}
+
+
+def timeless_records(out_dir: Path) -> list[dict]:
+    """Return the records of metrics.jsonl without what they say about time."""
+    return [{key: record[key] for key in record if key not in TIMES} for record in read_records(out_dir)]
+
+
+def find_differences(one: Any, other: Any, where: str) -> Iterator[str]:
+    """Yield the places where two nested contents differ; tensors must be equal bit by bit."""
+    if type(one) is not type(other):
+        yield f"{where}: {type(one).__name__} and {type(other).__name__}"
+    elif isinstance(one, dict):
+        if list(one) != list(other):
+            yield f"{where}: the keys differ"
+        for key in one.keys() & other.keys():
+            yield from find_differences(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            yield f"{where}: {len(one)} and {len(other)} items"
+        for number, pair in enumerate(zip(one, other, strict=False)):
+            yield from find_differences(*pair, f"{where}/{number}")
+    elif isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            yield f"{where}: the tensors differ"
+    elif one != other:
+        yield f"{where}: {one!r} and {other!r}"
+
+
+def count_tensors(content: Any) -> int:
+    """Return how many tensors a nested content holds."""
+    if isinstance(content, (dict, list, tuple)):
+        return sum(count_tensors(item) for item in (content.values() if isinstance(content, dict) else content))
+    return int(isinstance(content, torch.Tensor))

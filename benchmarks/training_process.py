@@ -1,0 +1,155 @@
+"""One start of a training that is there to be killed: watch what it writes, stop it dead, and leave nothing running.
+
+For Linux: the processes of a run are found in /proc by a mark in their environment, because torchrun puts its
+processes in groups of their own and a killed launcher orphans them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+MARK = "DISTRIBUUUU_BENCHMARK_RUN"
+POLL_S = 0.0005
+HANGS_AFTER_S = 300
+
+
+class RunEnded(Exception):
+    """The training ended before the moment that was waited for."""
+
+
+class TrainingProcess:
+    """A running `tools/train_net.py`, alone or under torchrun.
+
+    Args:
+        command: what to run.
+        out_dir: its OUT_DIR.
+        num_steps: steps of an epoch.
+    """
+
+    def __init__(self, command: list[str], out_dir: Path, num_steps: int):
+        self.out_dir = out_dir
+        self.num_steps = num_steps
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self._started = time.time()
+        self._console = open(f"{out_dir}.console", "ab")
+        name, _, value = self._mark.partition("=")
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._console,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
+            start_new_session=True,
+        )
+        self._writer: int | None = None
+
+    def records(self) -> list[dict]:
+        """Return the records of metrics.jsonl that this start has written."""
+        return [record for record in read_records(self.out_dir) if record["time"] >= self._started]
+
+    def temporary_file(self) -> str | None:
+        """Return the name of the file that a save is writing at this moment."""
+        for folder in (self.out_dir / "checkpoints", self.out_dir):
+            try:
+                names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(".pth.tar.tmp")]
+            except FileNotFoundError:
+                continue
+            if names:
+                return names[0]
+        return None
+
+    def is_evaluating(self) -> bool:
+        """Tell whether this start has finished the steps of an epoch and not yet its evaluation."""
+        records = self.records()
+        return bool(records) and records[-1]["kind"] == "train" and records[-1]["step"] == self.num_steps
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Poll until the condition is true.
+
+        Raises:
+            RunEnded: the training ended first.
+            RuntimeError: nothing happened for minutes.
+        """
+        while not condition():
+            if self._process.poll() is not None:
+                raise RunEnded(f"exit status {self._process.returncode}; see {self._console.name}")
+            if time.time() - self._started > HANGS_AFTER_S:
+                raise RuntimeError(f"hangs; see {self._console.name}")
+            time.sleep(POLL_S)
+
+    def freeze(self) -> None:
+        """Stop the process that writes, so that its phase can be looked at before it is killed in it."""
+        self._writer = self._writer or self._find_writer()
+        os.kill(self._writer, signal.SIGSTOP)
+        self.wait_for(lambda: _state_of(self._writer) in "TtZX")
+
+    def thaw(self) -> None:
+        """Let a frozen process go on."""
+        os.kill(self._writer, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process of the run, and return when none is left."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        while pids := self._list_pids():
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(POLL_S)
+        self._console.close()
+
+    def finish(self) -> int:
+        """Wait for the end of the training; return its exit status."""
+        try:
+            return self._process.wait(timeout=HANGS_AFTER_S)
+        finally:
+            self.kill()
+
+    def _list_pids(self) -> list[int]:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if self._mark in _environment_of(pid)]
+
+    def _find_writer(self) -> int:
+        """Return the process of rank 0; its loader workers have its environment, but it is their parent."""
+        pids = self._list_pids()
+        main = [pid for pid in pids if "RANK=0" in _environment_of(pid)] or [self._process.pid]
+        return next(pid for pid in main if _parent_of(pid) not in main)
+
+
+def read_records(out_dir: Path) -> list[dict]:
+    """Return the whole records of metrics.jsonl; a line that is just being written does not count."""
+    try:
+        lines = (out_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _environment_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
+def _parent_of(pid: int) -> int:
+    return int(_stat_of(pid)[1])
+
+
+def _state_of(pid: int) -> str:
+    return _stat_of(pid)[0]
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name: the state, the parent, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0"]
