@@ -19,29 +19,40 @@ from pathlib import Path
 
 from machine import describe_run
 from PIL import Image
-from same_runs import compare_runs
+from same_runs import check_best, compare_runs
 from training_process import RunEnded, TrainingProcess, read_records
 
 TRAIN_NET = str(Path(__file__).resolve().parents[1] / "tools" / "train_net.py")
 MODEL = ["MODEL.ARCH", "resnet8", "MODEL.KWARGS.width", "8"]
 SETTINGS = (
     "MODEL.NUM_CLASSES 3 TRAIN.IM_SIZE 32 TRAIN.PRINT_FREQ 1 TEST.IM_SIZE 36 TEST.BATCH_SIZE 1 DATA.CROP_SCALE [0.5,1] "
-    "OPTIM.BASE_LR 0.05 OPTIM.WARMUP_EPOCHS 1 OPTIM.LR_UPDATE step CHECKPOINT.EVERY_STEPS 2 RNG_SEED 7"
+    "OPTIM.BASE_LR 0.05 OPTIM.WARMUP_EPOCHS 1 OPTIM.LR_UPDATE step CHECKPOINT.EVERY_STEPS 2 "
+    "CHECKPOINT.KEEP_EVERY 1 RNG_SEED 7"
 )
 EVERY_STEPS = 2
 NUM_IMAGES = {"train": 90, "val": 37}
 CLASSES = ("blue", "green", "red")
 WORKERS = (0, 1, 2, 3)
+AIMS = ("start", "steps", "save", "evaluation", "end save")
 
 
 @dataclass
 class Kill:
-    """One kill: the phase it hit, the steps done by then, and after how many of them the run went on."""
+    """One kill: the phase it hit, the steps done by then (None: none yet), and after how many the run went on."""
 
     phase: str
     workers: int
-    before: int
+    before: int | None
     resumed: int | None = None
+
+    @property
+    def lost(self) -> int:
+        """How many steps had to be done again; a start without a step loses none."""
+        return 0 if self.before is None else self.before - self.resumed
+
+    def __str__(self) -> str:
+        before = "-" if self.before is None else self.before
+        return f"{self.phase:<11} {self.workers:>7} {before:>14} {self.resumed:>14} {self.lost:>11}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ def draw_images(folder: Path) -> None:
     for split, number in NUM_IMAGES.items():
         for index in range(number):
             name = CLASSES[index % len(CLASSES)]
-            tint = [40 * (name == other) for other in ("red", "green", "blue")]
+            tint = [10 * (name == other) for other in ("red", "green", "blue")]
             noise = Image.frombytes("RGB", (12, 10), rng.randbytes(360)).resize((48, 40))
             image = Image.blend(noise, Image.new("RGB", noise.size, tuple(100 + value for value in tint)), 0.5)
             path = folder / split / name / f"{index:03d}.jpg"
@@ -113,22 +124,29 @@ class Experiment:
             number = self.rng.randint(1, self.num_steps)
             run.wait_for(lambda: len(run.records()) >= number)
             time.sleep(self.rng.uniform(0, durations.step))
-        elif aim == "save":
-            self.wait_for_save(run)
-        else:
+        elif aim == "evaluation":
             self.wait_for_evaluation(run, durations.evaluation)
+        else:
+            self.wait_for_save(run, aim)
 
-    def wait_for_save(self, run: TrainingProcess) -> None:
-        """Let a random number of saves pass, then freeze the run while it writes the next."""
-        seen, passed = set(), self.rng.randint(0, self.num_steps // EVERY_STEPS + 1)
+    def wait_for_save(self, run: TrainingProcess, aim: str) -> None:
+        """Freeze the run while it writes a file: inside an epoch, at its end, or the best weights."""
+        passed = {"save": self.num_steps // EVERY_STEPS, "end save": 1, "best save": 0}[aim]
+        passed, seen = self.rng.randint(0, passed), set()
+
+        def has_come() -> bool:
+            name = run.temporary_file() or ""
+            if name and (aim == "save" or name.startswith(".best") or aim == "end save" and "_step_" not in name):
+                seen.add(name)
+                return len(seen) > passed
+            return False
+
         while True:
-            run.wait_for(run.temporary_file)
-            seen.add(run.temporary_file())
-            if len(seen - {None}) > passed:
-                run.freeze()
-                if run.temporary_file():
-                    return
-                run.thaw()
+            run.wait_for(has_come)
+            run.freeze()
+            if has_come():
+                return
+            run.thaw()
 
     def wait_for_evaluation(self, run: TrainingProcess, evaluation_s: float) -> None:
         """Freeze the run at a random moment of an evaluation."""
@@ -144,10 +162,11 @@ class Experiment:
         """Start and kill the run, over and over, then let it finish; return the kills.
 
         Raises:
-            RuntimeError: the run ended before its last kill, or failed.
+            RuntimeError: the run ended before its last kill, or failed, or a kill has cost the best weights.
         """
-        aims = [("start", "steps", "save", "evaluation")[number % 4] for number in range(self.args.kills)]
+        aims = [AIMS[number % len(AIMS)] for number in range(self.args.kills - 1)]
         self.rng.shuffle(aims)
+        aims.insert(0, "best save")  # only the first epoch is sure to be the best so far
         kills: list[Kill] = []
         print("\nkill  phase hit   workers   steps before  resumed after  steps lost")
         for aim in aims:
@@ -161,20 +180,20 @@ class Experiment:
                 run.kill()
             before = self.note_resumption(kills, run.records())
             kills.append(Kill(self.phase_of(run), workers, before))
+            check_best(run.out_dir)
         last = self.start(name, self.rng.choice(WORKERS))
         finish(last)
         self.note_resumption(kills, last.records())
         return kills
 
-    def note_resumption(self, kills: list[Kill], records: list[dict]) -> int:
+    def note_resumption(self, kills: list[Kill], records: list[dict]) -> int | None:
         """Complete the kills before this start by its first record and show them; return the steps done by its last."""
         if not records:
-            return kills[-1].before if kills else 0
+            return None
         for number, kill in enumerate(kills, 1):
             if kill.resumed is None:
                 kill.resumed = self.position_of(records[0]) - (records[0]["kind"] == "train")
-                lost = kill.before - kill.resumed
-                print(f"{number:>4}  {kill.phase:<11} {kill.workers:>7} {kill.before:>14} {kill.resumed:>14} {lost:>11}")
+                print(f"{number:>4}  {kill}", flush=True)
         return self.position_of(records[-1])
 
     def position_of(self, record: dict) -> int:
@@ -187,7 +206,8 @@ class Experiment:
         if not records:
             return "start"
         if run.temporary_file():
-            return "best save" if run.temporary_file().startswith(".best") else "save"
+            name = run.temporary_file()
+            return "best save" if name.startswith(".best") else "save" if "_step_" in name else "end save"
         if records[-1]["kind"] == "eval":
             return "epoch's end"
         return "evaluation" if run.is_evaluating() else "steps"
@@ -207,7 +227,7 @@ def finish(run: TrainingProcess) -> None:
 def judge(kills: list[Kill], folder: Path) -> bool:
     """Print the verdict; return whether both runs are the same and no kill has cost too much."""
     different, num_tensors = compare_runs(folder / "peaceful", folder / "killed")
-    most = max((kill.before - kill.resumed for kill in kills), default=0)
+    most = max((kill.lost for kill in kills), default=0)
     phases = sorted({kill.phase for kill in kills})
     print(f"\n{len(kills)} kills in {', '.join(f'{sum(k.phase == p for k in kills)} x {p}' for p in phases)}")
     print(f"steps lost by a kill: at most {most}; {EVERY_STEPS} lie between two checkpoints")
@@ -226,7 +246,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="training processes; above 1 under torchrun")
     parser.add_argument("--epochs", type=int, default=16, help="epochs of the run")
     parser.add_argument("--batch", type=int, default=8, help=f"images a step, of {NUM_IMAGES['train']} an epoch")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and worker counts")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments and worker counts")
     parser.add_argument("--folder", type=Path, help="where to keep all files; default: a temporary folder")
     args = parser.parse_intermixed_args()
     print(describe_run())
@@ -238,7 +258,11 @@ def main() -> int:
         durations = experiment.run_in_peace("peaceful", workers=2)
         print(f"uninterrupted: {args.epochs} epochs of {experiment.num_steps} steps; start {durations.start:.1f} s, "
               f"step {1e3 * durations.step:.0f} ms, evaluation {1e3 * durations.evaluation:.0f} ms")  # fmt: skip
-        same = judge(experiment.kill_many("killed", durations), folder)
+        try:
+            same = judge(experiment.kill_many("killed", durations), folder)
+        except RuntimeError as error:
+            print(f"FAILED: {error}")
+            return 1
         print(f"{'interrupted = uninterrupted' if same else 'NOT THE SAME'}, {time.time() - started:.0f} s in all")
     return 0 if same else 1
 

@@ -33,6 +33,21 @@ def files_of(out_dir: Path) -> dict[str, Path]:
     return {path.name: path for path in [*checkpoints.list(), checkpoints.best] if path.exists()}
 
 
+def check_best(out_dir: Path) -> None:
+    """Check, at any moment of a run, that the best weights are those the newest checkpoint knows of, or newer ones.
+
+    Raises:
+        RuntimeError: they are not there, or older.
+    """
+    checkpoints = CheckpointFolder(out_dir)
+    if not checkpoints.list():
+        return
+    newest = read_checkpoint(checkpoints.list()[-1])
+    epoch = read_checkpoint(checkpoints.best)["epoch"] if checkpoints.best.exists() else -1
+    if epoch < newest["best_epoch"]:
+        raise RuntimeError(f"{checkpoints.best}: of epoch {epoch + 1}, but the best is {newest['best_epoch'] + 1}")
+
+
 def timeless_records(out_dir: Path) -> list[dict]:
     """Return the records of metrics.jsonl without what they say about time."""
     return [{key: record[key] for key in record if key not in TIMES} for record in read_records(out_dir)]

@@ -4,6 +4,7 @@ For Linux: the processes of a run are found in /proc by a mark in their environm
 processes in groups of their own and a killed launcher orphans them.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MARK = "DISTRIBUUUU_BENCHMARK_RUN"
-POLL_S = 0.0005
+POLL_S = 0.0001
 HANGS_AFTER_S = 300
 
 
@@ -98,10 +99,8 @@ class TrainingProcess:
         self._process.wait()
         while pids := self._list_pids():
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             time.sleep(POLL_S)
         self._console.close()
 

@@ -91,7 +91,7 @@ class TrainState:
 
     def finish_epoch(self, top1: float) -> bool:
         """Count the epoch as done, and tell whether its accuracy (percent) is the best so far."""
-        is_best = top1 > self.best_top1 or self.best_epoch < 0
+        is_best = top1 > self.best_top1 or self.best_top1 == 0
         if is_best:
             self.best_top1, self.best_epoch = top1, self.epoch
         self.epoch, self.step = self.epoch + 1, 0
@@ -124,9 +124,9 @@ class CheckpointFolder:
         path = self.folder / checkpoint_name(state.epoch, state.step)
         if dist.is_main():
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, state.to_dict())
-            if is_best:
+            if is_best:  # first: killed in between, the epoch is done again and writes the same file
                 write_atomically(self.best, state.to_weights())
+            write_atomically(path, state.to_dict())
             self._remove_old(path)
         return path
 
@@ -206,7 +206,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
     parts += [f"lacks {len(missing)} tensors, e.g. {missing[0]}"] if missing else []
     parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
-    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was it MODEL.ARCH another?")
+    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was MODEL.ARCH another one?")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:

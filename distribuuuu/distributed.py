@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
 
 T = TypeVar("T")
@@ -144,8 +145,8 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-class PeerError(RuntimeError):
-    """Another process failed and has said why; this one only stops."""
+class PeerError(ConfigError):
+    """Another process cannot go on and says why; this one only stops."""
 
 
 def call_first_on_node(function: Callable[[], T]) -> T:

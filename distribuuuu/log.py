@@ -3,12 +3,13 @@
 Only the main process writes; the others pass on warnings.
 """
 
+import functools
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,23 @@ def shows_bar() -> bool:
     return dist.is_main() and sys.stderr.isatty()
 
 
-def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0) -> tqdm:
-    """Return the items, with a bar where one is shown."""
+def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0, every: int = 1) -> tqdm:
+    """Return the items behind a bar, where one is shown, that moves every so many items."""
     return tqdm(
-        items, desc=label, total=total, initial=initial, disable=not shows_bar(), leave=False, dynamic_ncols=True
+        items,
+        desc=label,
+        total=total,
+        initial=initial,
+        miniters=every,
+        disable=not shows_bar(),
+        leave=False,
+        dynamic_ncols=True,
     )
+
+
+def evaluation_bar(every: int) -> Callable[[Iterable], tqdm]:
+    """Return what shows an evaluation loader behind a bar that moves every so many batches."""
+    return functools.partial(progress, label="evaluation", every=every)
 
 
 def format_duration(seconds: float) -> str:
@@ -139,7 +152,8 @@ class RunLog:
         self._last_read = time.perf_counter()
         _steps.info(_HEADER.format(topk=f"top{self.topk}"))
         label = f"epoch {epoch + 1}/{self.num_epochs}"
-        yield from progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        yield from self._bar
 
     def train(self, epoch: int, step: int, lr: float, metrics: dict, wait_s: float) -> None:
         """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
@@ -154,6 +168,7 @@ class RunLog:
             * (self.num_epochs * self.num_steps - position),
         }
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, top1 {metrics['top1']:.1f}", refresh=False)
         shown = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": lr}
         _steps.info(_ROW.format(**shown, **metrics, **speed, eta=format_duration(speed["eta_s"])))
 

@@ -12,7 +12,7 @@ from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import TrainLoader, build_loader
 from distribuuuu.evaluator import evaluate
-from distribuuuu.log import RunLog, progress
+from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import build_meter
 from distribuuuu.models import build_model
@@ -38,13 +38,13 @@ def train_model(cfg) -> float:
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
         restore(cfg, state, latest)
-        criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+        criterion, lr_at, bar = build_loss(cfg), build_schedule(cfg), evaluation_bar(cfg.TEST.PRINT_FREQ)
         model = dist.wrap_model(state.model, device)
         describe_training(cfg, state, train_loader, val_loader)
         with open_log(cfg, state, train_loader) as log:
             for epoch in range(state.epoch, cfg.OPTIM.MAX_EPOCH):
                 train_epoch(cfg, state, model, train_loader, criterion, lr_at, checkpoints, log)
-                result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), show_evaluation)
+                result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), bar)
                 is_best = state.finish_epoch(result["top1"])
                 log.evaluation(epoch, result, state.best_top1)
                 checkpoints.save(state, is_best)
@@ -163,11 +163,6 @@ def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
     return log
 
 
-def show_evaluation(loader):
-    """Return the evaluation loader behind a progress bar."""
-    return progress(loader, "evaluation")
-
-
 def test_model(cfg) -> dict:
     """Evaluate MODEL.WEIGHTS, else the run's best, else the published weights; return and write the result.
 
@@ -185,7 +180,7 @@ def test_model(cfg) -> dict:
             if classes and list(loader.images.classes) != classes:
                 raise CheckpointError(f"{weights}: was trained on the classes {classes}, the data has other ones")
         describe_model(cfg, model)
-        result = evaluate(model, loader, build_loss(cfg), build_meter(cfg, device), show_evaluation)
+        result = evaluate(model, loader, build_loss(cfg), build_meter(cfg, device), evaluation_bar(cfg.TEST.PRINT_FREQ))
         write_results(cfg, result, weights)
     return result
 

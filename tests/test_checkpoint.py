@@ -230,3 +230,11 @@ def test_an_older_run_is_set_aside_whole(tmp_path):
         assert folder.set_aside() == tmp_path / f"checkpoints.{number}"
         assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
         assert folder.list() == [] and not folder.best.exists()
+
+
+def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
+    state = make_state()
+    assert [state.finish_epoch(top1) for top1 in (0.0, 20.0, 10.0, 30.0)] == [True, True, False, True]
+    assert (state.best_top1, state.best_epoch, state.epoch, state.step) == (30.0, 3, 4, 0)
+    resumed = make_state(epoch=5, best_top1=33.5)  # from a file that does not tell the best's epoch
+    assert not resumed.finish_epoch(33.0) and resumed.best_top1 == 33.5
