@@ -234,7 +234,7 @@ def _shape_mask(name: str, size: int, random: Random) -> Image.Image:
 
     fine = 4 * size
     radius = fine * random.uniform(0.28, 0.36)
-    turn = math.radians(random.uniform(-45.0, 45.0))
+    turn = math.radians(random.uniform(-30.0, 30.0))
     stretch = random.uniform(0.85, 1.0)
     room = 0.45 * fine - radius
     middle_x, middle_y = (fine / 2 + random.uniform(-room, room) for _ in range(2))
@@ -256,7 +256,7 @@ def _two_colours(random: Random) -> tuple[Colour, Colour]:
         one, other = _any_colour(random), _any_colour(random)
         difference = [a - b for a, b in zip(one, other, strict=True)]
         brighter = 0.299 * difference[0] + 0.587 * difference[1] + 0.114 * difference[2]
-        if sum(map(abs, difference)) > 200 and abs(brighter) > 60:
+        if sum(map(abs, difference)) > 200 and abs(brighter) > 70:
             return one, other
 
 
