@@ -24,24 +24,27 @@ _local_rank = 0
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return this process's device: CUDA (one card a process), else Apple's MPS, else the CPU."""
+    """Return this process's device, made the current one: CUDA (one card a process), else Apple's MPS, else the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
         return torch.device("mps")
     return torch.device("cpu")
 
 
 @contextlib.contextmanager
-def process_group(launch: Launch, timeout_s: float) -> Iterator[torch.device]:
-    """Join the processes of the run for the length of the block, and yield this process's device."""
+def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Join the processes of the run for the length of the block; one process alone joins nothing.
+
+    A group brings threads that come and go. Fork (data loader workers) before: a fork while such a thread holds one of
+    the interpreter's locks leaves the child waiting for ever.
+    """
     global _local_rank
     _local_rank = launch.local_rank
-    device = pick_device(launch.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if launch.world_size == 1:
-        yield device
+        yield
         return
     torch_dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -51,7 +54,7 @@ def process_group(launch: Launch, timeout_s: float) -> Iterator[torch.device]:
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     try:
-        yield device
+        yield
     finally:
         torch_dist.destroy_process_group()
 

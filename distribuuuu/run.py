@@ -18,7 +18,7 @@ from distribuuuu import distributed as dist
 from distribuuuu.checkpoint import TrainState
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.loader import Loader, TrainLoader
-from distribuuuu.launch import Launch, detect_launch
+from distribuuuu.launch import Launch
 from distribuuuu.log import close_logging, format_duration, set_up_logging
 from distribuuuu.models import count_parameters
 
@@ -26,21 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run(cfg, log_name: str) -> Iterator[torch.device]:
-    """Join the processes, make OUT_DIR, start the log, and yield this process's device.
+def open_run(cfg, launch: Launch, device: torch.device, log_name: str) -> Iterator[None]:
+    """Join the processes, make OUT_DIR and start the log, for the length of the block.
 
     Raises:
-        ConfigError: OUT_DIR cannot be made or written to, or the launcher's variables contradict each other.
+        ConfigError: OUT_DIR cannot be made.
     """
-    launch = detect_launch()
     set_backends(cfg)
-    with dist.process_group(launch, cfg.DIST.TIMEOUT_S) as device:
+    with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S):
         start = time.perf_counter()
         make_out_dir(cfg.OUT_DIR)
         set_up_logging(cfg.OUT_DIR, log_name)
         try:
             describe_machine(launch, device)
-            yield device
+            yield
             logger.info("everything is in %s; %s", cfg.OUT_DIR, format_duration(time.perf_counter() - start))
         finally:
             close_logging()

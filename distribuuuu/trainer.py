@@ -12,6 +12,7 @@ from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import TrainLoader, build_loader
 from distribuuuu.evaluator import evaluate
+from distribuuuu.launch import detect_launch
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import build_meter
@@ -31,9 +32,11 @@ def train_model(cfg) -> float:
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
     """
-    with open_run(cfg, "train.log") as device:
+    launch = detect_launch()
+    device = dist.pick_device(launch.local_rank)
+    train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
+    with open_run(cfg, launch, device, "train.log"):
         write_config(cfg)
-        train_loader, val_loader = build_loader(cfg, device, train=True), build_loader(cfg, device, train=False)
         checkpoints = build_checkpoints(cfg)
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
@@ -169,8 +172,10 @@ def test_model(cfg) -> dict:
     Raises:
         ConfigError: there are no weights, or they do not fit the model or the data.
     """
-    with open_run(cfg, "test.log") as device:
-        loader = build_loader(cfg, device, train=False)
+    launch = detect_launch()
+    device = dist.pick_device(launch.local_rank)
+    loader = build_loader(cfg, launch, device, train=False)
+    with open_run(cfg, launch, device, "test.log"):
         weights = find_weights(cfg)
         model = build_model(cfg, pretrained=weights == "pretrained").to(device)
         if weights != "pretrained":

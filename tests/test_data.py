@@ -10,18 +10,18 @@ from conftest import draw_folder, on_processes
 from PIL import Image
 from torchvision import datasets as torchvision_datasets
 
-from distribuuuu import distributed as dist
 from distribuuuu.batching import plan_batches
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.datasets.imagefolder import ImageFolder
 from distribuuuu.datasets.loader import BadImageError, build_loader
 from distribuuuu.datasets.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.datasets.transforms import eval_transform, train_transform
-from distribuuuu.launch import detect_launch
+from distribuuuu.launch import Launch, detect_launch
 from distribuuuu.preflight import find_run_problems
 from distribuuuu.seeding import derive_seed
 
 CPU = torch.device("cpu")
+ALONE = Launch("alone")
 
 
 def steps_of(world_size: int, global_batch: int, first_step: int = 0, epoch: int = 2) -> list[list[int]]:
@@ -80,7 +80,7 @@ def test_seeds_are_well_mixed():
 
 
 def first_batches(cfg, num: int = 3, epoch: int = 1):
-    loader = build_loader(cfg, CPU, train=True)
+    loader = build_loader(cfg, ALONE, CPU, train=True)
     batches = loader.batches_from(seed=3, epoch=epoch, first_step=0)
     return [next(batches) for _ in range(num)]
 
@@ -105,18 +105,18 @@ class _Draws:
         return torch.tensor(numbers, dtype=torch.uint8).view(3, 1, 1)
 
 
-def test_torch_numpy_and_random_are_all_seeded(small_cfg):
+def test_torch_numpy_and_random_are_all_seeded(small_cfg, monkeypatch):
+    monkeypatch.setattr("distribuuuu.datasets.loader.build_transform", lambda *args: _Draws())
     drawn = []
     for workers in (0, 2):
-        loader = build_loader(small_cfg("TRAIN.WORKERS", workers), CPU, train=True)
-        loader.dataset.transform = _Draws()
+        loader = build_loader(small_cfg("TRAIN.WORKERS", workers), ALONE, CPU, train=True)
         drawn.append(torch.cat([images for images, _ in loader.batches_from(seed=3, epoch=0, first_step=0)]))
     assert torch.equal(*drawn)
     assert all(len(drawn[0][:, channel].unique()) > 10 for channel in range(3))
 
 
 def test_images_are_normalised_as_usual(small_cfg):
-    loader = build_loader(small_cfg(), CPU, train=False)
+    loader = build_loader(small_cfg(), ALONE, CPU, train=False)
     images, labels = next(iter(loader))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
     pixels = eval_transform(18, 16)(folder[0][0]).float() / 255
@@ -127,7 +127,7 @@ def test_images_are_normalised_as_usual(small_cfg):
 
 def test_mean_and_std_can_be_overridden(small_cfg):
     words = ("DATA.MEAN", [0, 0, 0], "DATA.STD", [1, 1, 1])
-    images, _ = next(iter(build_loader(small_cfg(*words), CPU, train=False)))
+    images, _ = next(iter(build_loader(small_cfg(*words), ALONE, CPU, train=False)))
     assert images.min() >= 0 and images.max() <= 1
 
 
@@ -189,7 +189,7 @@ def test_a_broken_image_is_named(small_cfg, broken_folder, workers):
 
 def test_a_skipped_image_is_replaced_the_same_way_each_time_and_counted(small_cfg, broken_folder, caplog):
     words = ("TRAIN.DATASET", broken_folder, "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip")
-    loader = build_loader(small_cfg(*words), CPU, train=True)
+    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
     with caplog.at_level("WARNING"):
         one = list(loader.batches_from(seed=3, epoch=0, first_step=0))
     assert loader.num_broken == 1 and "bee/003.jpg" in caplog.text
@@ -234,7 +234,7 @@ def test_a_number_of_classes_that_contradicts_the_data_names_both(image_folder, 
     (problem,) = run_problems(*words)
     assert f"{num_classes}, but" in problem and "has 3 classes; set MODEL.NUM_CLASSES 3" in problem
     with pytest.raises(ConfigError, match=f"{num_classes}, but .* has 3 classes"):
-        build_loader(load_cfg(None, [str(word) for word in words]), CPU, train=True)
+        build_loader(load_cfg(None, [str(word) for word in words]), ALONE, CPU, train=True)
 
 
 def test_evaluation_classes_that_were_not_trained_are_an_error(tmp_path):
@@ -247,12 +247,12 @@ def test_evaluation_classes_that_were_not_trained_are_an_error(tmp_path):
 def test_the_evaluation_folder_is_its_own(small_cfg, tmp_path):
     draw_folder(tmp_path / "other", "holdout", {"ant": 1, "bee": 2, "cat": 3})
     cfg = small_cfg("TEST.DATASET", tmp_path / "other", "TEST.SPLIT", "holdout")
-    assert len(build_loader(cfg, CPU, train=False).images) == 6
+    assert len(build_loader(cfg, ALONE, CPU, train=False).images) == 6
 
 
 def test_a_step_larger_than_the_set_is_an_error(small_cfg):
     with pytest.raises(ConfigError, match="takes 96 images .* has 48"):
-        build_loader(small_cfg("TRAIN.BATCH_SIZE", 96), CPU, train=True)
+        build_loader(small_cfg("TRAIN.BATCH_SIZE", 96), ALONE, CPU, train=True)
 
 
 @pytest.mark.parametrize("words", [("MODEL.DUMMY_INPUT", True), ("DATA.NAME", "dummy")])
@@ -270,7 +270,7 @@ def test_the_shapes_are_drawn_into_the_cache(small_cfg, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", lambda root: draw(root, num_train=20, num_val=10))
     cfg = small_cfg("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "DATA.CACHE_DIR", tmp_path / "cache")
     assert find_run_problems(cfg, train=True) == []
-    assert len(build_loader(cfg, CPU, train=True).images) == 20
+    assert len(build_loader(cfg, ALONE, CPU, train=True).images) == 20
     assert len(list((tmp_path / "cache" / "shapes" / "val").rglob("*.jpg"))) == 10
 
 
@@ -294,7 +294,7 @@ def test_torchvisions_sets_are_read_with_their_statistics(small_cfg, tmp_path, m
     cfg = small_cfg(
         "DATA.NAME", "cifar10", "MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path
     )
-    loader = build_loader(cfg, CPU, train=True)
+    loader = build_loader(cfg, ALONE, CPU, train=True)
     assert (len(loader.images), loader.images.crop, loader.images.mean) == (50, "pad", (0.4914, 0.4822, 0.4465))
     assert loader.images.classes[3] == "name3" and loader.images.read(0).size == (32, 32)
 
@@ -304,13 +304,12 @@ def test_a_set_that_is_missing_and_cannot_be_fetched_is_a_clear_error(small_cfg,
         "DATA.NAME", "mnist", "MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", tmp_path, "DATA.DOWNLOAD", False
     )  # fmt: skip
     with pytest.raises(ConfigError, match=f"TRAIN.DATASET: MNIST is not in {tmp_path}"):
-        build_loader(cfg, CPU, train=True)
+        build_loader(cfg, ALONE, CPU, train=True)
     assert "has 10 classes" in run_problems("DATA.NAME", "mnist", "OUT_DIR", tmp_path / "o")[0]
 
 
 def build_in_group(cfg) -> int:
-    with dist.process_group(detect_launch(), 60) as device:
-        return len(build_loader(cfg, device, train=False))
+    return len(build_loader(cfg, detect_launch(), CPU, train=False))
 
 
 def test_processes_share_the_evaluation_images(small_cfg):

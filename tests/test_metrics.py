@@ -47,7 +47,7 @@ def test_update_leaves_no_graph_behind():
 
 
 def read_share() -> tuple[dict, list[float]]:
-    with dist.process_group(detect_launch(), 60):
+    with dist.process_group(detect_launch(), CPU, 60):
         meter = ClassificationMeter(3, CPU)
         for number in range(dist.rank()):  # rank 0 sees nothing
             meter.update(*batch(3 + number, 10 * dist.rank() + number))
@@ -75,7 +75,7 @@ def test_everything_works_without_a_group():
 
 
 def fetch(log) -> str:
-    with dist.process_group(detect_launch(), 60):
+    with dist.process_group(detect_launch(), CPU, 60):
         return dist.call_first_on_node(lambda: fetch_once(log))
 
 
@@ -91,7 +91,7 @@ def test_one_process_of_a_node_fetches_and_the_others_wait(tmp_path):
 
 
 def fail_first() -> str:
-    with dist.process_group(detect_launch(), 60):
+    with dist.process_group(detect_launch(), CPU, 60):
         try:
             dist.call_first_on_node(lambda: 1 / 0)
         except ZeroDivisionError:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from distribuuuu import distributed as dist
 from distribuuuu.batching import BatchPlan, plan_batches
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.image_set import ImageSet, contradiction
 from distribuuuu.datasets.samplers import Batch, EvalSampler, ResumableDistributedSampler
 from distribuuuu.datasets.transforms import eval_transform, train_transform
+from distribuuuu.launch import Launch
 from distribuuuu.registry import DATASETS
 from distribuuuu.seeding import derive_seed, seed_cpu
 
@@ -73,8 +73,22 @@ def _collate(samples: list[Sample]) -> tuple[torch.Tensor | None, torch.Tensor, 
     return pixels, torch.tensor([sample.label for sample in samples]), broken
 
 
+class _Gate:
+    """A sampler that yields nothing until it is opened, so that workers can be started without work."""
+
+    def __init__(self, sampler: Sampler[Batch]):
+        self.sampler = sampler
+        self.is_open = False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.sampler if self.is_open else ())
+
+
 class Loader:
-    """Batches of normalised images on the device.
+    """Batches of normalised images on the device. Its workers are forked here and now, and stay.
 
     Attributes:
         images: the ImageSet behind it.
@@ -99,16 +113,19 @@ class Loader:
         self.num_broken = 0
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
         self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
+        gate = _Gate(sampler)
         # More workers than cores are the user's choice; the log says how long the batches were waited for.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(
             dataset,
-            batch_sampler=sampler,
+            batch_sampler=gate,
             num_workers=num_workers,
             collate_fn=_collate,
             pin_memory=pin_memory and device.type == "cuda",
             persistent_workers=num_workers > 0,
         )
+        iter(self._batches)
+        gate.is_open = True
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -173,24 +190,23 @@ class TrainLoader(Loader):
         return torch.stack([sample.pixels for sample in samples if sample.pixels is not None])
 
 
-def build_loader(cfg, device: torch.device, train: bool) -> Loader:
-    """Return the training or the evaluation loader of a config.
+def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
+    """Return the training or the evaluation loader of a config; call it before the process group is joined.
 
     Raises:
         ConfigError: the data contradicts the config.
     """
     images = build_images(cfg, train)
-    rank, world_size = dist.rank(), dist.world_size()
     if train:
-        plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
+        plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
         if len(images) < plan.global_batch:
             raise ConfigError(
                 f"TRAIN.BATCH_SIZE: one step takes {plan.global_batch} images ({plan}),"
                 f" but the training set has {len(images)}; take fewer"
             )
-        sampler = ResumableDistributedSampler(len(images), plan, rank)
+        sampler = ResumableDistributedSampler(len(images), plan, launch.rank)
     else:
-        sampler = EvalSampler(len(images), cfg.TEST.BATCH_SIZE, rank, world_size)
+        sampler = EvalSampler(len(images), cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
     dataset = SeededImages(images, build_transform(cfg, images, train), cfg.DATA.ON_BAD_IMAGE == "skip")
     mean, std = cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
     loader = TrainLoader if train else Loader
@@ -198,9 +214,8 @@ def build_loader(cfg, device: torch.device, train: bool) -> Loader:
 
 
 def build_images(cfg, train: bool) -> ImageSet:
-    """Return the ImageSet of a config; one process a node fetches or draws it, the others wait."""
-    family = DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)
-    images = dist.call_first_on_node(lambda: family.from_cfg(cfg, train))
+    """Return the ImageSet of a config."""
+    images = DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES:
         where = f"DATA.NAME {cfg.DATA.NAME}"
         raise ConfigError(f"MODEL.NUM_CLASSES: {contradiction(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}")

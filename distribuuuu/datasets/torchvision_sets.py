@@ -1,5 +1,8 @@
 """CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST, read and fetched by torchvision's own classes."""
 
+import fcntl
+import os
+
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.registry import DATASETS
@@ -13,17 +16,34 @@ class TorchvisionSet(ImageSet):
     source = ""
 
     def __init__(self, root: str, train: bool, download: bool):
-        import torchvision.datasets
-
         try:
-            data = getattr(torchvision.datasets, self.source)(root, train=train, download=download)
+            data = self._open(root, train, download=False)
         except (RuntimeError, OSError) as error:
-            section, why = ("TRAIN" if train else "TEST"), " ".join(str(error).split())
-            missing = f"{section}.DATASET: {self.source} is not in {root}"
-            raise ConfigError(f"{missing} and cannot be fetched: {why}") from error
+            if not download:
+                raise self._missing(root, train, error) from error
+            data = self._fetch(root, train)
         self.classes = tuple(data.classes)
         self._pixels = data.data if isinstance(data.data, list) else getattr(data.data, "numpy", lambda: data.data)()
         self._labels = [int(label) for label in data.targets]
+
+    def _open(self, root: str, train: bool, download: bool):
+        import torchvision.datasets
+
+        return getattr(torchvision.datasets, self.source)(root, train=train, download=download)
+
+    def _fetch(self, root: str, train: bool):
+        """Download the set; of several processes one does, and the others wait and find it there."""
+        try:
+            os.makedirs(root, exist_ok=True)
+            with open(os.path.join(root, f".{self.source}.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                return self._open(root, train, download=True)
+        except (RuntimeError, OSError) as error:
+            raise self._missing(root, train, error) from error
+
+    def _missing(self, root: str, train: bool, error: Exception) -> ConfigError:
+        key, why = f"{'TRAIN' if train else 'TEST'}.DATASET", " ".join(str(error).split())
+        return ConfigError(f"{key}: {self.source} is not in {root} and cannot be fetched: {why}")
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "TorchvisionSet":
