@@ -63,6 +63,10 @@ class Durations:
     step: float
     evaluation: float
 
+    def __str__(self) -> str:
+        step_ms, evaluation_ms = 1e3 * self.step, 1e3 * self.evaluation
+        return f"start {self.start:.1f} s, step {step_ms:.0f} ms, evaluation {evaluation_ms:.0f} ms"
+
 
 def draw_images(folder: Path) -> None:
     """Draw JPEGs of noise, each class with a tint, into folder/SPLIT/CLASS."""
@@ -105,7 +109,7 @@ class Experiment:
             RuntimeError: the training failed.
         """
         started = time.time()
-        finish(self.start(name, workers))
+        self.start(name, workers).finish()
         records = read_records(self.folder / name)
         evaluations = [record["seconds"] for record in records if record["kind"] == "eval"]
         end = max(record["time"] for record in records)
@@ -182,7 +186,7 @@ class Experiment:
             kills.append(Kill(self.phase_of(run), workers, before))
             check_best(run.out_dir)
         last = self.start(name, self.rng.choice(WORKERS))
-        finish(last)
+        last.finish()
         self.note_resumption(kills, last.records())
         return kills
 
@@ -213,17 +217,6 @@ class Experiment:
         return "evaluation" if run.is_evaluating() else "steps"
 
 
-def finish(run: TrainingProcess) -> None:
-    """Wait for the end of a training.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    status = run.finish()
-    if status:
-        raise RuntimeError(f"the training ended with status {status}; see {run.out_dir}.console")
-
-
 def judge(kills: list[Kill], folder: Path) -> bool:
     """Print the verdict; return whether both runs are the same and no kill has cost too much."""
     different, num_tensors = compare_runs(folder / "peaceful", folder / "killed")
@@ -249,16 +242,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments and worker counts")
     parser.add_argument("--folder", type=Path, help="where to keep all files; default: a temporary folder")
     args = parser.parse_intermixed_args()
+    if args.folder and args.folder.exists():
+        parser.error(f"--folder {args.folder}: is there already; name a new one")
     print(describe_run())
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         started = time.time()
         draw_images(folder / "data")
         experiment = Experiment(args, folder)
-        durations = experiment.run_in_peace("peaceful", workers=2)
-        print(f"uninterrupted: {args.epochs} epochs of {experiment.num_steps} steps; start {durations.start:.1f} s, "
-              f"step {1e3 * durations.step:.0f} ms, evaluation {1e3 * durations.evaluation:.0f} ms")  # fmt: skip
         try:
+            durations = experiment.run_in_peace("peaceful", workers=2)
+            print(f"uninterrupted: {args.epochs} epochs of {experiment.num_steps} steps; {durations}")
             same = judge(experiment.kill_many("killed", durations), folder)
         except RuntimeError as error:
             print(f"FAILED: {error}")

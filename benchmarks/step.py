@@ -72,7 +72,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.arange(batch_size, device=device) % CLASSES
     loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1, dist.world_size()), device)
-    state, checkpoints = build_state(cfg, device, loader), build_checkpoints(cfg)
+    state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
     criterion, lr_at = build_loss(cfg), build_schedule(cfg)
     model = dist.wrap_model(state.model, device)
     log = open_log(cfg, state, loader)
@@ -122,10 +122,10 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_rounds: int, device: t
 def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
     """Be one process of one launch; the first writes the median milliseconds of a step of each loop."""
     torch.set_num_threads(args.threads)
-    launch = Launch("benchmark", rank, rank, num_processes, f"file://{folder}/meet")
+    launch, device = Launch("benchmark", rank, rank, num_processes, f"file://{folder}/meet"), dist.pick_device(rank)
     # As in a batch job: the log goes to a file.
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
-        with dist.process_group(launch, timeout_s=600) as device:
+        with dist.process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
             loops, log = build_loops(make_cfg(args, folder), device)
             with log:

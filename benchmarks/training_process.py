@@ -16,7 +16,7 @@ from pathlib import Path
 
 MARK = "DISTRIBUUUU_BENCHMARK_RUN"
 POLL_S = 0.0001
-HANGS_AFTER_S = 300
+HANGS_AFTER_S = 120
 
 
 class RunEnded(Exception):
@@ -77,9 +77,9 @@ class TrainingProcess:
         """
         while not condition():
             if self._process.poll() is not None:
-                raise RunEnded(f"exit status {self._process.returncode}; see {self._console.name}")
+                raise RunEnded(f"exit status {self._process.returncode}")
             if time.time() - self._started > HANGS_AFTER_S:
-                raise RuntimeError(f"hangs; see {self._console.name}")
+                raise RuntimeError(f"no end after {HANGS_AFTER_S} s:\n{self.last_lines()}")
             time.sleep(POLL_S)
 
     def freeze(self) -> None:
@@ -104,12 +104,24 @@ class TrainingProcess:
             time.sleep(POLL_S)
         self._console.close()
 
-    def finish(self) -> int:
-        """Wait for the end of the training; return its exit status."""
+    def finish(self) -> None:
+        """Wait for the end of the training.
+
+        Raises:
+            RuntimeError: it failed, or there is no end to it.
+        """
         try:
-            return self._process.wait(timeout=HANGS_AFTER_S)
+            status = self._process.wait(timeout=HANGS_AFTER_S)
+        except subprocess.TimeoutExpired:
+            status = f"unknown, no end after {HANGS_AFTER_S} s"
         finally:
             self.kill()
+        if status:
+            raise RuntimeError(f"the training failed, exit status {status}:\n{self.last_lines()}")
+
+    def last_lines(self, number: int = 30) -> str:
+        """Return the end of what the run has printed."""
+        return "\n".join(Path(self._console.name).read_text(errors="replace").splitlines()[-number:])
 
     def _list_pids(self) -> list[int]:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]

@@ -23,6 +23,9 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
 
     0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how.
     """
+    # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
+    # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cfg = parse_args(description, sys.argv[1:], train)
         if cfg is not None:

@@ -196,6 +196,8 @@ class RunLog:
             self._file.write(json.dumps(record) + "\n")
         if self._writer:
             for name, value in values.items():
+                if name in ("count", "eta_s"):  # no curves
+                    continue
                 self._writer.add_scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)
 
 
