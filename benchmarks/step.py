@@ -74,7 +74,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1, dist.world_size()), device)
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
     criterion, lr_at = build_loss(cfg), build_schedule(cfg)
-    model = dist.wrap_model(state.model, device)
+    model = dist.wrap_model(state.model, device, images)
     log = open_log(cfg, state, loader)
 
     def ours() -> None:

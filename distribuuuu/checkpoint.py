@@ -210,12 +210,12 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Load the optimizer's buffers; its settings (weight decay, momentum) stay those of the config.
+    """Load the optimizer's buffers and learning rate; its settings (weight decay, momentum) stay the config's.
 
     Raises:
         CheckpointError: the groups or their sizes differ.
     """
-    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    settings = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(content)
     except (ValueError, KeyError, TypeError) as error:

@@ -5,6 +5,7 @@ Every function works with no group at all: one process is a world of one.
 
 import contextlib
 import datetime
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -173,19 +174,44 @@ def call_first_on_node(function: Callable[[], T]) -> T:
     return result if first else function()
 
 
-def wrap_model(model: nn.Module, device: torch.device) -> nn.Module:
+def wrap_model(model: nn.Module, device: torch.device, example: torch.Tensor) -> nn.Module:
     """Return the model with gradients averaged over the processes; alone, the model itself.
 
-    Buffers (batch norm's running statistics) are not broadcast at every step: see `broadcast_buffers`.
+    Buffers (batch norm's running statistics) are not exchanged at every step: see `broadcast_buffers`.
+
+    Args:
+        model: the model, on `device`.
+        device: this process's device.
+        example: images (N, 3, H, W) on `device`, like those to come.
     """
     if not in_group():
         return model
-    return DistributedDataParallel(
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    exchange = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.15
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **{exchange: False},
     )
+    _settle_buckets(wrapped, example)
+    return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> None:
+    """Let DDP order its buckets, without a trace on the model.
+
+    It does so after the first backward of a process. The order decides in which order the gradients of three or more
+    processes are summed, so the step after a resume would differ in the last bit from the same step without one.
+    """
+    buffers = [buffer.clone() for buffer in wrapped.module.buffers()]
+    wrapped.train()
+    for _ in range(2):  # the order is taken up by the second forward
+        wrapped(example).sum().backward()
+    wrapped.zero_grad()
+    with torch.no_grad():
+        for buffer, before in zip(wrapped.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:

@@ -42,7 +42,7 @@ def train_model(cfg) -> float:
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
         restore(cfg, state, latest)
         criterion, lr_at, bar = build_loss(cfg), build_schedule(cfg), evaluation_bar(cfg.TEST.PRINT_FREQ)
-        model = dist.wrap_model(state.model, device)
+        model = dist.wrap_model(state.model, device, train_loader.example())
         describe_training(cfg, state, train_loader, val_loader)
         with open_log(cfg, state, train_loader) as log:
             for epoch in range(state.epoch, cfg.OPTIM.MAX_EPOCH):

@@ -70,7 +70,7 @@ def test_everything_works_without_a_group():
     dist.barrier()
     model = torch.nn.BatchNorm1d(2)
     dist.broadcast_buffers(model)
-    assert dist.wrap_model(model, CPU) is model
+    assert dist.wrap_model(model, CPU, torch.ones(2, 2)) is model
     assert dist.differentiable_sum(torch.ones(1)).item() == 1
 
 

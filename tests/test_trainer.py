@@ -40,6 +40,7 @@ def assert_same_run(one: Path | str, other: Path | str) -> None:
     ]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*buffers, strict=True))
     assert one["best_acc1"] == other["best_acc1"]
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
 
 
 def assert_close(one: dict, other: dict, tolerance: float) -> None:
@@ -178,6 +179,20 @@ def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp
     apart = on_processes(2, train_and_read, small_cfg("TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.AUTO_RESUME", False))[0]
     with pytest.raises(AssertionError):
         assert_close(apart, alone, 1e-5)
+
+
+def train_and_kill(cfg, place: tuple[int, int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        train_and_stop(cfg, place, patch)
+
+
+@pytest.mark.parametrize("place", [(0, 2), (1, 4)])
+def test_three_processes_resume_bitwise_too(small_cfg, tmp_path, place):
+    shared = ("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    on_processes(3, train_and_read, small_cfg(*shared, "OUT_DIR", tmp_path / "whole"))
+    on_processes(3, train_and_kill, small_cfg(*shared), place)
+    on_processes(3, train_and_read, small_cfg(*shared))
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
 def test_a_run_goes_on_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):

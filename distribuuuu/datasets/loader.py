@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from distribuuuu.batching import BatchPlan, plan_batches
@@ -182,6 +183,11 @@ class TrainLoader(Loader):
         """Return an iterator over this process's micro-batches from a step of an epoch on."""
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
+
+    def example(self) -> torch.Tensor:
+        """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
+        pixels = self.dataset.transform(Image.new("RGB", (64, 64)))
+        return torch.zeros(self.plan.micro_batch, *pixels.shape, device=self.device)
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first images of a run as they are trained on: uint8 (at most num, 3, H, W)."""

@@ -14,6 +14,7 @@ class Shapes(ImageFolder):
     """The shapes, in the layout and through the decoder of any other folder of images."""
 
     num_classes = 10
+    mean, std = (0.489, 0.495, 0.491), (0.233, 0.256, 0.229)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
