@@ -4,6 +4,8 @@ torch.nn.SyncBatchNorm refuses CPU tensors; `ProcessBatchNorm` computes the same
 every config runs and is tested anywhere.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,8 +20,10 @@ class ProcessBatchNorm(_BatchNorm):
     Takes (N, C, ...); N may differ between processes. `act` and `drop`, when a converted layer had them, follow.
     """
 
-    drop: nn.Module | None = None
-    act: nn.Module | None = None
+    def __init__(self, *args: Any, drop: nn.Module | None = None, act: nn.Module | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.drop = drop or nn.Identity()
+        self.act = act or nn.Identity()
 
     def _check_input_dim(self, images: torch.Tensor) -> None:
         if images.dim() < 2:
@@ -28,9 +32,7 @@ class ProcessBatchNorm(_BatchNorm):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize (N, C, ...) by the group's statistics in training, by the running ones in evaluation."""
         out = self._normalize_by_group(images) if self.training and dist.in_group() else super().forward(images)
-        for layer in (self.drop, self.act):
-            out = out if layer is None else layer(out)
-        return out
+        return self.act(self.drop(out))
 
     def _normalize_by_group(self, images: torch.Tensor) -> torch.Tensor:
         axes = [0, *range(2, images.dim())]
@@ -80,10 +82,9 @@ def _convert(module: nn.Module) -> nn.Module:
     fused = hasattr(module, "act") and hasattr(module, "drop")
     if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not fused:
         raise ConfigError(f"MODEL.SYNCBN: {type(module).__name__} cannot be synchronized on this device; set it False")
-    converted = ProcessBatchNorm(module.num_features, module.eps, module.momentum, module.affine,
-                                 module.track_running_stats)  # fmt: skip
+    after = {"drop": module.drop, "act": module.act} if fused else {}
+    settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+    converted = ProcessBatchNorm(*settings, **after)
     for kind in ("_parameters", "_buffers"):
         getattr(converted, kind).update(getattr(module, kind))
-    if fused:
-        converted.drop, converted.act = module.drop, module.act
     return converted.train(module.training)

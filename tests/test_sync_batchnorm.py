@@ -1,0 +1,80 @@
+"""Batch norm over processes, against torch's own over the whole batch."""
+
+import pytest
+import torch
+from conftest import on_processes
+from torch import nn
+
+from distribuuuu import distributed as dist
+from distribuuuu.config import ConfigError
+from distribuuuu.launch import detect_launch
+from distribuuuu.sync_batchnorm import ProcessBatchNorm, convert_sync_batchnorm
+
+CPU = torch.device("cpu")
+
+
+def make_images() -> torch.Tensor:
+    return torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * 3 + 5
+
+
+def run_share(momentum: float | None) -> tuple[torch.Tensor, ...]:
+    """Normalise this process's uneven share of the images; return output, gradients and running statistics."""
+    with dist.process_group(detect_launch(), CPU, 60):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum))
+        nn.init.uniform_(model[0].weight)
+        keys = list(model.state_dict())
+        model = convert_sync_batchnorm(model, CPU)
+        assert isinstance(model[0], ProcessBatchNorm) and list(model.state_dict()) == keys
+        images = make_images()[slice(0, 4) if dist.rank() == 0 else slice(4, 6)].requires_grad_()
+        out = model(images)
+        (out**3).sum().backward()
+        statistics = (model[0].running_mean, model[0].running_var, model[0].num_batches_tracked)
+        return (out.detach(), images.grad, model[0].weight.grad, model[0].bias.grad, *statistics)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_it_equals_batch_norm_over_the_whole_batch(momentum):
+    torch.manual_seed(1)
+    whole = nn.BatchNorm2d(3, momentum=momentum)
+    nn.init.uniform_(whole.weight)
+    images = make_images().requires_grad_()
+    out = whole(images)
+    (out**3).sum().backward()
+    shares = on_processes(2, run_share, momentum)
+    expected = (out, images.grad)
+    for number, tensor in enumerate(expected):
+        torch.testing.assert_close(torch.cat([share[number] for share in shares]), tensor, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shares[0][2] + shares[1][2], whole.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(shares[0][3] + shares[1][3], whole.bias.grad, rtol=1e-4, atol=1e-3)
+    for share in shares:
+        torch.testing.assert_close(share[4], whole.running_mean)
+        torch.testing.assert_close(share[5], whole.running_var)
+        assert share[6] == 1
+
+
+def convert_timm_and_odd() -> tuple[bool, str]:
+    with dist.process_group(detect_launch(), CPU, 60):
+        from timm.layers import BatchNormAct2d
+
+        class OwnNorm(nn.BatchNorm2d):
+            pass
+
+        fused = BatchNormAct2d(3).eval()
+        images = make_images()
+        before = fused(images)
+        same = torch.equal(convert_sync_batchnorm(nn.Sequential(fused), CPU).eval()(images), before)
+        try:
+            convert_sync_batchnorm(nn.Sequential(OwnNorm(3)), CPU)
+        except ConfigError as error:
+            return same, str(error)
+
+
+def test_timms_batch_norm_keeps_its_activation_and_an_unknown_one_is_refused():
+    for same, error in on_processes(2, convert_timm_and_odd):
+        assert same and "OwnNorm cannot be synchronized" in error
+
+
+def test_alone_a_model_stays_as_it_is():
+    model = nn.BatchNorm2d(3)
+    assert convert_sync_batchnorm(model, CPU) is model
