@@ -71,7 +71,11 @@ def make_out_dir(out_dir: str) -> None:
 def write_config(cfg) -> None:
     """Write OUT_DIR/CFG_DEST: every option, so that the file alone repeats the run."""
     if dist.is_main():
-        (Path(cfg.OUT_DIR) / cfg.CFG_DEST).write_text(cfg.dump(), encoding="utf-8")
+        path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
+        try:
+            path.write_text(cfg.dump(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 
 
 def describe_machine(launch: Launch, device: torch.device) -> None:
