@@ -28,6 +28,7 @@ from distribuuuu.datasets.dummy import Dummy
 from distribuuuu.launch import Launch
 from distribuuuu.log import RunLog, close_logging, set_up_logging
 from distribuuuu.loss import build_loss
+from distribuuuu.parallel import wrap_model
 from distribuuuu.schedule import build_schedule
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
@@ -74,7 +75,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1, dist.world_size()), device)
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
     criterion, lr_at = build_loss(cfg), build_schedule(cfg)
-    model = dist.wrap_model(state.model, device, images)
+    model = wrap_model(state.model, device, images)
     log = open_log(cfg, state, loader)
 
     def ours() -> None:

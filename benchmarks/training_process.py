@@ -1,4 +1,4 @@
-"""One start of a training that is there to be killed: watch what it writes, stop it dead, and leave nothing running.
+"""One start of a training that is there to be disturbed: watch what it writes, signal it, leave nothing running.
 
 For Linux: the processes of a run are found in /proc by a mark in their environment, because torchrun puts its
 processes in groups of their own and a killed launcher orphans them.
@@ -24,7 +24,7 @@ class RunEnded(Exception):
 
 
 class TrainingProcess:
-    """A running `tools/train_net.py`, alone or under torchrun.
+    """A running `tools/train_net.py`, alone or under a launcher.
 
     Args:
         command: what to run.
@@ -32,7 +32,7 @@ class TrainingProcess:
         num_steps: steps of an epoch.
     """
 
-    def __init__(self, command: list[str], out_dir: Path, num_steps: int):
+    def __init__(self, command: list[str], out_dir: Path, num_steps: int = 0):
         self.out_dir = out_dir
         self.num_steps = num_steps
         self._mark = f"{MARK}={uuid.uuid4().hex}"
@@ -97,12 +97,34 @@ class TrainingProcess:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        while pids := self._list_pids():
+        while pids := self.list_pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
         self._console.close()
+
+    def signal_launcher(self, signum: int) -> None:
+        """Send a signal to the process that was started: a launcher, or the training itself."""
+        self._process.send_signal(signum)
+
+    def signal_rank(self, rank: int, signum: int) -> None:
+        """Send a signal to one training process of several."""
+        os.kill(self._find_process(f"RANK={rank}"), signum)
+
+    def signal_everybody(self, signum: int) -> None:
+        """Send a signal to every process of the run, loader workers included, as Slurm does."""
+        for pid in self.list_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit status, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended by then.
+        """
+        return self._process.wait(timeout_s)
 
     def finish(self) -> None:
         """Wait for the end of the training.
@@ -123,15 +145,18 @@ class TrainingProcess:
         """Return the end of what the run has printed."""
         return "\n".join(Path(self._console.name).read_text(errors="replace").splitlines()[-number:])
 
-    def _list_pids(self) -> list[int]:
+    def list_pids(self) -> list[int]:
+        """Return the processes of the run that are still there."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return [pid for pid in pids if self._mark in _environment_of(pid)]
+        return [pid for pid in pids if self._mark in _environment_of(pid) and _state_of(pid) not in "ZX"]
 
     def _find_writer(self) -> int:
-        """Return the process of rank 0; its loader workers have its environment, but it is their parent."""
-        pids = self._list_pids()
-        main = [pid for pid in pids if "RANK=0" in _environment_of(pid)] or [self._process.pid]
-        return next(pid for pid in main if _parent_of(pid) not in main)
+        return self._find_process("RANK=0")
+
+    def _find_process(self, mark: str) -> int:
+        """Return the training process with a mark; its loader workers have its environment, but it is their parent."""
+        marked = [pid for pid in self.list_pids() if mark in _environment_of(pid)] or [self._process.pid]
+        return next(pid for pid in marked if _parent_of(pid) not in marked)
 
 
 def read_records(out_dir: Path) -> list[dict]:

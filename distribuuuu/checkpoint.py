@@ -5,6 +5,7 @@ A file is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (ste
 five without `step`, and means the same by them.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -17,6 +18,8 @@ from torch import nn
 
 from distribuuuu import distributed as dist
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
+from distribuuuu.checkpoint_writer import BackgroundWriter, find_not_finite, snapshot
+from distribuuuu.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,12 @@ class TrainState:
     step: int = 0
     best_top1: float = 0.0
     best_epoch: int = -1
+    num_rollbacks: int = 0
+
+    @property
+    def stream_seed(self) -> int:
+        """The seed of everything random; after a rollback another one, so that the run takes another path."""
+        return derive_seed(self.seed, self.num_rollbacks) if self.num_rollbacks else self.seed
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""
@@ -50,6 +59,7 @@ class TrainState:
             "best_acc1": self.best_top1,
             "best_epoch": self.best_epoch,
             "seed": self.seed,
+            "num_rollbacks": self.num_rollbacks,
             "classes": list(self.classes),
             "arch": self.arch,
             "global_batch": self.global_batch,
@@ -70,6 +80,7 @@ class TrainState:
         self.best_top1 = float(content.get("best_acc1", 0.0))
         self.best_epoch = int(content.get("best_epoch", -1))
         self.seed = int(content.get("seed", self.seed))
+        self.num_rollbacks = int(content.get("num_rollbacks", 0))
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
@@ -99,13 +110,13 @@ class TrainState:
 
 
 class CheckpointFolder:
-    """OUT_DIR/checkpoints and OUT_DIR/best.pth.tar. Only the main process writes.
+    """OUT_DIR/checkpoints and OUT_DIR/best.pth.tar. Only the main process writes, in the background.
 
     Args:
         out_dir: the folder of the run.
         keep_last: how many of the newest checkpoints to keep.
         keep_every: also keep those of every Kth epoch; 0: none.
-        every_steps: steps between two checkpoints inside an epoch; 0: none.
+        every_steps: the most steps of an epoch that may be lost; 0: all of them.
     """
 
     def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
@@ -114,21 +125,81 @@ class CheckpointFolder:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.every_steps = every_steps
+        self._writer = BackgroundWriter()
+        self._not_finite: str | None = None
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be written after `step` steps of an epoch."""
-        return self.every_steps > 0 and step % self.every_steps == 0
+        """Tell whether a checkpoint is to be written after `step` steps of an epoch.
+
+        At each multiple of `every_steps` and once in between: while one checkpoint is being written, which counts for
+        nothing until it is whole, the one before is at most `every_steps` steps old.
+        """
+        every = self.every_steps
+        return every > 0 and step % every in (0, every // 2)
 
     def save(self, state: TrainState, is_best: bool = False) -> Path:
-        """Write the state, then remove what is no longer kept; return the file."""
+        """Write the state, then remove what is no longer kept; return the file.
+
+        Raises:
+            CheckpointError: the disk refuses it, or the weights are not finite.
+        """
+        path = self.save_in_background(state, is_best)
+        self.finish()
+        return path
+
+    def save_in_background(self, state: TrainState, is_best: bool = False) -> Path:
+        """Copy the state, and write it while training goes on; return the file that will be there.
+
+        Waits for the save before. What the disk refuses is tried again, see BackgroundWriter. A state that is not
+        finite is not written.
+        """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         if dist.is_main():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if is_best:  # first: killed in between, the epoch is done again and writes the same file
-                write_atomically(self.best, state.to_weights())
-            write_atomically(path, state.to_dict())
-            self._remove_old(path)
+            content = snapshot(state.to_dict())
+            best = {key: content[key] for key in state.to_weights()} if is_best else None
+            self._writer.start(lambda: self._write(path, content, best), f"checkpoint {path.name}")
         return path
+
+    def wait(self) -> None:
+        """Return on every process when the last save is on disk.
+
+        Raises:
+            CheckpointError: the disk refuses it.
+        """
+        problem = dist.broadcast_object(self._find_write_problem() if dist.is_main() else None)
+        if problem:
+            raise CheckpointError(problem)
+
+    def finish(self) -> None:
+        """Return on every process when the last save of the run is on disk.
+
+        Raises:
+            CheckpointError: the disk refuses it, or it was not written because the weights are not finite.
+        """
+        self.wait()
+        problem = dist.broadcast_object(self._not_finite)
+        if problem:
+            raise CheckpointError(problem)
+
+    def _find_write_problem(self) -> str | None:
+        try:
+            self._writer.wait()
+        except CheckpointError as error:
+            return f"{error}; the newest one is {(self.list() or ['none'])[-1]}"
+        return None
+
+    def _write(self, path: Path, content: dict[str, Any], best: dict[str, Any] | None) -> None:
+        where = find_not_finite(content)
+        if where:
+            self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
+            logger.error("%s", self._not_finite)
+            return
+        self._not_finite = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if best:  # first: killed in between, the epoch is done again and writes the same file
+            write_atomically(self.best, best)
+        write_atomically(path, content)
+        self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
         kept = self.list()[-self.keep_last :] + [newest]
@@ -155,14 +226,16 @@ class CheckpointFolder:
                 return path
             except CheckpointError as error:
                 logger.warning("skipped a broken checkpoint: %s", error)
-                os.replace(path, f"{path}.broken")
+                with contextlib.suppress(OSError):  # a folder that can only be read
+                    os.replace(path, f"{path}.broken")
         return None
 
     def clear_leftovers(self) -> None:
         """Remove the temporary files of saves that were killed."""
         if dist.is_main():
             for path in [*self.folder.glob(".*.tmp"), *self.best.parent.glob(f".{self.best.name}.tmp")]:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def set_aside(self) -> Path | None:
         """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them."""

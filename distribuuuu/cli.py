@@ -12,41 +12,52 @@ import yaml
 
 from distribuuuu import defaults
 from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
+from distribuuuu.launch import detect_launch, was_launched
+from distribuuuu.nproc import own_command, run_processes, without_nproc
 from distribuuuu.preflight import find_run_problems
 from distribuuuu.registry import did_you_mean
+from distribuuuu.signals import RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
 
 USAGE_ERROR = 2
 
 
 def run_tool(description: str, start: Callable[[Config], object], train: bool) -> int:
-    """Read the command line, check the run, then call start(cfg); return the exit status.
+    """Read the command line, check the run, then call start(cfg), with --nproc in many processes; return the status.
 
-    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how.
+    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how; 130, 143 and
+    75: stopped by SIGINT, by SIGTERM, and to be started again (see signals.py).
     """
     # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
     # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        cfg = parse_args(description, sys.argv[1:], train)
-        if cfg is not None:
-            start(cfg)
-    except ConfigError as error:
-        report(error)
-        return USAGE_ERROR
+    if was_launched():
+        die_with_parent(signal.SIGTERM)  # a launcher that is killed leaves no process behind
+    with handled_by(end_at_once):
+        try:
+            cfg, nproc = parse_args(description, sys.argv[1:], train)
+            if nproc > 1:
+                return run_processes(nproc, without_nproc(own_command()))
+            if cfg is not None:
+                start(cfg)
+        except ConfigError as error:
+            report(error)
+            return USAGE_ERROR
+        except RunStopped as stopped:
+            return stopped.status
     return 0
 
 
 def report(error: ConfigError) -> None:
     """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0" and not error.one_process:
+    if not is_first_process() and not error.one_process:
         return
     print(f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)} to solve first:", file=sys.stderr)
     for problem in error.problems:
         print(f"  - {problem}", file=sys.stderr)
 
 
-def parse_args(description: str, words: list[str], train: bool) -> Config | None:
-    """Return the checked config of a command line; None when it only asked for something to be printed.
+def parse_args(description: str, words: list[str], train: bool) -> tuple[Config | None, int]:
+    """Return the checked config of a command line, None when it only asked for something to be printed, and --nproc.
 
     Raises:
         ConfigError: with every problem of the words, the file, the paths and the data folders.
@@ -58,16 +69,32 @@ def parse_args(description: str, words: list[str], train: bool) -> Config | None
     problems = [f"command line: no such flag: {flag}{did_you_mean(flag, known)}" for flag in flags]
     cfg, found = read_cfg(args.cfg, [] if flags else overrides)
     problems += found
+    problems += find_nproc_problems(args.nproc)
     printing = args.dump_config or args.help_config is not None
     if not printing:
-        problems += find_run_problems(cfg, train, set_keys_only=bool(problems))
+        problems += find_run_problems(cfg, train, args.nproc, set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
     if not printing:
-        return cfg
+        return cfg, args.nproc or 1
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us in silence
     print(dump_with_origins(cfg) if args.dump_config else explain_options(args.help_config), end="")
-    return None
+    return None, 1
+
+
+def find_nproc_problems(nproc: int | None) -> list[str]:
+    """Return what is wrong with --nproc."""
+    if nproc is None:
+        return []
+    if nproc < 1:
+        return [f"--nproc {nproc}: start at least one process"]
+    try:
+        launch = detect_launch()
+    except ConfigError as error:
+        return error.problems
+    if launch.world_size > 1:
+        return [f"--nproc {nproc}: {launch} was started by a launcher already; leave out --nproc"]
+    return []
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -75,7 +102,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
-        usage="%(prog)s [--cfg FILE] [KEY VALUE ...]",
+        usage="%(prog)s [--cfg FILE] [--nproc N] [KEY VALUE ...]",
         epilog="KEY VALUE words override the file, e.g. OPTIM.BASE_LR 0.4 TRAIN.BATCH_SIZE 64",
     )
     parser.add_argument("--cfg", metavar="FILE", help="YAML file of what differs from the defaults")
@@ -84,6 +111,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved config, with where each value was set, and exit"
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="run N processes on this machine, as torchrun --nproc_per_node=N would"
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the older launch adds it
     return parser

@@ -44,6 +44,10 @@ _C.TRAIN.WORKERS = 4
 _C.TRAIN.PIN_MEMORY = True
 # Steps between two reads of the training metrics.
 _C.TRAIN.PRINT_FREQ = 30
+# When the loss is not finite: stop, or rollback (to the newest checkpoint, from there on with other randomness).
+_C.TRAIN.ON_NAN = "stop"
+# Rollbacks of a run after which it stops nevertheless.
+_C.TRAIN.MAX_ROLLBACKS = 3
 # The k of top-k accuracy; more than the number of classes counts as that number.
 _C.TRAIN.TOPK = 5
 
@@ -112,8 +116,10 @@ _C.OPTIM.WARMUP_EPOCHS = 5
 _C.OPTIM.WEIGHT_DECAY = 5e-5
 
 _C.CHECKPOINT = CfgNode()
-# Steps between two checkpoints inside an epoch; 0: only at the end of each epoch.
+# The most steps that a crash may cost: checkpoints at its multiples and once in between. 0: at the epochs' ends only.
 _C.CHECKPOINT.EVERY_STEPS = 0
+# Hours after which the run saves, stops and exits with status 75, to be started again; 0: no limit.
+_C.CHECKPOINT.MAX_HOURS = 0.0
 # Newest checkpoints to keep, at least 1.
 _C.CHECKPOINT.KEEP_LAST = 3
 # Also keep the checkpoint of every Kth epoch; 0: none.
@@ -126,8 +132,14 @@ _C.LOG.TENSORBOARD = True
 _C.LOG.NUM_IMAGES = 32
 
 _C.DIST = CfgNode()
-# Seconds that a process waits for the others before it gives up.
-_C.DIST.TIMEOUT_S = 600
+# How processes talk: nccl, gloo, or auto (nccl on CUDA, else gloo).
+_C.DIST.BACKEND = "auto"
+# Seconds without progress after which all processes write their stacks to OUT_DIR/stacks and end.
+_C.DIST.TIMEOUT_S = 300
+# MiB of gradients that are sent at once, while the backward pass goes on.
+_C.DIST.BUCKET_MB = 25.0
+# Type that gradients are sent in: none (their own), bf16 or fp16.
+_C.DIST.COMPRESS = "none"
 
 _C.CUDNN = CfgNode()
 # Let cuDNN time its algorithms and take the fastest.

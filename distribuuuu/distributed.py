@@ -1,33 +1,44 @@
-"""The process group, the device and the reductions; the only file that knows torch.distributed.
+"""The process group, the device and the reductions; with parallel.py, the only file that knows torch.distributed.
 
 Every function works with no group at all: one process is a world of one.
 """
 
 import contextlib
 import datetime
-import inspect
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
+from distribuuuu.ports import find_port_owner
+from distribuuuu.watch import Watch
+from distribuuuu.watch_hub import Hub
 
 T = TypeVar("T")
 
-# This process's number on its node; set when it joins the group.
+# What this process has while it is in a group: its number on its node, a group of its own for the host's matters, so
+# that they never wait for the device, and the watch.
 _local_rank = 0
+_host_group: torch_dist.ProcessGroup | None = None
+_watch: Watch | None = None
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return this process's device, made the current one: CUDA (one card a process), else Apple's MPS, else the CPU."""
+    """Return this process's device, made the current one: CUDA (one card a process), else Apple's MPS, else the CPU.
+
+    Raises:
+        ConfigError: the node has fewer cards than processes.
+    """
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        num_cards = torch.cuda.device_count()
+        if local_rank >= num_cards > 1:
+            raise ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_cards} are visible")
+        device = torch.device("cuda", local_rank % num_cards)  # one visible card: each process was given its own
         torch.cuda.set_device(device)
         return device
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
@@ -36,28 +47,127 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
+def process_group(
+    launch: Launch, device: torch.device, timeout_s: float, backend: str = "auto", report_dir: str = "."
+) -> Iterator[None]:
     """Join the processes of the run for the length of the block; one process alone joins nothing.
 
     A group brings threads that come and go. Fork (data loader workers) before: a fork while such a thread holds one of
     the interpreter's locks leaves the child waiting for ever.
+
+    Args:
+        launch: where this process stands.
+        device: its device.
+        timeout_s: seconds to wait for the others.
+        backend: 'nccl', 'gloo', or 'auto': nccl on CUDA, else gloo.
+        report_dir: gets the stacks of all processes on a time-out.
+
+    Raises:
+        ConfigError: the backend does not go with the device, or the port is taken.
     """
-    global _local_rank
+    global _local_rank, _host_group
     _local_rank = launch.local_rank
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
     if launch.world_size == 1:
         yield
         return
+    # The watch ends a run that hangs, with a report; the backend's own time-out comes after it.
+    patience = datetime.timedelta(seconds=timeout_s + 60)
     torch_dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=launch.init_method or "env://",
+        backend=("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=patience,
+        **_meeting_point(launch, timeout_s),
     )
+    _host_group = torch_dist.new_group(backend="gloo", timeout=patience)
+    try:
+        with _watched(launch, timeout_s, report_dir):
+            yield
+    finally:
+        _host_group = None
+        torch_dist.destroy_process_group()
+
+
+def _meeting_point(launch: Launch, timeout_s: float) -> dict[str, Any]:
+    """Return what init_process_group needs to find the others: the launcher's store, or one opened by process 0."""
+    if launch.address is None:
+        return {"init_method": "env://"}
+    try:
+        store = torch_dist.TCPStore(
+            launch.address,
+            launch.port,
+            launch.world_size,
+            is_master=launch.rank == 0,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except torch_dist.DistError as error:
+        raise ConfigError(_explain_no_store(launch, error)) from error
+    store = torch_dist.PrefixStore(launch.run_id, store)
+    if launch.rank == 0:
+        store.set("here", "yes")
+    try:
+        store.wait(["here"])
+    except torch_dist.DistError as error:
+        raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is answered by another run") from error
+    return {"store": store}
+
+
+def _explain_no_store(launch: Launch, error: Exception) -> str:
+    where = f"MASTER_PORT {launch.port} on {launch.address}"
+    if launch.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
+        return f"{where} is taken{find_port_owner(launch.port)}; set MASTER_PORT to a free one"
+    return f"{where}, where the processes meet, cannot be reached: {str(error).splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None]:
+    """Have the processes watch each other for the length of the block, and tell the others of an exception in it."""
+    global _watch
+    hub = Hub(launch.world_size, secrets.token_hex(16), timeout_s) if launch.rank == 0 else None
+    port, token = broadcast_object((hub.port, hub.token) if hub else None)
+    if hub:
+        hub.start()
+    host = "localhost" if hub else launch.address or os.environ["MASTER_ADDR"]
+    _watch = Watch(launch.rank, (host, port), token, report_dir)
+    _watch.start()
     try:
         yield
+    except Exception as error:
+        if not getattr(error, "on_all_processes", False):
+            known = isinstance(error, ConfigError)
+            _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or _is_broken_talk(error))
+            if known:
+                error.one_process = True
+        raise
     finally:
-        torch_dist.destroy_process_group()
+        _watch.close()
+        _watch = None
+        if hub:
+            hub.close()
+
+
+def _is_broken_talk(error: Exception) -> bool:
+    """Tell whether an error may only say that another process has gone."""
+    text = str(error).lower()
+    return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
+
+
+def mark_position(position: str) -> None:
+    """Note where this process is, e.g. 'epoch 2, step 14': it is alive, and what is said if it dies."""
+    if _watch:
+        _watch.mark(position)
+
+
+def greatest(values: Sequence[float]) -> list[float]:
+    """Return the greatest of each value over the processes; the device is not waited for."""
+    if not in_group():
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    torch_dist.all_reduce(tensor, torch_dist.ReduceOp.MAX, group=_host_group)
+    return tensor.tolist()
 
 
 def in_group() -> bool:
@@ -172,55 +282,3 @@ def call_first_on_node(function: Callable[[], T]) -> T:
     if failed:
         raise PeerError(failed[0])
     return result if first else function()
-
-
-def wrap_model(model: nn.Module, device: torch.device, example: torch.Tensor) -> nn.Module:
-    """Return the model with gradients averaged over the processes; alone, the model itself.
-
-    Buffers (batch norm's running statistics) are not exchanged at every step: see `broadcast_buffers`.
-
-    Args:
-        model: the model, on `device`.
-        device: this process's device.
-        example: images (N, 3, H, W) on `device`, like those to come.
-    """
-    if not in_group():
-        return model
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    exchange = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.15
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{exchange: False},
-    )
-    _settle_buckets(wrapped, example)
-    return wrapped
-
-
-def _settle_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> None:
-    """Let DDP order its buckets, without a trace on the model.
-
-    It does so after the first backward of a process. The order decides in which order the gradients of three or more
-    processes are summed, so the step after a resume would differ in the last bit from the same step without one.
-    """
-    buffers = [buffer.clone() for buffer in wrapped.module.buffers()]
-    wrapped.train()
-    for _ in range(2):  # the order is taken up by the second forward
-        wrapped(example).sum().backward()
-    wrapped.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(wrapped.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-
-
-def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch whose gradients only accumulate, or of an ordinary one."""
-    return model.no_sync() if enabled and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Give every process the main process's buffers: those that are evaluated and saved."""
-    if in_group():
-        for buffer in model.buffers():
-            torch_dist.broadcast(buffer, src=0)

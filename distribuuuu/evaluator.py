@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from distribuuuu import distributed as dist
 from distribuuuu.datasets.loader import Loader
 from distribuuuu.metrics import ClassificationMeter
+from distribuuuu.parallel import broadcast_buffers
 
 
 @torch.inference_mode()
@@ -26,7 +26,7 @@ def evaluate(
     Raises:
         RuntimeError: the number of images seen is not the size of the set.
     """
-    dist.broadcast_buffers(model)
+    broadcast_buffers(model)
     model.eval()
     for images, labels in progress(loader):
         logits = model(images)

@@ -1,7 +1,7 @@
 """Which launcher started this process, read from the environment alone; imports no torch.
 
-In this order: explicit RANK and WORLD_SIZE (torchrun, python -m torch.distributed.launch, your own script); a Slurm
-step of more than one task (srun); else one process. So torchrun inside an sbatch allocation is torchrun.
+In this order: explicit RANK and WORLD_SIZE (torchrun, python -m torch.distributed.launch, --nproc, your own script); a
+Slurm step of more than one task (srun); else one process. So torchrun inside an sbatch allocation is torchrun.
 """
 
 import os
@@ -13,18 +13,34 @@ from distribuuuu.config import ConfigError
 
 # Slurm gives no port, so one is derived from the job and step; below Linux's ephemeral range, which begins at 32768.
 PORT_RANGE = (20000, 32000)
+# The first steps of so many jobs in a row get ports of their own: those are the jobs that share a node.
+STEPS_PER_JOB = 100
+# Slurm's own steps (interactive, batch, extern, ...) have numbers from here on; what runs in them is not a rank.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Set by `--nproc` for the processes it starts.
+NPROC_MARK = "DISTRIBUUUU_NPROC"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the processes of the run."""
+    """Where this process stands among the processes of the run.
+
+    Attributes:
+        launcher: what started it, in words.
+        rank: its number, from 0.
+        local_rank: its number on its node, from 0.
+        world_size: the number of processes.
+        address, port: where process 0 opens the store that all meet in; None: the launcher (torchrun) keeps one.
+        run_id: tells the store of this run from another one's on the same port.
+    """
 
     launcher: str
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    # Where the processes meet; None: from MASTER_ADDR and MASTER_PORT, which the launcher has set.
-    init_method: str | None = None
+    address: str | None = None
+    port: int | None = None
+    run_id: str = ""
 
     def __str__(self) -> str:
         if self.world_size == 1:
@@ -41,13 +57,20 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _explicit_launch(env)
-    elif int(_slurm_num_tasks(env)) > 1:
+    elif _slurm_num_tasks(env) > 1:
         launch = _slurm_launch(env)
     else:
         launch = Launch("plain python")
+        _refuse_mpirun(env)
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
         raise ConfigError(f"launcher: rank {launch.rank} of {launch.world_size} processes cannot be: {_shown(env)}")
     return launch
+
+
+def was_launched(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether a launcher that waits for its processes, torchrun or --nproc, is the parent of this one."""
+    env = os.environ if env is None else env
+    return "TORCHELASTIC_RUN_ID" in env or NPROC_MARK in env
 
 
 def _explicit_launch(env: Mapping[str, str]) -> Launch:
@@ -58,19 +81,45 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     if missing:
         raise ConfigError(f"launcher: {' and '.join(missing)} must be set too, beside {_shown(env)}")
     rank = _whole_number(env, "RANK")
-    local_rank = _whole_number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "RANK and WORLD_SIZE"
-    return Launch(launcher, rank, local_rank, world_size)
+    _refuse_contradictions(env, rank, world_size)
+    own_number = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK")
+    place = (rank, _whole_number(env, own_number), world_size)
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
+        return Launch(launcher, *place)
+    return Launch(launcher, *place, env["MASTER_ADDR"], _port(env), env.get(NPROC_MARK, ""))
 
 
-def _slurm_num_tasks(env: Mapping[str, str]) -> str:
+def _refuse_contradictions(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Raise if RANK and WORLD_SIZE cannot be meant for this task of a Slurm step, or for this node."""
+    tasks = 1 if "TORCHELASTIC_RUN_ID" in env else _slurm_num_tasks(env)
+    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != _whole_number(env, "SLURM_PROCID"))):
+        raise ConfigError(
+            f"launcher: RANK={rank} and WORLD_SIZE={world_size} contradict the Slurm step, whose task"
+            f" {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE: {_shown(env)}"
+        )
+    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
+        local_rank, local_size = _whole_number(env, "LOCAL_RANK"), _whole_number(env, "LOCAL_WORLD_SIZE")
+        if local_rank >= local_size or local_size > world_size:
+            raise ConfigError(f"launcher: LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE cannot be: {_shown(env)}")
+
+
+def _refuse_mpirun(env: Mapping[str, str]) -> None:
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"launcher: mpirun started {env['OMPI_COMM_WORLD_SIZE']} processes, but not where they meet; use torchrun,"
+            f" srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each: {_shown(env)}"
+        )
+
+
+def _slurm_num_tasks(env: Mapping[str, str]) -> int:
     """Return the tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
-        return "1"
-    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
-    if not tasks.isdigit():
-        raise ConfigError(f"launcher: the number of Slurm tasks {tasks!r} is not a number: {_shown(env)}")
-    return tasks
+        return 1
+    if _whole_number(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+        return 1
+    name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)), None)
+    return _whole_number(env, name) if name else 1
 
 
 def _slurm_launch(env: Mapping[str, str]) -> Launch:
@@ -79,15 +128,15 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
     if missing or not node_list:
         raise ConfigError(f"launcher: a Slurm step without {', '.join(missing) or 'SLURM_NODELIST'}: {_shown(env)}")
     least, most = PORT_RANGE
-    job_and_step = _whole_number(env, "SLURM_JOB_ID") * 7 + _whole_number(env, "SLURM_STEP_ID")
-    address = env.get("MASTER_ADDR") or expand_hosts(node_list)[0]
-    port = env.get("MASTER_PORT") or least + job_and_step % (most - least)
+    job, step = _whole_number(env, "SLURM_JOB_ID"), _whole_number(env, "SLURM_STEP_ID")
     return Launch(
         "srun",
         _whole_number(env, "SLURM_PROCID"),
         _whole_number(env, "SLURM_LOCALID"),
-        int(_slurm_num_tasks(env)),
-        f"tcp://{address}:{port}",
+        _slurm_num_tasks(env),
+        env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
+        _port(env) if "MASTER_PORT" in env else least + (job * STEPS_PER_JOB + step) % (most - least),
+        f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
     )
 
 
@@ -118,8 +167,15 @@ def _whole_number(env: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"launcher: {name}={env[name]!r} is not a whole number: {_shown(env)}") from None
 
 
+def _port(env: Mapping[str, str]) -> int:
+    port = _whole_number(env, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(f"launcher: MASTER_PORT={port} is not a port, 1 to 65535: {_shown(env)}")
+    return port
+
+
 def _shown(env: Mapping[str, str]) -> str:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     names += tuple(sorted(name for name in env if name.startswith("SLURM_") and "STEP" in name))
     names += ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     return " ".join(f"{name}={env[name]}" for name in names if name in env)

@@ -4,7 +4,6 @@ Only the main process writes; the others pass on warnings.
 """
 
 import functools
-import json
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from distribuuuu import distributed as dist
+from distribuuuu.records import EventFile, RecordFile, drop_records_after
 
 logger = logging.getLogger("distribuuuu")
 # Rows of the table of steps; a terminal shows a bar in their place.
@@ -37,6 +37,13 @@ class _TerminalHandler(logging.StreamHandler):
             super().emit(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Write to train.log as long as the disk takes it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Pass over a line that cannot be written; the terminal has it."""
+
+
 def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
     """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal."""
     close_logging()
@@ -45,7 +52,7 @@ def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
     formatter = logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
     if main:
-        handlers.append(logging.FileHandler(Path(out_dir) / log_name, encoding="utf-8"))
+        handlers.append(_FileHandler(Path(out_dir) / log_name, encoding="utf-8"))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     handlers[0].setFormatter(formatter)
     if shows_bar():
@@ -120,32 +127,39 @@ class RunLog:
         self.topk = topk
         self.num_epochs = num_epochs
         self.num_steps = num_steps
-        self._file = self._writer = None
+        self._out_dir = Path(out_dir)
+        self._shows_curves = tensorboard
+        self._records: RecordFile | None = None
+        self._events: EventFile | None = None
+        self.rewind(epoch, step)
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """Go on from an earlier position: remove the records of later ones."""
         self._started = self._last_read = time.perf_counter()
-        self._first_position = epoch * num_steps + step
+        self._first_position = epoch * self.num_steps + step
         if not dist.is_main():
             return
-        path = Path(out_dir) / "metrics.jsonl"
+        path = self._out_dir / "metrics.jsonl"
         drop_records_after(path, epoch, step)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(Path(out_dir) / "tensorboard", purge_step=self._first_position + 1)
+        self._records = RecordFile(path)
+        if self._shows_curves:
+            self._close_events()
+            self._events = EventFile(self._out_dir / "tensorboard", purge_step=self._first_position + 1)
 
     @property
     def has_tensorboard(self) -> bool:
         """Tell whether this process writes TensorBoard events."""
-        return self._writer is not None
+        return self._events is not None
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._file:
-            self._file.close()
-        if self._writer:
-            self._writer.close()
+        self._close_events()
+
+    def _close_events(self) -> None:
+        if self._events:
+            self._events.close()
 
     def steps(self, epoch: int, first: int) -> Iterator[int]:
         """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
@@ -184,36 +198,18 @@ class RunLog:
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:
         """Show uint8 (N, 3, H, W) as a grid in TensorBoard."""
-        if self._writer and len(pixels):
+        if self._events and len(pixels):
             from torchvision.utils import make_grid
 
-            self._writer.add_image(tag, make_grid(pixels, nrow=8), 0)
+            self._events.image(tag, make_grid(pixels, nrow=8), 0)
 
     def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
         values = {f"top{self.topk}" if name == "topk" else name: value for name, value in values.items()}
-        if self._file:
-            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": round(time.time(), 3)}
-            self._file.write(json.dumps(record) + "\n")
-        if self._writer:
+        if self._records:
+            time_s = round(time.time(), 3)
+            self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})
+        if self._events:
             for name, value in values.items():
                 if name in ("count", "eta_s"):  # no curves
                     continue
-                self._writer.add_scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)
-
-
-def drop_records_after(path: Path, epoch: int, step: int) -> None:
-    """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop a half-written line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-            position = (record["epoch"] - 1, record["step"], record["kind"] == "eval")
-        except (ValueError, KeyError, TypeError):
-            continue
-        if position[0] < epoch or (position[0] == epoch and position[1] <= step and not position[2]):
-            kept.append(line + "\n")
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+                self._events.scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)

@@ -1,8 +1,33 @@
 """Exact counters that stay on the device: sums are kept there, reduced over the processes on read, then divided."""
 
+import math
+
 import torch
 
+from distribuuuu.config import ConfigError
 from distribuuuu.distributed import scaled_all_reduce
+
+
+class NonFiniteLoss(ConfigError):
+    """A loss was infinite or not a number since the read before; every process sees it at the same read."""
+
+    on_all_processes = True
+
+    def located(self, where: str) -> "NonFiniteLoss":
+        """Return the error that says where it was and what can be done."""
+        remedy = "lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or set TRAIN.ON_NAN rollback"
+        return NonFiniteLoss(f"{self} {where}; {remedy}")
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Return what a meter read.
+
+    Raises:
+        NonFiniteLoss: the mean loss is infinite or not a number.
+    """
+    if not math.isfinite(metrics["loss"]):
+        raise NonFiniteLoss(f"the training loss is {metrics['loss']}")
+    return metrics
 
 
 def build_meter(cfg, device: torch.device) -> "ClassificationMeter":

@@ -10,12 +10,13 @@ from distribuuuu.launch import detect_launch
 from distribuuuu.registry import DATASETS
 
 
-def find_run_problems(cfg, train: bool, set_keys_only: bool = False) -> list[str]:
+def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[str]:
     """Return what is wrong with the paths, the data folders and the arithmetic of the batch; takes milliseconds.
 
     Args:
         cfg: a loaded config.
         train: check what training needs; else what an evaluation needs.
+        nproc: the processes that are to be started; None: as the launcher says.
         set_keys_only: speak only of keys that were set: the config has problems already, and a default that does not
             fit may follow from them.
     """
@@ -24,7 +25,7 @@ def find_run_problems(cfg, train: bool, set_keys_only: bool = False) -> list[str
         if key in cfg.origins or not set_keys_only:
             problems.append(f"{with_origin(cfg, key)}: {message}")
     try:
-        world_size = detect_launch().world_size
+        world_size = nproc or detect_launch().world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
             plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
     except ConfigError as error:

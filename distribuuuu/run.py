@@ -33,7 +33,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str) -> Iterat
         ConfigError: OUT_DIR cannot be made.
     """
     set_backends(cfg)
-    with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S):
+    with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S, cfg.DIST.BACKEND, cfg.OUT_DIR):
         start = time.perf_counter()
         make_out_dir(cfg.OUT_DIR)
         set_up_logging(cfg.OUT_DIR, log_name)

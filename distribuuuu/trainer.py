@@ -1,7 +1,8 @@
 """A run from start to end: read `train_model` top to bottom and you know it whole."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,17 +11,20 @@ from torch import nn
 from distribuuuu import distributed as dist
 from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
-from distribuuuu.datasets.loader import TrainLoader, build_loader
+from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.evaluator import evaluate
 from distribuuuu.launch import detect_launch
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
-from distribuuuu.metrics import build_meter
+from distribuuuu.metrics import NonFiniteLoss, build_meter, finite
 from distribuuuu.models import build_model
 from distribuuuu.optim import build_optimizer, set_lr
+from distribuuuu.parallel import without_gradient_sync, wrap_model
 from distribuuuu.run import describe_model, describe_training, open_run, write_config, write_results
 from distribuuuu.schedule import build_schedule
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
+from distribuuuu.signals import RunStopped
+from distribuuuu.stop import StopRequest
 from distribuuuu.sync_batchnorm import convert_sync_batchnorm
 
 logger = logging.getLogger(__name__)
@@ -41,16 +45,23 @@ def train_model(cfg) -> float:
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
         restore(cfg, state, latest)
-        criterion, lr_at, bar = build_loss(cfg), build_schedule(cfg), evaluation_bar(cfg.TEST.PRINT_FREQ)
-        model = dist.wrap_model(state.model, device, train_loader.example())
+        criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+        model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
         describe_training(cfg, state, train_loader, val_loader)
-        with open_log(cfg, state, train_loader) as log:
-            for epoch in range(state.epoch, cfg.OPTIM.MAX_EPOCH):
-                train_epoch(cfg, state, model, train_loader, criterion, lr_at, checkpoints, log)
-                result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), bar)
-                is_best = state.finish_epoch(result["top1"])
-                log.evaluation(epoch, result, state.best_top1)
-                checkpoints.save(state, is_best)
+        with StopRequest(cfg.CHECKPOINT.MAX_HOURS) as stop, open_log(cfg, state, train_loader) as log:
+            with saved_when_stopped(state, checkpoints):
+                while state.epoch < cfg.OPTIM.MAX_EPOCH:
+                    try:
+                        train_epoch(cfg, state, model, train_loader, criterion, lr_at, checkpoints, log, stop)
+                    except NonFiniteLoss as trouble:
+                        roll_back(cfg, state, checkpoints, log, trouble)
+                    else:
+                        bar = watched_bar(cfg, state, stop)
+                        result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), bar)
+                        is_best = state.finish_epoch(result["top1"])
+                        log.evaluation(state.epoch - 1, result, state.best_top1)
+                        checkpoints.save_in_background(state, is_best)
+            checkpoints.finish()
         logger.info("done: best top1 %.2f, of epoch %d", state.best_top1, state.best_epoch + 1)
     return state.best_top1
 
@@ -64,20 +75,27 @@ def train_epoch(
     lr_at: Callable[[float], float],
     checkpoints: CheckpointFolder,
     log: RunLog,
+    stop: StopRequest,
 ) -> None:
-    """Train from the state's position to the end of its epoch."""
-    epoch, num_micro = state.epoch, loader.plan.num_micro
+    """Train from the state's position to the end of its epoch.
+
+    Raises:
+        RunStopped: the run was asked to stop; all processes leave after the same step.
+        NonFiniteLoss: a loss was infinite or not a number.
+    """
+    epoch, seed, num_micro = state.epoch, state.stream_seed, loader.plan.num_micro
     meter = build_meter(cfg, loader.device)
-    batches = loader.batches_from(state.seed, epoch, state.step)
+    batches = loader.batches_from(seed, epoch, state.step)
     model.train()
+    stop.begin_phase()
     for step in log.steps(epoch, state.step):
         lr = lr_at(epoch + step / loader.num_steps)
         set_lr(state.optimizer, lr)
         state.optimizer.zero_grad()
         for micro in range(num_micro):
             images, labels = next(batches)
-            seed_step(derive_seed(state.seed, epoch, step, micro, dist.rank()), loader.device)
-            with dist.without_gradient_sync(model, micro + 1 < num_micro):
+            seed_step(derive_seed(seed, epoch, step, micro, dist.rank()), loader.device)
+            with without_gradient_sync(model, micro + 1 < num_micro):
                 logits = model(images)
                 loss = criterion(logits, labels)
                 (loss / num_micro).backward()
@@ -85,9 +103,10 @@ def train_epoch(
         state.optimizer.step()
         state.step = step + 1
         if state.step % cfg.TRAIN.PRINT_FREQ == 0 or state.step == loader.num_steps:
-            log.train(epoch, state.step, lr, meter.read(), loader.take_wait_s())
+            log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
         if checkpoints.is_due(state.step):
-            checkpoints.save(state)
+            checkpoints.save_in_background(state)
+        stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
 def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool) -> TrainState:
@@ -136,6 +155,41 @@ def restore(cfg, state: TrainState, latest: Path | None) -> None:
     if cfg.RNG_SEED not in (None, state.seed):
         logger.warning("the run began with seed %d; it goes on with RNG_SEED %d", state.seed, cfg.RNG_SEED)
         state.seed = cfg.RNG_SEED
+
+
+def watched_bar(cfg, state: TrainState, stop: StopRequest) -> Callable[[Loader], Iterator]:
+    """Return what shows an evaluation loader behind a bar and lets it be stopped between two batches."""
+    bar, position = evaluation_bar(cfg.TEST.PRINT_FREQ), f"epoch {state.epoch + 1}, evaluation"
+    return lambda loader: stop.checked(bar(loader), loader.num_rounds, position)
+
+
+@contextlib.contextmanager
+def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iterator[None]:
+    """Save the state if the run is asked to stop within the block; the processes leave together once that is done."""
+    try:
+        yield
+    except RunStopped as stopped:
+        path = checkpoints.save(state)
+        logger.info("%s: stopped in epoch %d after step %d, saved to %s; the same command goes on from there",
+                    stopped, state.epoch + 1, state.step, path)  # fmt: skip
+        raise
+
+
+def roll_back(cfg, state: TrainState, checkpoints: CheckpointFolder, log: RunLog, trouble: NonFiniteLoss) -> None:
+    """Return to the newest checkpoint, to go on with other randomness; raise the trouble again if that is not to be.
+
+    Checkpoints hold finite numbers only. TRAIN.ON_NAN decides, TRAIN.MAX_ROLLBACKS limits.
+    """
+    checkpoints.wait()
+    latest, num = checkpoints.find_latest(), state.num_rollbacks + 1
+    if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS or latest is None:
+        where = f"in epoch {state.epoch + 1}, by step {state.step}; the newest checkpoint, {latest}, is finite"
+        raise trouble.located(where if latest else f"{where.partition(';')[0]}; there is no checkpoint") from None
+    logger.warning("the loss is not finite in epoch %d, by step %d: rollback %d of %d, to %s", state.epoch + 1,
+                   state.step, num, cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
+    state.load_dict(read_checkpoint(latest), latest)
+    state.num_rollbacks = num
+    log.rewind(state.epoch, state.step)
 
 
 def load_weights(cfg, state: TrainState) -> None:

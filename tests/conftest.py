@@ -19,6 +19,7 @@ from PIL import Image
 from distribuuuu.config import load_cfg
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))  # training_process: a run to be signalled and killed
 
 # Forked processes must not inherit a pool of threads, and small tensors are faster without one.
 torch.set_num_threads(1)

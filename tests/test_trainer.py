@@ -100,15 +100,16 @@ class _Stopped(BaseException):
 
 def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
-    save = CheckpointFolder.save
+    save = CheckpointFolder.save_in_background
 
     def save_and_stop(self, state, is_best=False):
         save(self, state, is_best)
         if (state.epoch, state.step) == place:
+            self.wait()
             raise _Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "save", save_and_stop)
+        patch.setattr(CheckpointFolder, "save_in_background", save_and_stop)
         with pytest.raises(_Stopped):
             train_model(cfg)
 

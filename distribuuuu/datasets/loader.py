@@ -1,8 +1,10 @@
 """The loader: from an ImageSet to normalised batches on the device."""
 
+import atexit
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from distribuuuu.datasets.transforms import eval_transform, train_transform
 from distribuuuu.launch import Launch
 from distribuuuu.registry import DATASETS
 from distribuuuu.seeding import derive_seed, seed_cpu
+from distribuuuu.signals import shield_worker
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,12 @@ class _Gate:
         return iter(self.sampler if self.is_open else ())
 
 
+def _end_workers(loader: weakref.ref) -> None:
+    iterator = getattr(loader(), "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
+
+
 class Loader:
     """Batches of normalised images on the device. Its workers are forked here and now, and stay.
 
@@ -124,12 +133,20 @@ class Loader:
             collate_fn=_collate,
             pin_memory=pin_memory and device.type == "cuda",
             persistent_workers=num_workers > 0,
+            worker_init_fn=shield_worker,
         )
         iter(self._batches)
         gate.is_open = True
+        # Before multiprocessing's own exit handler, which would wait for workers that do not hear its SIGTERM.
+        atexit.register(_end_workers, weakref.ref(self._batches))
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    @property
+    def num_rounds(self) -> int:
+        """The most batches that any process has."""
+        return self.sampler.num_rounds
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (float32 (N, 3, H, W), int64 (N,)) on the device.

@@ -58,6 +58,8 @@ class EvalSampler(Sampler[Batch]):
     def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int):
         self.indices = range(rank, num_images, world_size)
         self.batch_size = batch_size
+        # The most batches that any process has.
+        self.num_rounds = -(-len(range(0, num_images, world_size)) // batch_size)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)

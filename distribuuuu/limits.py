@@ -1,0 +1,53 @@
+"""What each option allows: its choices, its range, whether it may be unset."""
+
+from distribuuuu.schedule import SCHEDULES
+
+# Keys that may be unset (null), and their type when they are set.
+NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
+# Sections whose keys are not ours to know: the model's constructor checks them.
+OPEN_SECTIONS = ("MODEL.KWARGS",)
+
+CHOICES = {
+    "DATA.CROP": ("auto", "resized", "pad"),
+    "DATA.ON_BAD_IMAGE": ("raise", "skip"),
+    "DIST.BACKEND": ("auto", "nccl", "gloo"),
+    "DIST.COMPRESS": ("none", "bf16", "fp16"),
+    "OPTIM.LR_POLICY": tuple(SCHEDULES),
+    "OPTIM.LR_UPDATE": ("epoch", "step"),
+    "TRAIN.ON_NAN": ("stop", "rollback"),
+}
+
+# Least and greatest value; None: no bound.
+RANGES = {
+    "MODEL.NUM_CLASSES": (1, None),
+    "TRAIN.BATCH_SIZE": (1, None),
+    "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
+    "TRAIN.IM_SIZE": (1, None),
+    "TRAIN.WORKERS": (0, None),
+    "TRAIN.PRINT_FREQ": (1, None),
+    "TRAIN.TOPK": (1, None),
+    "TEST.BATCH_SIZE": (1, None),
+    "TEST.IM_SIZE": (1, None),
+    "TEST.CROP_SIZE": (0, None),
+    "TEST.PRINT_FREQ": (1, None),
+    "DATA.CROP_PADDING": (0, None),
+    "DATA.FLIP": (0, 1),
+    "OPTIM.MAX_EPOCH": (0, None),
+    "OPTIM.BASE_LR": (0, None),
+    "OPTIM.MIN_LR": (0, 1),
+    "OPTIM.LR_MULT": (0, None),
+    "OPTIM.MOMENTUM": (0, 1),
+    "OPTIM.DAMPENING": (0, 1),
+    "OPTIM.WARMUP_FACTOR": (0, 1),
+    "OPTIM.WARMUP_EPOCHS": (0, None),
+    "OPTIM.WEIGHT_DECAY": (0, None),
+    "CHECKPOINT.EVERY_STEPS": (0, None),
+    "CHECKPOINT.KEEP_LAST": (1, None),
+    "CHECKPOINT.KEEP_EVERY": (0, None),
+    "LOG.NUM_IMAGES": (0, None),
+    "CHECKPOINT.MAX_HOURS": (0, None),
+    "TRAIN.MAX_ROLLBACKS": (0, None),
+    "DIST.TIMEOUT_S": (1, None),
+    "DIST.BUCKET_MB": (0.001, None),
+    "RNG_SEED": (0, 2**63 - 1),
+}

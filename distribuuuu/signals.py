@@ -1,0 +1,108 @@
+"""Signals: what ends a run at once, what asks it to stop, and who shall not hear them; imports no torch.
+
+A run that was asked to stop exits with 130 after SIGINT (Ctrl-C), with 143 after SIGTERM (kill, scancel), and after
+SIGUSR1 (sbatch --signal) with 75, which says: start the same command again.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+# sysexits.h: a temporary failure, the user is invited to retry.
+REQUEUE = 75
+STATUS_OF = {signal.SIGINT: 130, signal.SIGTERM: 143}
+if hasattr(signal, "SIGUSR1"):  # not on Windows
+    STATUS_OF[signal.SIGUSR1] = REQUEUE
+
+# Not a signal, but asks for the same: the hours of the run are over.
+OUT_OF_TIME = 1000
+# Launchers pass on what the terminal or Slurm has already sent to everybody; that soon, it is the same signal.
+ECHO_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class RunStopped(Exception):
+    """The run was asked to stop, and every process has agreed to.
+
+    Args:
+        asked_by: the number of a signal, or OUT_OF_TIME.
+
+    Attributes:
+        status: what the process is to exit with.
+    """
+
+    on_all_processes = True
+
+    def __init__(self, asked_by: int):
+        out_of_time = asked_by == OUT_OF_TIME
+        self.status = REQUEUE if out_of_time else STATUS_OF[asked_by]
+        super().__init__("CHECKPOINT.MAX_HOURS" if out_of_time else signal.Signals(asked_by).name)
+
+
+def end_at_once(signum: int, frame: object = None) -> None:
+    """End this process now, with the status of the signal; process 0 says so in one line."""
+    if is_first_process():
+        left = "the newest checkpoint stays" if SignalBox.has_begun else "no step was made, nothing is lost"
+        os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
+    os._exit(STATUS_OF[signum])
+
+
+def is_first_process() -> bool:
+    """Tell whether this is process 0, by the launcher's variables alone."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable) -> Iterator[None]:
+    """Give our signals to handler(signum, frame) for the length of the block; outside the main thread do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.signal(signum, handler) for signum in STATUS_OF}
+    try:
+        yield
+    finally:
+        for signum, handler_before in before.items():
+            signal.signal(signum, handler_before)
+
+
+class SignalBox:
+    """Remembers the first signal, and ends the process at the second; an echo of the first does not count."""
+
+    # Whether a process like this one had something to save, once.
+    has_begun = False
+
+    def __init__(self):
+        SignalBox.has_begun = True
+        self.first: int | None = None
+        self._received_at = 0.0
+
+    def receive(self, signum: int, frame: object = None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._received_at = signum, now
+        elif now - self._received_at > ECHO_S:
+            end_at_once(signum)
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send this process a signal when the one that started it ends, however it does (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
+
+
+def shield_worker(worker_id: int = 0) -> None:
+    """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not the run itself.
+
+    Slurm signals every process of a step, the terminal every process in the foreground.
+    """
+    for signum in STATUS_OF:
+        signal.signal(signum, signal.SIG_IGN)
+    if hasattr(signal, "SIGKILL"):
+        die_with_parent(signal.SIGKILL)

@@ -1,0 +1,61 @@
+"""Run a tool with models that fail, sleep or lose their mind: python tests/odd_models.py tools/train_net.py WORDS..."""
+
+import os
+import runpy
+import sys
+import time
+
+from torch import nn
+
+from distribuuuu.registry import MODELS
+
+# Passes that are made before the first step, to settle the buckets of DDP.
+NUM_SETTLING = 2
+
+
+class Odd(nn.Sequential):
+    """A small net that does something odd in the forward pass of a step, on one process or on all (-1)."""
+
+    def __init__(self, num_classes: int, oddity, step: int, rank: int):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+        self.oddity, self.num_passes = oddity, 0
+        own_rank = int(os.environ.get("RANK", -1))
+        self.odd_pass = step + NUM_SETTLING * (own_rank >= 0) if rank in (-1, own_rank) else 0
+
+    def forward(self, images):
+        self.num_passes += self.training
+        if self.training and self.num_passes == self.odd_pass:
+            self.oddity(self)
+        return super().forward(images)
+
+
+@MODELS.register
+def failing(num_classes: int, step: int = 3, rank: int = 1, text: str = "the flux has run out") -> nn.Module:
+    """Return a net that raises an exception."""
+
+    def fail(model):
+        raise ArithmeticError(text)
+
+    return Odd(num_classes, fail, step, rank)
+
+
+@MODELS.register
+def sleepy(num_classes: int, seconds: float, step: int = 1, rank: int = -1) -> nn.Module:
+    """Return a net that takes its time."""
+    return Odd(num_classes, lambda model: time.sleep(seconds), step, rank)
+
+
+@MODELS.register
+def exploding(num_classes: int, step: int = 6, rank: int = -1) -> nn.Module:
+    """Return a net whose weights turn into NaN."""
+
+    def explode(model):
+        for weight in model.parameters():
+            nn.init.constant_(weight, float("nan"))
+
+    return Odd(num_classes, explode, step, rank)
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
