@@ -4,6 +4,8 @@ The zip that torch writes carries a CRC-32 of every tensor; it is checked before
 is ever unpickled.
 """
 
+import contextlib
+import io
 import os
 import pickle
 import zipfile
@@ -22,21 +24,51 @@ class CheckpointError(ConfigError):
 
 
 def write_atomically(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole under its name or not there: temporary file, fsync, rename, fsync of the folder."""
+    """Write a file that is whole under its name or not there: temporary file, fsync, rename, fsync of the folder.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
+        with open(temporary, "wb", buffering=0) as file:
+            sink = _Sink(file)
+            try:
+                torch.save(content, sink)
+            except RuntimeError as error:
+                raise sink.error or error from None
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+class _Sink:
+    """A file that remembers what the disk said; torch covers it with an error of its own."""
+
+    def __init__(self, file: io.RawIOBase):
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """Write all of the data."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class BackgroundWriter:
                     logger.info("%s is written after all", what)
                 self._trouble = None
                 return
-            except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
+            except OSError as error:
                 self._warn(what, error)
                 self._trouble = error
             except BaseException as error:  # a bug: raised again by the thread that trains
@@ -108,12 +108,4 @@ class BackgroundWriter:
         if time.monotonic() - self._warned_at < WARN_EVERY_S:
             return
         self._warned_at = time.monotonic()
-        logger.warning("%s CANNOT BE WRITTEN, training goes on without it and tries again: %s", what, reason(error))
-
-
-def reason(error: BaseException) -> str:
-    """Return what the disk said, which torch may have covered by an error of its own."""
-    cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return str(cause or error).splitlines()[0]
+        logger.warning("%s CANNOT BE WRITTEN, training goes on without it and tries again: %s", what, error)

@@ -1,6 +1,7 @@
 """The command line that all tools share: --cfg FILE, KEY VALUE words, and errors without a traceback."""
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -51,9 +52,10 @@ def report(error: ConfigError) -> None:
     """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
     if not is_first_process() and not error.one_process:
         return
-    print(f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)} to solve first:", file=sys.stderr)
-    for problem in error.problems:
-        print(f"  - {problem}", file=sys.stderr)
+    lines = [f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)} to solve first:"]
+    lines += [f"  - {problem}" for problem in error.problems]
+    with contextlib.suppress(OSError):  # the status stays, even where standard error is a file on a full disk
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def parse_args(description: str, words: list[str], train: bool) -> tuple[Config | None, int]:

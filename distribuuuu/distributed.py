@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
-from distribuuuu.ports import find_port_owner
+from distribuuuu.ports import find_port_problem
 from distribuuuu.watch import Watch
 from distribuuuu.watch_hub import Hub
 
@@ -104,7 +104,9 @@ def _meeting_point(launch: Launch, timeout_s: float) -> dict[str, Any]:
             wait_for_workers=False,
         )
     except torch_dist.DistError as error:
-        raise ConfigError(_explain_no_store(launch, error)) from error
+        problem = find_port_problem(launch.address, launch.port) if launch.rank == 0 else None
+        where = f"{launch.address}:{launch.port}, where the processes meet, cannot be reached"
+        raise ConfigError(problem or f"{where}: {str(error).splitlines()[0]}") from error
     store = torch_dist.PrefixStore(launch.run_id, store)
     if launch.rank == 0:
         store.set("here", "yes")
@@ -113,13 +115,6 @@ def _meeting_point(launch: Launch, timeout_s: float) -> dict[str, Any]:
     except torch_dist.DistError as error:
         raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is answered by another run") from error
     return {"store": store}
-
-
-def _explain_no_store(launch: Launch, error: Exception) -> str:
-    where = f"MASTER_PORT {launch.port} on {launch.address}"
-    if launch.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
-        return f"{where} is taken{find_port_owner(launch.port)}; set MASTER_PORT to a free one"
-    return f"{where}, where the processes meet, cannot be reached: {str(error).splitlines()[0]}"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 Only the main process writes; the others pass on warnings.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -36,12 +37,20 @@ class _TerminalHandler(logging.StreamHandler):
         with tqdm.external_write_mode(file=sys.stderr):
             super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Pass over a line that cannot be written, e.g. to a file on a full disk."""
+
 
 class _FileHandler(logging.FileHandler):
     """Write to train.log as long as the disk takes it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Pass over a line that cannot be written; the terminal has it."""
+
+    def close(self) -> None:
+        """Close the file, with what was written."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:

@@ -1,6 +1,7 @@
 """Who has taken a TCP port, and which one is free."""
 
 import contextlib
+import errno
 import os
 import socket
 from pathlib import Path
@@ -12,6 +13,18 @@ def find_free_port() -> int:
     """Return a port that nothing on this machine listens on."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+def find_port_problem(address: str, port: int) -> str | None:
+    """Return what keeps this machine from listening on a port, with its owner, or None."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        what = (
+            f"is taken{find_port_owner(port)}" if error.errno == errno.EADDRINUSE else f"is refused: {error.strerror}"
+        )
+        return f"MASTER_PORT {port} on {address} {what}; set MASTER_PORT to a free one"
+    return None
 
 
 def find_port_owner(port: int) -> str:

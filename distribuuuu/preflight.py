@@ -7,6 +7,7 @@ from pathlib import Path
 from distribuuuu.batching import plan_batches
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.launch import detect_launch
+from distribuuuu.ports import find_port_problem
 from distribuuuu.registry import DATASETS
 
 
@@ -25,7 +26,10 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         if key in cfg.origins or not set_keys_only:
             problems.append(f"{with_origin(cfg, key)}: {message}")
     try:
-        world_size = nproc or detect_launch().world_size
+        launch = detect_launch()
+        if launch.rank == 0 and launch.address and (problem := find_port_problem(launch.address, launch.port)):
+            problems.append(problem)
+        world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
             plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
     except ConfigError as error:

@@ -3,10 +3,15 @@
 import json
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two tries to write events.
+RETRY_S = 60.0
 
 
 class RecordFile:
@@ -45,7 +50,7 @@ class RecordFile:
 
 
 class EventFile:
-    """TensorBoard events; given up with a warning when they cannot be written.
+    """TensorBoard events. When they cannot be written they are lost, with a warning; later ones go to a new file.
 
     Args:
         folder: where the events go.
@@ -53,30 +58,44 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(folder, purge_step=purge_step)
+        self.folder = folder
+        self._writer: Any = None
+        self._retry_at = 0.0
+        threading.excepthook = _pass_over_tensorboard
+        self._call(None, purge_step=purge_step)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to a curve."""
-        self._try("add_scalar", tag, value, step)
+        self._call("add_scalar", tag, value, step)
 
     def image(self, tag: str, pixels: Any, step: int) -> None:
         """Add an image, uint8 (3, H, W)."""
-        self._try("add_image", tag, pixels, step)
+        self._call("add_image", tag, pixels, step)
 
     def close(self) -> None:
         """Write what is left."""
-        self._try("close")
+        if self._writer:
+            self._call("close")
 
-    def _try(self, method: str, *arguments: Any) -> None:
-        if self._writer is None:
+    def _call(self, method: str | None, *arguments: Any, purge_step: int | None = None) -> None:
+        if self._writer is None and time.monotonic() < self._retry_at:
             return
         try:
-            getattr(self._writer, method)(*arguments)
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(self.folder, purge_step=purge_step)
+            if method:
+                getattr(self._writer, method)(*arguments)
         except OSError as error:
-            logger.warning("TensorBoard events CANNOT BE WRITTEN, the run goes on without: %s", error)
-            self._writer = None
+            logger.warning("TensorBoard events CANNOT BE WRITTEN, those of a minute are lost: %s", error)
+            self._writer, self._retry_at = None, time.monotonic() + RETRY_S
+
+
+def _pass_over_tensorboard(problem: threading.ExceptHookArgs) -> None:
+    """Print what a thread died of; TensorBoard's thread tells it to the next call as well."""
+    if not type(problem.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(problem)
 
 
 def drop_records_after(path: Path, epoch: int, step: int) -> None:

@@ -51,15 +51,14 @@ class Lines:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict] | None:
-        """Return the messages that have come, at least a part of one being there; None: the connection has ended."""
+        """Return the messages that have come, at least a part of one being there; None: the other side has gone."""
         try:
             data = self.connection.recv(1 << 16)
-        except OSError:
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            messages = [json.loads(line) for line in whole]
+        except (OSError, ValueError):  # ValueError: a stranger who does not speak JSON
             return None
-        if not data:
-            return None
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in whole]
+        return messages if data and all(isinstance(message, dict) for message in messages) else None
 
 
 class Hub(threading.Thread):
@@ -121,7 +120,7 @@ class Hub(threading.Thread):
             self._heed(member, message)
         if messages is None:
             self._drop(member)
-            if member.rank >= 0 and not self._over.is_set():
+            if member.rank >= 0:
                 self._blame(member)
 
     def _heed(self, member: _Member, message: dict) -> None:
@@ -142,7 +141,8 @@ class Hub(threading.Thread):
                 self._suspect = (time.monotonic() + CAUSE_S, member)
 
     def _drop(self, member: _Member) -> None:
-        self._selector.unregister(member.lines.connection)
+        if member.lines.connection in self._selector.get_map():
+            self._selector.unregister(member.lines.connection)
         if member in self._members:
             self._members.remove(member)
 
@@ -160,7 +160,9 @@ class Hub(threading.Thread):
             self._blame(max(late, key=lambda member: member.age_s), stuck=True)
 
     def _blame(self, culprit: _Member, stuck: bool = False) -> None:
-        """Tell everybody to end: the process of the hub last but for a culprit that has an error to print."""
+        """Tell everybody, once, to end: the process of the hub last but for a culprit that has an error to print."""
+        if self._over.is_set():
+            return
         self._over.set()
         speaker = min((m for m in self._members if m is not culprit), key=lambda m: m.rank, default=culprit)
         end: dict[str, Any] = {"status": 1, "message": describe_end(culprit, stuck, self._timeout_s), "stacks": stuck}
