@@ -7,6 +7,7 @@ processes in groups of their own and a killed launcher orphans them.
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -38,6 +39,7 @@ class TrainingProcess:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         self._started = time.time()
         self._console = open(f"{out_dir}.console", "ab")
+        self._console_start = self._console.tell()
         name, _, value = self._mark.partition("=")
         self._process = subprocess.Popen(
             command,
@@ -112,11 +114,34 @@ class TrainingProcess:
         """Send a signal to one training process of several."""
         os.kill(self._find_process(f"RANK={rank}"), signum)
 
+    def kill_marked(self, mark: str) -> None:
+        """Kill the training process whose environment has NAME=VALUE.
+
+        Raises:
+            StopIteration: none is seen from here.
+        """
+        marked = [pid for pid in self.list_pids() if mark in _environment_of(pid)]
+        os.kill(next(pid for pid in marked if _parent_of(pid) not in marked), signal.SIGKILL)
+
     def signal_everybody(self, signum: int) -> None:
         """Send a signal to every process of the run, loader workers included, as Slurm does."""
         for pid in self.list_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+    def has_rank(self, rank: int) -> bool:
+        """Tell whether a launcher has started the training process of a number."""
+        return any(f"RANK={rank}" in _environment_of(pid) for pid in self.list_pids())
+
+    def limit_files(self, most_bytes: int) -> None:
+        """Let no process of the run make a file larger than this: what a full disk does, without one."""
+        for pid in self.list_pids():
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+
+    def said_since_start(self) -> str:
+        """Return what this start has printed."""
+        return Path(self._console.name).read_bytes()[self._console_start :].decode(errors="replace")
 
     def wait(self, timeout_s: float) -> int:
         """Return the exit status, negative for a signal.

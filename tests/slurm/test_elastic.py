@@ -1,0 +1,122 @@
+"""Elastic torchrun on nodes of their own: the run goes on when one is lost and when one comes back."""
+
+import contextlib
+import signal
+import sys
+
+import pytest
+import torch
+from cluster import TRAIN_NET, need, run
+from conftest import free_port, small_words
+from training_process import TrainingProcess
+
+from distribuuuu.checkpoint import CheckpointFolder
+from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.config import load_cfg
+from distribuuuu.trainer import train_model
+
+# What a process computes must not depend on which images share its batch.
+SHARED = (
+    "TRAIN.GLOBAL_BATCH_SIZE", 12, "MODEL.KWARGS.norm", "group", "TRAIN.WORKERS", 1, "CHECKPOINT.EVERY_STEPS", 2,
+    "OPTIM.LR_UPDATE", "step", "OPTIM.BASE_LR", 0.01, "TRAIN.PRINT_FREQ", 4,
+)  # fmt: skip
+
+
+class Nodes:
+    """Agents of torchrun, one a node, that come and go."""
+
+    def __init__(self, nnodes: str, root, out_dir, *words):
+        options = [f"--nnodes={nnodes}", "--nproc_per_node=1", "--max-restarts=9", "--rdzv-backend=c10d"]
+        options += [f"--rdzv-endpoint=node1:{free_port()}", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=3"]
+        self.command = [sys.executable, "-m", "torch.distributed.run", *options, TRAIN_NET]
+        self.command += small_words(root, out_dir, *SHARED, *words)
+        self.out_dir = out_dir
+        self.agents: dict[str, TrainingProcess] = {}
+
+    def start(self, node: str) -> None:
+        """Start the agent of a node."""
+        # With the store shared, torch never tells a node that joins later where it is (seen in torch 2.15).
+        srun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+        srun += ["srun", f"--nodelist={node}", "-N1", "-n1", f"--job-name=elastic-{node}"]
+        self.agents[node] = TrainingProcess([*srun, *self.command], self.out_dir)
+
+    def kill(self, node: str) -> None:
+        """Kill everything of a node's, without a warning."""
+        agent = self.agents.pop(node)
+        agent.signal_everybody(signal.SIGKILL)
+        agent.kill()
+        run("scancel", "--signal=KILL", f"--name=elastic-{node}")
+
+    def wait_for(self, condition) -> None:
+        """Wait while the agent of the first node runs."""
+        self.agents["node1"].wait_for(condition)
+
+    def log(self) -> str:
+        """Return what the training's main process has logged so far, over all starts."""
+        path = self.out_dir / "train.log"
+        return path.read_text() if path.exists() else ""
+
+    def num_records(self) -> int:
+        """Return the lines of metrics.jsonl."""
+        path = self.out_dir / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def wait_for_progress(self) -> None:
+        """Wait until the run has made some more steps."""
+        seen = self.num_records()
+        self.wait_for(lambda: self.num_records() > seen + 3)
+
+
+@pytest.fixture
+def nodes(image_folder, tmp_path):
+    """Return nodes(NNODES, KEY, VALUE, ...): the agents of a run, ended with the test."""
+    started = []
+
+    def make(nnodes: str, *words) -> Nodes:
+        started.append(Nodes(nnodes, image_folder, tmp_path / "out", *words))
+        return started[-1]
+
+    yield make
+    for run_of_nodes in started:
+        for node in list(run_of_nodes.agents):
+            with contextlib.suppress(ProcessLookupError):
+                run_of_nodes.kill(node)
+
+
+def assert_trained_like_one_process(image_folder, tmp_path, out_dir, *words) -> None:
+    train_model(load_cfg(None, small_words(image_folder, tmp_path / "alone", *SHARED, *words)))
+    alone, other = (read_checkpoint(CheckpointFolder(path).list()[-1]) for path in (tmp_path / "alone", out_dir))
+    assert (alone["epoch"], alone["step"]) == (other["epoch"], other["step"])
+    for key, tensor in alone["state_dict"].items():
+        torch.testing.assert_close(tensor, other["state_dict"][key], rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_fixed_number_of_nodes(nodes, image_folder, tmp_path, num):
+    need(nodes=num)
+    agents = nodes(str(num), "OPTIM.MAX_EPOCH", 3)
+    for number in range(1, num + 1):
+        agents.start(f"node{number}")
+    for agent in agents.agents.values():
+        agent.finish()
+    assert f"launcher: torchrun, process 0 of {num}" in agents.log()
+    assert_trained_like_one_process(image_folder, tmp_path, agents.out_dir, "OPTIM.MAX_EPOCH", 3)
+
+
+def test_nodes_are_lost_and_come_back(nodes, image_folder, tmp_path):
+    need(nodes=3)
+    words = ("OPTIM.MAX_EPOCH", 250)
+    agents = nodes("1:3", *words)
+    for node in ("node1", "node2", "node3"):
+        agents.start(node)
+    agents.wait_for(lambda: "process 0 of 3" in agents.log())
+    agents.wait_for_progress()
+    agents.kill("node3")
+    agents.wait_for(lambda: "process 0 of 2" in agents.log())
+    agents.wait_for_progress()
+    agents.start("node3")
+    agents.wait_for(lambda: agents.log().count("process 0 of 3") == 2)
+    for agent in list(agents.agents.values()):
+        agent.finish()
+    assert agents.log().count("resumed from") >= 2
+    assert_trained_like_one_process(image_folder, tmp_path, agents.out_dir, *words)

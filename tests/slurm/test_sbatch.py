@@ -1,0 +1,98 @@
+"""The scripts of tools/slurm: whatever Slurm does to a job, it ends with the weights of an undisturbed one."""
+
+import os
+import time
+
+import pytest
+import torch
+from cluster import SHARED, Job, need, processes_left, run, srun_words
+from conftest import small_words
+
+from distribuuuu.checkpoint import CheckpointFolder
+from distribuuuu.checkpoint_file import read_checkpoint
+
+EPOCHS = ("OPTIM.MAX_EPOCH", 60)
+
+
+@pytest.fixture(autouse=True)
+def cluster():
+    """Skip where srun reaches no cluster of two nodes."""
+    need(nodes=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(image_folder, tmp_path_factory):
+    """The weights of the run that nothing happens to."""
+    need(nodes=2)
+    out_dir = tmp_path_factory.mktemp("undisturbed")
+    done = run(*srun_words(image_folder, out_dir, *EPOCHS))
+    assert done.returncode == 0, done.stderr
+    return read_checkpoint(CheckpointFolder(out_dir).list()[-1])["state_dict"]
+
+
+@pytest.fixture
+def job(image_folder, tmp_path):
+    """A job of train.sbatch that has made some steps."""
+    words = small_words(image_folder, tmp_path / "out", *SHARED, *EPOCHS)
+    job = Job("train.sbatch", tmp_path, words, "--nodes=2")
+    job.wait_for_steps()
+    yield job
+    run("scancel", job.id)
+
+
+def assert_same_end(job: Job, undisturbed) -> None:
+    job.finish()
+    weights = read_checkpoint(CheckpointFolder(job.out_dir).list()[-1])["state_dict"]
+    assert all(torch.equal(weights[key], undisturbed[key]) for key in undisturbed)
+
+
+def test_a_signal_saves_and_requeues(job, undisturbed):
+    run("scancel", "--signal=USR1", job.id)
+    job.wait_for(lambda: "SIGUSR1: stopped in epoch" in job.text())
+    assert_same_end(job, undisturbed)
+    assert job.show()["Restarts"] == "1" and "resumed from" in job.text()
+
+
+def test_a_preempted_job_goes_on(job, undisturbed):
+    need(partition="high")
+    nodes = job.show()["NodeList"]
+    high = run("srun", "--partition=high", f"--nodelist={nodes}", "-N2", "--exclusive", "sleep", "1")
+    assert high.returncode == 0, high.stderr
+    assert_same_end(job, undisturbed)
+    assert job.show()["Restarts"] == "1" and "resumed from" in job.text()
+
+
+def test_a_job_that_loses_a_node_goes_on(job, undisturbed):
+    """NODE_POWER is a command that switches nodes: NODE_POWER down NAME; without it the node is only declared down."""
+    power, name = os.environ.get("NODE_POWER"), job.show()["BatchHost"].replace("node1", "node2")
+    declare = ("scontrol", "update", f"nodename={name}", "reason=test")
+    done = run(*power.split(), "down", name) if power else run(*declare, "state=down")
+    if done.returncode:
+        pytest.skip(f"may not switch a node: {done.stderr}")
+    job.wait_for(lambda: job.show()["JobState"] != "RUNNING")
+    run(*power.split(), "up", name) if power else run(*declare, "state=resume")
+    assert_same_end(job, undisturbed)
+    assert "resumed from" in job.text()
+
+
+def test_a_cancelled_job_leaves_no_process(job):
+    began = time.monotonic()
+    run("scancel", job.id)
+    job.wait_for(lambda: job.show()["JobState"] == "CANCELLED" and not processes_left(str(job.out_dir)))
+    assert time.monotonic() - began < 15
+    assert CheckpointFolder(job.out_dir).list(), "and its checkpoint stays"
+
+
+def test_torchrun_inside_sbatch_across_two_nodes(image_folder, tmp_path, undisturbed):
+    job = Job("torchrun.sbatch", tmp_path, small_words(image_folder, tmp_path / "out", *SHARED, *EPOCHS), "--nodes=2")
+    assert_same_end(job, undisturbed)
+    assert "launcher: torchrun, process 0 of 4" in job.text()
+
+
+def test_a_sweep_trains_each_of_its_runs(image_folder, tmp_path):
+    words = small_words(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 1)
+    words = words[: words.index("OUT_DIR")] + words[words.index("OUT_DIR") + 2 :]
+    job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0,5")
+    job.wait_for(lambda: not run("squeue", "-h", "-j", job.id).stdout.strip())
+    found = sorted(path.parent.name for path in tmp_path.glob("sweep/*/best.pth.tar"))
+    assert found == ["lr0.1_seed1", "lr0.4_seed2"], job.text()
