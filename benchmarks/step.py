@@ -29,7 +29,9 @@ from distribuuuu.launch import Launch
 from distribuuuu.log import RunLog, close_logging, set_up_logging
 from distribuuuu.loss import build_loss
 from distribuuuu.parallel import wrap_model
+from distribuuuu.ports import find_free_port
 from distribuuuu.schedule import build_schedule
+from distribuuuu.stop import StopRequest
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
 STEPS = 30
@@ -76,11 +78,11 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
     criterion, lr_at = build_loss(cfg), build_schedule(cfg)
     model = wrap_model(state.model, device, images)
-    log = open_log(cfg, state, loader)
+    log, stop = open_log(cfg, state, loader), StopRequest()
 
     def ours() -> None:
         state.step = 0
-        train_epoch(cfg, state, model, loader, criterion, lr_at, checkpoints, log)
+        train_epoch(cfg, state, model, loader, criterion, lr_at, checkpoints, log, stop)
 
     def bare() -> None:
         run_bare(model, state.optimizer, criterion, images, labels)
@@ -123,7 +125,8 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_rounds: int, device: t
 def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
     """Be one process of one launch; the first writes the median milliseconds of a step of each loop."""
     torch.set_num_threads(args.threads)
-    launch, device = Launch("benchmark", rank, rank, num_processes, f"file://{folder}/meet"), dist.pick_device(rank)
+    launch = Launch("benchmark", rank, rank, num_processes, "127.0.0.1", args.port)
+    device = dist.pick_device(rank)
     # As in a batch job: the log goes to a file.
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
         with dist.process_group(launch, device, timeout_s=600):
@@ -143,6 +146,7 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\nlaunch   bare ms   ours ms   ratio   control")
     ratios, controls = [], []
     for number in range(args.launches):
+        args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(run_process, (num_processes, args, folder), nprocs=num_processes)
             step_ms = json.loads((Path(folder) / "step_ms.json").read_text(encoding="utf-8"))

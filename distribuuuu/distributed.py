@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
-from distribuuuu.ports import find_port_problem
+from distribuuuu.rendezvous import meet
 from distribuuuu.watch import Watch
 from distribuuuu.watch_hub import Hub
 
@@ -79,7 +79,7 @@ def process_group(
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=patience,
-        **_meeting_point(launch, timeout_s),
+        store=meet(launch, timeout_s),
     )
     _host_group = torch_dist.new_group(backend="gloo", timeout=patience)
     try:
@@ -88,33 +88,6 @@ def process_group(
     finally:
         _host_group = None
         torch_dist.destroy_process_group()
-
-
-def _meeting_point(launch: Launch, timeout_s: float) -> dict[str, Any]:
-    """Return what init_process_group needs to find the others: the launcher's store, or one opened by process 0."""
-    if launch.address is None:
-        return {"init_method": "env://"}
-    try:
-        store = torch_dist.TCPStore(
-            launch.address,
-            launch.port,
-            launch.world_size,
-            is_master=launch.rank == 0,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except torch_dist.DistError as error:
-        problem = find_port_problem(launch.address, launch.port) if launch.rank == 0 else None
-        where = f"{launch.address}:{launch.port}, where the processes meet, cannot be reached"
-        raise ConfigError(problem or f"{where}: {str(error).splitlines()[0]}") from error
-    store = torch_dist.PrefixStore(launch.run_id, store)
-    if launch.rank == 0:
-        store.set("here", "yes")
-    try:
-        store.wait(["here"])
-    except torch_dist.DistError as error:
-        raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is answered by another run") from error
-    return {"store": store}
 
 
 @contextlib.contextmanager

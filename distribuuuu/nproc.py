@@ -33,7 +33,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
     }
     processes: list[subprocess.Popen] = []
 
-    def pass_on(signum: int, frame: object) -> None:
+    def pass_on(signum: int) -> None:
         for process in processes:
             process.send_signal(signum)
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -44,7 +45,7 @@ class RunStopped(Exception):
         super().__init__("CHECKPOINT.MAX_HOURS" if out_of_time else signal.Signals(asked_by).name)
 
 
-def end_at_once(signum: int, frame: object = None) -> None:
+def end_at_once(signum: int) -> None:
     """End this process now, with the status of the signal; process 0 says so in one line."""
     if is_first_process():
         left = "the newest checkpoint stays" if SignalBox.has_begun else "no step was made, nothing is lost"
@@ -58,17 +59,42 @@ def is_first_process() -> bool:
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable) -> Iterator[None]:
-    """Give our signals to handler(signum, frame) for the length of the block; outside the main thread do nothing."""
+def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
+    """Give our signals to handler(signum) for the length of the block; outside the main thread do nothing.
+
+    It is called on a thread: Python's own handlers run between two steps of the main thread, which may wait in C for
+    minutes, e.g. for the other processes. The number of a signal is written to a socket at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.signal(signum, handler) for signum in STATUS_OF}
+    ours, kernels = socket.socketpair()
+    kernels.setblocking(False)
+    listener = threading.Thread(target=_listen, args=(ours, handler), name="signals", daemon=True)
+    listener.start()
+    before = {signum: signal.signal(signum, _pass_by) for signum in STATUS_OF}
+    fd_before = signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(fd_before)
         for signum, handler_before in before.items():
             signal.signal(signum, handler_before)
+        kernels.shutdown(socket.SHUT_RDWR)
+        kernels.close()
+        listener.join()
+
+
+def _pass_by(signum: int, frame: object) -> None:
+    """Do nothing: the listener has the number."""
+
+
+def _listen(connection: socket.socket, handler: Callable[[int], None]) -> None:
+    with connection:
+        while numbers := connection.recv(64):
+            for signum in numbers:
+                if signum in STATUS_OF:
+                    handler(signum)
 
 
 class SignalBox:
@@ -82,7 +108,7 @@ class SignalBox:
         self.first: int | None = None
         self._received_at = 0.0
 
-    def receive(self, signum: int, frame: object = None) -> None:
+    def receive(self, signum: int) -> None:
         """Handle a signal."""
         now = time.monotonic()
         if self.first is None:
@@ -102,6 +128,7 @@ def shield_worker(worker_id: int = 0) -> None:
 
     Slurm signals every process of a step, the terminal every process in the foreground.
     """
+    signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
     for signum in STATUS_OF:
         signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "SIGKILL"):

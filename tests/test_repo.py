@@ -21,8 +21,9 @@ LAYERS = {
     1: ("limits", "watch"),
     2: ("config",),
     3: ("launch", "batching"),
-    4: ("distributed", "checkpoint_file", "nproc"),
-    5: (
+    4: ("rendezvous", "checkpoint_file", "nproc"),
+    5: ("distributed",),
+    6: (
         "parallel",
         "log",
         "metrics",
@@ -35,9 +36,9 @@ LAYERS = {
         "preflight",
         "stop",
     ),
-    6: ("checkpoint", "evaluator", "cli"),
-    7: ("run",),
-    8: ("trainer",),
+    7: ("checkpoint", "evaluator", "cli"),
+    8: ("run",),
+    9: ("trainer",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 
@@ -68,9 +69,13 @@ def test_imports_go_down_only(path):
         assert other == own or LAYER_OF[other] < LAYER_OF[own], f"{own} imports {other}, which is not below it"
 
 
-def test_only_two_files_know_torch_distributed():
+def test_only_three_files_know_torch_distributed():
     users = [path for path in MODULES if re.search(r"torch\.distributed|DistributedDataParallel", path.read_text())]
-    assert [path.name for path in users if path.name != "launch.py"] == ["distributed.py", "parallel.py"]
+    assert [path.name for path in users if path.name != "launch.py"] == [
+        "distributed.py",
+        "parallel.py",
+        "rendezvous.py",
+    ]
     assert not re.search(r"^(import|from) torch", (PACKAGE / "launch.py").read_text(), re.MULTILINE)
 
 

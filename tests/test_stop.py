@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, draw_folder, small_words
+import torch
+from conftest import ROOT, draw_folder, free_port, small_words
 
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.ports import find_port_problem
 
 if sys.platform != "linux":
     pytest.skip("finds the processes of a run in /proc", allow_module_level=True)
@@ -132,6 +134,27 @@ def test_the_hours_of_a_run_end_it_with_the_status_to_start_it_again(image_folde
         assert "CHECKPOINT.MAX_HOURS: stopped in epoch" in run.last_lines()
 
 
+def test_a_signal_ends_a_process_that_waits_for_the_others(image_folder, tmp_path, monkeypatch):
+    """It waits in C, where Python's own signal handlers do not run."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with started(image_folder, tmp_path / "out", launcher=(sys.executable,)) as run:
+        wait_until_someone_listens(place["MASTER_PORT"])
+        time.sleep(1)
+        run.signal_launcher(signal.SIGTERM)
+        assert seconds_until_gone(run, 20) < 5 and run.wait(1) == 143
+        assert lines_said(run) == ["SIGTERM: ended at once; no step was made, nothing is lost"]
+
+
+def wait_until_someone_listens(port: int) -> None:
+    for _ in range(600):
+        if find_port_problem("localhost", port):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens on port {port}")
+
+
 # ------------------------------------------------------------------------------------ one process of several ends
 
 
@@ -210,3 +233,17 @@ def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
         assert run.wait(40) != 0
         assert re.search(r"process 1 on \S+ has been silent for 15 s", run.last_lines())
         assert seconds_until_gone(run, 20) < 12
+
+
+def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):
+    words = ("OPTIM.MAX_EPOCH", 40, "MODEL.KWARGS.width", 8)
+    for name in ("peace", "war"):
+        launcher = (*TORCHRUN, "--max-restarts=1", "--monitor-interval=0.1")
+        with started(image_folder, tmp_path / name, *words, launcher=launcher) as run:
+            if name == "war":
+                run.wait_for(lambda: len(run.records()) > 5)
+                run.signal_rank(1, signal.SIGKILL)
+            assert run.wait(100) == 0
+    assert "resumed from" in (tmp_path / "war" / "train.log").read_text()
+    peace, war = (read_checkpoint(CheckpointFolder(tmp_path / name).list()[-1]) for name in ("peace", "war"))
+    assert all(torch.equal(peace["state_dict"][key], war["state_dict"][key]) for key in peace["state_dict"])

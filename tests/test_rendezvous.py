@@ -1,0 +1,96 @@
+"""Where the processes meet: a port of their own, and a start of their own in a store that outlives them."""
+
+import random
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as torch_dist
+from conftest import free_port
+
+from distribuuuu.config import ConfigError
+from distribuuuu.launch import Launch
+from distribuuuu.nproc import without_nproc
+from distribuuuu.ports import find_port_owner, find_port_problem
+from distribuuuu.rendezvous import _agree_on_start, meet
+
+
+def agree(store, world_size: int, seed: int) -> list[str]:
+    """Return what each process takes for the name of this start; they come one after the other."""
+    rng = random.Random(seed)
+
+    def one(rank: int) -> str:
+        time.sleep(rng.uniform(0, 0.3))
+        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=20)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, range(world_size)))
+
+
+def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
+    store, seen = torch_dist.HashStore(), set()
+    for number, world_size in enumerate((3, 3, 1, 2, 3)):
+        names = agree(store, world_size, number)
+        assert len(set(names)) == 1 and names[0] not in seen
+        seen.add(names[0])
+
+
+def test_a_process_that_never_comes_is_an_error_in_time():
+    store = torch_dist.HashStore()
+    agree(store, 2, 0)  # an earlier start, of which process 1 left its name
+    with pytest.raises(ConfigError, match="did not all come within 1 s"):
+        _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+
+
+def test_the_store_of_another_run_is_recognised():
+    port = free_port()
+    mine = Launch("test", 0, 0, 2, "127.0.0.1", port, "mine")
+    store = meet(mine, 5)  # noqa: F841  # keeps the port
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is answered by another run"):
+        meet(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the owner is found in /proc")
+def test_a_taken_port_names_its_owner():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert "by process" in find_port_owner(port) and "pytest" in find_port_owner(port)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT {port} on 127.0.0.1 is taken by process \d+ .*pytest"):
+            meet(Launch("test", 0, 0, 2, "127.0.0.1", port), 2)
+    assert find_port_problem("localhost", port) is None and find_port_owner(port) == ""
+
+
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        (["a.py", "--nproc", "2", "--cfg", "x"], ["a.py", "--cfg", "x"]),
+        (["a.py", "--cfg", "x", "--nproc=4"], ["a.py", "--cfg", "x"]),
+        (["a.py", "KEY", "2"], ["a.py", "KEY", "2"]),
+    ],
+)
+def test_the_processes_get_the_command_without_nproc(words, kept):
+    assert without_nproc(words) == kept
+
+
+def test_signals_are_heard_while_the_main_thread_waits():
+    import signal
+
+    from distribuuuu.signals import handled_by
+
+    heard, before = [], signal.getsignal(signal.SIGUSR1)
+    came = threading.Event()
+
+    def handler(signum: int) -> None:
+        heard.append((signum, threading.current_thread() is threading.main_thread()))
+        came.set()
+
+    with handled_by(handler):
+        with handled_by(lambda signum: heard.append("inner")):
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came.wait(5)
+    assert heard == ["inner", (signal.SIGUSR1, False)]
+    assert signal.getsignal(signal.SIGUSR1) is before
