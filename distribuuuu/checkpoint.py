@@ -127,6 +127,8 @@ class CheckpointFolder:
         self.every_steps = every_steps
         self._writer = BackgroundWriter()
         self._not_finite: str | None = None
+        # The best weights outlive the save they came with: the disk may refuse it until another one replaces it.
+        self._unwritten_best: dict[str, Any] | None = None
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after `step` steps of an epoch.
@@ -156,8 +158,10 @@ class CheckpointFolder:
         path = self.folder / checkpoint_name(state.epoch, state.step)
         if dist.is_main():
             content = snapshot(state.to_dict())
-            best = {key: content[key] for key in state.to_weights()} if is_best else None
-            self._writer.start(lambda: self._write(path, content, best), f"checkpoint {path.name}")
+            self._writer.settle()
+            if is_best:
+                self._unwritten_best = {key: content[key] for key in state.to_weights()}
+            self._writer.start(lambda: self._write(path, content), f"checkpoint {path.name}")
         return path
 
     def wait(self) -> None:
@@ -188,16 +192,18 @@ class CheckpointFolder:
             return f"{error}; the newest one is {(self.list() or ['none'])[-1]}"
         return None
 
-    def _write(self, path: Path, content: dict[str, Any], best: dict[str, Any] | None) -> None:
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
         where = find_not_finite(content)
         if where:
+            self._unwritten_best = None
             self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
             logger.error("%s", self._not_finite)
             return
         self._not_finite = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        if best:  # first: killed in between, the epoch is done again and writes the same file
-            write_atomically(self.best, best)
+        if self._unwritten_best:  # first: killed in between, the epoch is done again and writes the same file
+            write_atomically(self.best, self._unwritten_best)
+            self._unwritten_best = None
         write_atomically(path, content)
         self._remove_old(path)
 

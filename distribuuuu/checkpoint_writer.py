@@ -54,9 +54,13 @@ class BackgroundWriter:
         self._warned_at = float("-inf")
         self._fatal: BaseException | None = None
 
-    def start(self, job: Callable[[], None], what: str) -> None:
-        """Begin with a job; wait for the one before, unless the disk refuses that one."""
+    def settle(self) -> None:
+        """Return when no job is at work: the last one is done, or given up because the disk refuses it."""
         self._finish_last(patience_s=0.0)
+
+    def start(self, job: Callable[[], None], what: str) -> None:
+        """Begin with a job, once the one before has settled."""
+        self.settle()
         self._is_replaced.clear()
         self._thread = threading.Thread(target=self._work, args=(job, what), name="checkpoint writer")
         self._thread.start()

@@ -13,7 +13,7 @@ from distribuuuu.ports import find_free_port
 from distribuuuu.signals import handled_by
 
 # Seconds that the others get to end by themselves after one has failed: their watch tells them within two.
-GRACE_S = 10.0
+GRACE_S = 5.0
 POLL_S = 0.05
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -122,7 +121,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
 
 
 def test_an_out_dir_that_vanishes_is_made_anew(long_run):
-    shutil.rmtree(long_run.out_dir)
+    long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
     long_run.wait_for(lambda: len(CheckpointFolder(long_run.out_dir).list()) > 1 and long_run.records())
     long_run.signal_launcher(15)
     assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
@@ -172,6 +171,28 @@ def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
     writer.start(lambda: 1 / 0, "a bug")
     with pytest.raises(ZeroDivisionError):
         writer.wait()
+
+
+def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint(tmp_path, monkeypatch):
+    from test_checkpoint import make_state
+
+    from distribuuuu import checkpoint
+
+    write, is_full = checkpoint.write_atomically, [True]
+
+    def write_if_there_is_room(path, content):
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
+    folder = CheckpointFolder(tmp_path)
+    folder.save_in_background(make_state(epoch=1), is_best=True)
+    time.sleep(0.1)
+    is_full[0] = False
+    folder.save(make_state(epoch=1, step=2))
+    assert [path.name for path in folder.list()] == ["ckpt_ep_001_step_000002.pth.tar"]
+    assert read_checkpoint(folder.best)["epoch"] == 0
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
