@@ -34,7 +34,7 @@ _C.TRAIN.IM_SIZE = 224
 _C.TRAIN.DATASET = "./data/ILSVRC/"
 # Sub-folder of TRAIN.DATASET that holds the training classes.
 _C.TRAIN.SPLIT = "train"
-# Go on from the newest sound checkpoint in OUT_DIR if there is one; False sets an older run aside.
+# Go on from the newest sound checkpoint in OUT_DIR if there is one; False sets an older run aside, at its first start.
 _C.TRAIN.AUTO_RESUME = True
 # When MODEL.WEIGHTS is a whole checkpoint, restore its optimizer and epoch too.
 _C.TRAIN.LOAD_OPT = True

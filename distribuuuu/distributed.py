@@ -5,6 +5,7 @@ Every function works with no group at all: one process is a world of one.
 
 import contextlib
 import datetime
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from distribuuuu.launch import Launch
 from distribuuuu.rendezvous import meet
 from distribuuuu.watch import Watch
 from distribuuuu.watch_hub import Hub
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -99,19 +102,23 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
     if hub:
         hub.start()
     host = "localhost" if hub else launch.address or os.environ["MASTER_ADDR"]
-    _watch = Watch(launch.rank, (host, port), token, report_dir)
-    _watch.start()
+    try:
+        _watch = Watch(launch.rank, (host, port), token, report_dir)
+        _watch.start()
+    except OSError as error:  # e.g. a firewall that knows only the ports of the backend
+        logger.warning("nobody watches this process: %s:%d cannot be reached: %s", host, port, error)
     try:
         yield
     except Exception as error:
-        if not getattr(error, "on_all_processes", False):
+        if _watch and not getattr(error, "on_all_processes", False):
             known = isinstance(error, ConfigError)
             _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or _is_broken_talk(error))
             if known:
                 error.one_process = True
         raise
     finally:
-        _watch.close()
+        if _watch:
+            _watch.close()
         _watch = None
         if hub:
             hub.close()

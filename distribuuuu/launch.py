@@ -67,6 +67,13 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
+def is_restart(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether Slurm (requeue) or torchrun (--max-restarts) has started the same run again."""
+    env = os.environ if env is None else env
+    counts = (env.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
 def was_launched(env: Mapping[str, str] | None = None) -> bool:
     """Tell whether a launcher that waits for its processes, torchrun or --nproc, is the parent of this one."""
     env = os.environ if env is None else env

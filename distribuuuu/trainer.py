@@ -13,7 +13,7 @@ from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.evaluator import evaluate
-from distribuuuu.launch import detect_launch
+from distribuuuu.launch import detect_launch, is_restart
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import NonFiniteLoss, build_meter, finite
@@ -136,8 +136,11 @@ def build_checkpoints(cfg) -> CheckpointFolder:
 
 
 def find_latest(cfg, checkpoints: CheckpointFolder) -> Path | None:
-    """Return the newest sound checkpoint; with TRAIN.AUTO_RESUME False set an older run aside and return None."""
-    if cfg.TRAIN.AUTO_RESUME:
+    """Return the newest sound checkpoint; with TRAIN.AUTO_RESUME False set an older run aside and return None.
+
+    What the launcher starts again is not an older run.
+    """
+    if cfg.TRAIN.AUTO_RESUME or is_restart():
         return checkpoints.find_latest()
     aside = checkpoints.set_aside()
     if aside:

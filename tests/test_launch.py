@@ -3,7 +3,7 @@
 import pytest
 
 from distribuuuu.config import ConfigError
-from distribuuuu.launch import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts
+from distribuuuu.launch import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, is_restart
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.
@@ -78,6 +78,20 @@ def test_jobs_and_steps_that_may_share_a_node_have_ports_and_stores_of_their_own
     launches = [detect_launch({**SRUN, **numbers}) for numbers in near]
     assert len({launch.port for launch in launches}) == len({launch.run_id for launch in launches}) == len(near)
     assert detect_launch({**SRUN, "SLURM_RESTART_COUNT": "1"}).run_id != detect_launch(SRUN).run_id
+
+
+@pytest.mark.parametrize(
+    "env, again",
+    [
+        ({}, False),
+        (TORCHRUN, False),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        (SRUN, False),
+        ({**SRUN, "SLURM_RESTART_COUNT": "1"}, True),
+    ],
+)
+def test_a_start_by_the_launcher_itself_is_known(env, again):
+    assert is_restart(env) is again
 
 
 @pytest.mark.parametrize(

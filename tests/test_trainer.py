@@ -87,6 +87,14 @@ def test_the_same_seed_gives_the_same_run_and_seed_zero_is_a_seed(reference, sma
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
+def test_a_restart_by_the_launcher_resumes_what_the_config_would_set_aside(reference, small_cfg, monkeypatch):
+    train_model(small_cfg("TRAIN.AUTO_RESUME", False, "OPTIM.MAX_EPOCH", 1))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    cfg = small_cfg("TRAIN.AUTO_RESUME", False)
+    train_model(cfg)
+    assert not (Path(cfg.OUT_DIR) / "checkpoints.1").exists() and newest(cfg.OUT_DIR)["epoch"] == 1
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_does_not_change_a_bit(reference, small_cfg, workers):
     cfg = small_cfg("TRAIN.WORKERS", workers)

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Evaluate MODEL.WEIGHTS or the run's best: python tools/test_net.py --cfg FILE [KEY VALUE ...]."""
 
+import signal
 import sys
-
-from distribuuuu.cli import run_tool
 
 
 def test(cfg) -> None:
@@ -16,4 +15,7 @@ def test(cfg) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
+    from distribuuuu.cli import run_tool
+
     sys.exit(run_tool(__doc__, test, train=False))

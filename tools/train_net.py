@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Train a model: python tools/train_net.py --cfg FILE [KEY VALUE ...], or the same under torchrun or srun."""
 
+import signal
 import sys
-
-from distribuuuu.cli import run_tool
 
 
 def train(cfg) -> None:
@@ -16,4 +15,7 @@ def train(cfg) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
+    from distribuuuu.cli import run_tool
+
     sys.exit(run_tool(__doc__, train, train=True))
