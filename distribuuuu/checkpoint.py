@@ -127,7 +127,7 @@ class CheckpointFolder:
         self.every_steps = every_steps
         self._writer = BackgroundWriter()
         self._not_finite: str | None = None
-        # The best weights outlive the save they came with: the disk may refuse it until another one replaces it.
+        # Outlives the save it came with, which the disk may refuse until another one replaces it.
         self._unwritten_best: dict[str, Any] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -152,8 +152,7 @@ class CheckpointFolder:
     def save_in_background(self, state: TrainState, is_best: bool = False) -> Path:
         """Copy the state, and write it while training goes on; return the file that will be there.
 
-        Waits for the save before. What the disk refuses is tried again, see BackgroundWriter. A state that is not
-        finite is not written.
+        Waits for the save before. What the disk refuses is tried again. A state that is not finite is not written.
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         if dist.is_main():
@@ -170,8 +169,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk refuses it.
         """
-        problem = dist.broadcast_object(self._find_write_problem() if dist.is_main() else None)
-        if problem:
+        if problem := dist.broadcast_object(self._find_write_problem() if dist.is_main() else None):
             raise CheckpointError(problem)
 
     def finish(self) -> None:
@@ -181,8 +179,7 @@ class CheckpointFolder:
             CheckpointError: the disk refuses it, or it was not written because the weights are not finite.
         """
         self.wait()
-        problem = dist.broadcast_object(self._not_finite)
-        if problem:
+        if problem := dist.broadcast_object(self._not_finite):
             raise CheckpointError(problem)
 
     def _find_write_problem(self) -> str | None:
@@ -193,8 +190,7 @@ class CheckpointFolder:
         return None
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        where = find_not_finite(content)
-        if where:
+        if where := find_not_finite(content):
             self._unwritten_best = None
             self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
             logger.error("%s", self._not_finite)
@@ -247,8 +243,8 @@ class CheckpointFolder:
         """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them."""
         if not dist.is_main() or not self.list():
             return None
-        number = next(n for n in range(1, 10**6) if not Path(f"{self.folder}.{n}").exists())
-        aside = Path(f"{self.folder}.{number}")
+        numbered = (Path(f"{self.folder}.{number}") for number in range(1, 10**6))
+        aside = next(path for path in numbered if not path.exists())
         os.replace(self.folder, aside)
         if self.best.exists():
             os.replace(self.best, aside / self.best.name)

@@ -13,11 +13,11 @@ import yaml
 
 from distribuuuu import defaults
 from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
-from distribuuuu.launch import detect_launch, was_launched
+from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.nproc import own_command, run_processes, without_nproc
 from distribuuuu.preflight import find_run_problems
 from distribuuuu.registry import did_you_mean
-from distribuuuu.signals import RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
+from distribuuuu.signals import STATUS_OF, RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
 
 USAGE_ERROR = 2
 
@@ -31,8 +31,10 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
     # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
     # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if was_launched():
-        die_with_parent(signal.SIGTERM)  # a launcher that is killed leaves no process behind
+    if was_launched():  # a launcher that is killed leaves no process behind
+        die_with_parent(signal.SIGTERM)
+        if has_lost_launcher():  # before the line above
+            return STATUS_OF[signal.SIGTERM]
     with handled_by(end_at_once):
         try:
             cfg, nproc = parse_args(description, sys.argv[1:], train)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from distribuuuu.config import ConfigError
 
@@ -17,7 +18,7 @@ PORT_RANGE = (20000, 32000)
 STEPS_PER_JOB = 100
 # Slurm's own steps (interactive, batch, extern, ...) have numbers from here on; what runs in them is not a rank.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Set by `--nproc` for the processes it starts.
+# Set by `--nproc` for the processes it starts: its process id, and a name of this start.
 NPROC_MARK = "DISTRIBUUUU_NPROC"
 
 
@@ -75,9 +76,25 @@ def is_restart(env: Mapping[str, str] | None = None) -> bool:
 
 
 def was_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Tell whether a launcher that waits for its processes, torchrun or --nproc, is the parent of this one."""
+    """Tell whether a launcher that waits for its processes, torchrun or --nproc, has started this one."""
     env = os.environ if env is None else env
     return "TORCHELASTIC_RUN_ID" in env or NPROC_MARK in env
+
+
+def has_lost_launcher(env: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the launcher that started this process has died and left it to another parent."""
+    env = os.environ if env is None else env
+    if NPROC_MARK in env:
+        return os.getppid() != int(env[NPROC_MARK].split()[0])
+    # torchrun does not say who it is; in a container it may be process 1 itself.
+    return os.getppid() == 1 and b"torch" not in _command_of(1)
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _explicit_launch(env: Mapping[str, str]) -> Launch:

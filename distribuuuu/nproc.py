@@ -28,7 +28,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(num),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
-        NPROC_MARK: uuid.uuid4().hex,
+        NPROC_MARK: f"{os.getpid()} {uuid.uuid4().hex}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // num)),
     }
     processes: list[subprocess.Popen] = []
@@ -53,14 +53,15 @@ def run_processes(num: int, command: Sequence[str]) -> int:
 def _wait_for(processes: list[subprocess.Popen]) -> int:
     """Return when all have ended, or some time after one has failed; a signal that killed one is the cause."""
     first_failure, give_up_at = 0, float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < give_up_at:
-        failed = [process.returncode for process in processes if process.returncode]
+    while True:
+        statuses = [process.poll() for process in processes]
+        failed = [status for status in statuses if status]
         if failed and not first_failure:
             first_failure, give_up_at = failed[0], time.monotonic() + GRACE_S
+        if None not in statuses or time.monotonic() > give_up_at:
+            killed = [status for status in failed if status < 0]
+            return 128 - killed[0] if killed else first_failure
         time.sleep(POLL_S)
-    failed = [process.returncode for process in processes if process.returncode]
-    killed = [status for status in failed if status < 0]
-    return 128 - killed[0] if killed else first_failure or (failed or [0])[0]
 
 
 def without_nproc(words: Sequence[str]) -> list[str]:

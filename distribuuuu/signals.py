@@ -123,13 +123,19 @@ def die_with_parent(signum: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
-def shield_worker(worker_id: int = 0) -> None:
-    """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not the run itself.
+def shield_worker(worker_id: int, parent: int) -> None:
+    """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not its own process.
 
     Slurm signals every process of a step, the terminal every process in the foreground.
+
+    Args:
+        worker_id: the worker's number, which does not matter.
+        parent: the process id of the process that loads.
     """
     signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
     for signum in STATUS_OF:
         signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "SIGKILL"):
         die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

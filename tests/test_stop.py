@@ -247,3 +247,20 @@ def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path)
     assert "resumed from" in (tmp_path / "war" / "train.log").read_text()
     peace, war = (read_checkpoint(CheckpointFolder(tmp_path / name).list()[-1]) for name in ("peace", "war"))
     assert all(torch.equal(peace["state_dict"][key], war["state_dict"][key]) for key in peace["state_dict"])
+
+
+def test_a_process_killed_while_the_others_wait_for_it_in_the_start_ends_them(image_folder, tmp_path):
+    with started(image_folder, tmp_path / "out") as run:
+        run.wait_for(lambda: run.has_rank(1))
+        run.signal_rank(1, signal.SIGKILL)
+        assert seconds_until_gone(run, 20) < 7 and run.wait(1) == 137
+
+
+def test_a_launcher_killed_in_the_start_leaves_no_process(image_folder, tmp_path):
+    """Neither the processes nor their loader workers may miss a death that comes before they listen for it."""
+    for number, delay_s in enumerate((0.0, 0.05, 1.0, 2.0, 2.5)):
+        with started(image_folder, tmp_path / f"out{number}", "TRAIN.WORKERS", 3) as run:
+            run.wait_for(lambda run=run: run.has_rank(0))
+            time.sleep(delay_s)
+            run.signal_launcher(signal.SIGKILL)
+            assert seconds_until_gone(run, 20) < 7, delay_s

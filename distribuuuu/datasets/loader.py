@@ -1,7 +1,9 @@
 """The loader: from an ImageSet to normalised batches on the device."""
 
 import atexit
+import functools
 import logging
+import os
 import time
 import warnings
 import weakref
@@ -133,7 +135,7 @@ class Loader:
             collate_fn=_collate,
             pin_memory=pin_memory and device.type == "cuda",
             persistent_workers=num_workers > 0,
-            worker_init_fn=shield_worker,
+            worker_init_fn=functools.partial(shield_worker, parent=os.getpid()),
         )
         iter(self._batches)
         gate.is_open = True
