@@ -67,7 +67,7 @@ class Job:
         text = re.sub(r"#SBATCH --(gres|cpus-per-gpu|partition)=.*\n", "", text)
         text = text.replace("exp/sweep", f"{folder}/sweep")
         path = folder / script
-        path.write_text(text)
+        path.write_text(text.replace("python ", f"{sys.executable} "))
         tasks = () if "torchrun" in script else ("--ntasks-per-node=2",)
         done = run("sbatch", "--parsable", f"--output={self.log}", *tasks, *options, str(path), *words, PROCESSES="2")
         assert done.returncode == 0, done.stderr
