@@ -241,7 +241,10 @@ def note_cost(event: Event, run: TrainingProcess, progress: Progress, rng: rando
     """Note the position reached and the newest whole checkpoint; for 'truncate' break the newest one before."""
     records = run.records()
     if records:
-        event.reached = progress.of_record(records[-1])
+        reached = progress.of_record(records[-1])
+        if event.name in FULL_DISKS:  # the disk was full until the end
+            event.unavoidable += reached - event.reached
+        event.reached = reached
     if event.name == "truncate" and progress.whole():
         *older, newest = progress.whole()
         event.unavoidable = progress.of_file(newest) - (progress.of_file(older[-1]) if older else 0)
