@@ -20,6 +20,9 @@ from distribuuuu.watch_hub import BEAT_S, CAUSE_S, FAREWELL_S, LAST_STEP, SILENC
 
 logger = logging.getLogger(__name__)
 
+# Seconds that a checkpoint which is being written gets when the process has to end; less than FAREWELL_S.
+SAVE_S = 2.0
+
 
 class Watch(threading.Thread):
     """A process's own part: it says where the process is, and ends it when the hub says so or has died.
@@ -118,6 +121,9 @@ class Watch(threading.Thread):
             message = f"{message}; every process wrote its stacks to {path.parent}"
         if says and message:
             logger.error("%s", message.replace(LAST_STEP, self._position))
+        for thread in threading.enumerate():  # as Python itself would: a checkpoint that is being written is still good
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join(SAVE_S)
         os._exit(status)
 
     def _write_stacks(self) -> Path:

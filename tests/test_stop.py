@@ -192,6 +192,7 @@ def test_an_exception_is_printed_last_and_once(image_folder, tmp_path):
             assert said and said.end() < text.index("Traceback (most recent call last)")
             if launcher == NPROC:
                 assert text.rstrip().endswith("ArithmeticError: the flux has run out")
+                assert checkpoints_of(run), "a checkpoint of the first two steps is there"
 
 
 def test_an_exception_of_the_first_process_is_announced_by_another(image_folder, tmp_path):
