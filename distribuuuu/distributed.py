@@ -17,6 +17,7 @@ import torch.distributed as torch_dist
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
 from distribuuuu.rendezvous import meet
+from distribuuuu.signals import SignalBox
 from distribuuuu.watch import Watch
 from distribuuuu.watch_hub import Hub
 
@@ -111,7 +112,7 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
         yield
     except Exception as error:
         if _watch and not getattr(error, "on_all_processes", False):
-            known = isinstance(error, ConfigError)
+            known, SignalBox.is_ending = isinstance(error, ConfigError), True
             _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or _is_broken_talk(error))
             if known:
                 error.one_process = True

@@ -47,6 +47,8 @@ class RunStopped(Exception):
 
 def end_at_once(signum: int) -> None:
     """End this process now, with the status of the signal; process 0 says so in one line."""
+    if SignalBox.is_ending:
+        return
     if is_first_process():
         left = "the newest checkpoint stays" if SignalBox.has_begun else "no step was made, nothing is lost"
         os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
@@ -102,6 +104,8 @@ class SignalBox:
 
     # Whether a process like this one had something to save, once.
     has_begun = False
+    # Whether this process has an error to print and ends by itself; a launcher may signal it for the others' end.
+    is_ending = False
 
     def __init__(self):
         SignalBox.has_begun = True
