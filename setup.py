@@ -17,6 +17,15 @@ setup(
     license="MIT",
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", "torchvision>=0.21", "yacs>=0.1.8", "timm>=1.0", "tensorboard>=2.10", "tqdm>=4.60"],
-    extras_require={"dev": ["pytest>=8", "ruff>=0.6"]},
+    install_requires=[
+        "torch>=2.6",
+        "torchvision>=0.21",
+        "yacs>=0.1.8",
+        "timm>=1.0",
+        "tensorboard>=2.10",
+        "tqdm>=4.60",
+        "pillow>=10.2",
+        "numpy>=1.23",
+    ],
+    extras_require={"simplejpeg": ["simplejpeg>=1.7"], "dev": ["pytest>=8", "ruff>=0.6", "simplejpeg>=1.7"]},
 )

@@ -31,6 +31,8 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
     # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
     # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # On the CPU a batch's fresh memory costs more than what is computed into it, unless its pages are large ones.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if was_launched():  # a launcher that is killed leaves no process behind
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above

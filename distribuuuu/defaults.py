@@ -18,6 +18,8 @@ _C.MODEL.PRETRAINED = False
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict to start from (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = None
+# Keep images and weights in the order that tensor cores like: (N, H, W, C) in memory, the same numbers.
+_C.MODEL.CHANNELS_LAST = False
 # Train on random images from memory instead of the data set, to measure or to try out.
 _C.MODEL.DUMMY_INPUT = False
 # Arguments for the model's constructor, by its own lower-case names, e.g. {width: 32}.
@@ -38,7 +40,7 @@ _C.TRAIN.SPLIT = "train"
 _C.TRAIN.AUTO_RESUME = True
 # When MODEL.WEIGHTS is a whole checkpoint, restore its optimizer and epoch too.
 _C.TRAIN.LOAD_OPT = True
-# Loader processes per training process; 0 loads in the training process itself.
+# Loader workers per training process; 0: it loads by itself; -1: as many as there are cores for it.
 _C.TRAIN.WORKERS = 4
 # Copy batches through page-locked memory (CUDA only).
 _C.TRAIN.PIN_MEMORY = True
@@ -66,8 +68,14 @@ _C.TEST.CROP_SIZE = 0
 _C.TEST.PRINT_FREQ = 10
 
 _C.DATA = CfgNode()
-# Data set: imagefolder, cifar10, cifar100, mnist, fashion_mnist, shapes or dummy.
+# Data set: imagefolder, packed, cifar10, cifar100, mnist, fashion_mnist, shapes or dummy.
 _C.DATA.NAME = "imagefolder"
+# What feeds the device: host (workers read, decode and crop), device (the whole set lies and is cropped on the device).
+_C.DATA.LOADER = "host"
+# What workers are: process, or thread (cheaper, since decoding leaves Python's lock).
+_C.DATA.WORKER_KIND = "process"
+# Decoder: auto (torchvision for JPEG, PIL for the rest), torchvision, pil, simplejpeg (scales while it decodes).
+_C.DATA.DECODER = "auto"
 # Training crop: resized (random resized crop), pad (pad, then random crop), auto (what suits the set).
 _C.DATA.CROP = "auto"
 # Least and greatest share of the image's area that a random resized crop takes, 0 to 1.

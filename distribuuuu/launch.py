@@ -33,6 +33,7 @@ class Launch:
         world_size: the number of processes.
         address, port: where process 0 opens the store that all meet in; None: the launcher (torchrun) keeps one.
         run_id: tells the store of this run from another one's on the same port.
+        local_world_size: the processes of its node that share its cores.
     """
 
     launcher: str
@@ -42,6 +43,7 @@ class Launch:
     address: str | None = None
     port: int | None = None
     run_id: str = ""
+    local_world_size: int = 1
 
     def __str__(self) -> str:
         if self.world_size == 1:
@@ -108,10 +110,11 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     _refuse_contradictions(env, rank, world_size)
     own_number = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK")
     place = (rank, _whole_number(env, own_number), world_size)
+    sharing = {"local_world_size": _whole_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size}
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
-        return Launch(launcher, *place)
-    return Launch(launcher, *place, env["MASTER_ADDR"], _port(env), env.get(NPROC_MARK, ""))
+        return Launch(launcher, *place, **sharing)
+    return Launch(launcher, *place, env["MASTER_ADDR"], _port(env), env.get(NPROC_MARK, ""), **sharing)
 
 
 def _refuse_contradictions(env: Mapping[str, str], rank: int, world_size: int) -> None:
@@ -161,7 +164,21 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
         env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
         _port(env) if "MASTER_PORT" in env else least + (job * STEPS_PER_JOB + step) % (most - least),
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
+        _slurm_tasks_sharing(env),
     )
+
+
+def _slurm_tasks_sharing(env: Mapping[str, str]) -> int:
+    """Return the tasks that share this one's cores: those of its node, or itself alone if Slurm binds it to its own."""
+    if "SLURM_CPUS_PER_TASK" in env or env.get("SLURM_CPU_BIND", "none").find("none") < 0:
+        return 1
+    local = _whole_number(env, "SLURM_LOCALID")
+    # 2(x3),1: two tasks on each of three nodes, one on the fourth.
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    per_node = [int(count) for count, times in counts for _ in range(int(times or 1))]
+    node = _whole_number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return per_node[node] if node < len(per_node) else local + 1
 
 
 def expand_hosts(node_list: str) -> list[str]:

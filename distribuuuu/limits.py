@@ -9,7 +9,10 @@ OPEN_SECTIONS = ("MODEL.KWARGS",)
 
 CHOICES = {
     "DATA.CROP": ("auto", "resized", "pad"),
+    "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
+    "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
+    "DATA.WORKER_KIND": ("process", "thread"),
     "DIST.BACKEND": ("auto", "nccl", "gloo"),
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "OPTIM.LR_POLICY": tuple(SCHEDULES),
@@ -23,7 +26,7 @@ RANGES = {
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
     "TRAIN.IM_SIZE": (1, None),
-    "TRAIN.WORKERS": (0, None),
+    "TRAIN.WORKERS": (-1, None),
     "TRAIN.PRINT_FREQ": (1, None),
     "TRAIN.TOPK": (1, None),
     "TEST.BATCH_SIZE": (1, None),

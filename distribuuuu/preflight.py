@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from distribuuuu.batching import plan_batches
@@ -42,6 +43,8 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     family = DATASETS.get(name if name in DATASETS else "dummy")
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
+    if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):
+        yield "DATA.DECODER", "the package simplejpeg is not installed: pip install simplejpeg"
     weights = cfg.MODEL.WEIGHTS
     if weights and not Path(weights).is_file():
         yield "MODEL.WEIGHTS", f"no such file: {weights}"

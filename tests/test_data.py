@@ -12,10 +12,12 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.batching import plan_batches
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.datasets.draws import Draws
 from distribuuuu.datasets.imagefolder import ImageFolder
 from distribuuuu.datasets.loader import BadImageError, build_loader
+from distribuuuu.datasets.picture import Picture, open_picture
 from distribuuuu.datasets.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.datasets.transforms import eval_transform, train_transform
+from distribuuuu.datasets.transforms import CentreCrop, train_transform
 from distribuuuu.launch import Launch, detect_launch
 from distribuuuu.preflight import find_run_problems
 from distribuuuu.seeding import derive_seed
@@ -79,6 +81,10 @@ def test_seeds_are_well_mixed():
     assert derive_seed(0, 1) != derive_seed(1, 0)
 
 
+def picture_of(image: Image.Image) -> Picture:
+    return open_picture(image, "auto")
+
+
 def first_batches(cfg, num: int = 3, epoch: int = 1):
     loader = build_loader(cfg, ALONE, CPU, train=True)
     batches = loader.batches_from(seed=3, epoch=epoch, first_step=0)
@@ -91,35 +97,18 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(small_cfg):
     torch.manual_seed(2)
     np.random.seed(2)
     random.seed(2)
-    for words in ((), ("TRAIN.WORKERS", 1), ("TRAIN.WORKERS", 2)):
+    threads = ("DATA.WORKER_KIND", "thread", "TRAIN.WORKERS")
+    for words in ((), ("TRAIN.WORKERS", 1), ("TRAIN.WORKERS", 2), (*threads, 0), (*threads, 1), (*threads, 3)):
         for (images, labels), (others, other_labels) in zip(here, first_batches(small_cfg(*words)), strict=True):
             assert torch.equal(images, others) and torch.equal(labels, other_labels)
     assert not torch.equal(here[0][0], first_batches(small_cfg(), epoch=2)[0][0])
-
-
-class _Draws:
-    """A transform that draws from the three generators."""
-
-    def __call__(self, image):
-        numbers = [int(torch.randint(0, 256, ())), np.random.randint(256), random.randrange(256)]
-        return torch.tensor(numbers, dtype=torch.uint8).view(3, 1, 1)
-
-
-def test_torch_numpy_and_random_are_all_seeded(small_cfg, monkeypatch):
-    monkeypatch.setattr("distribuuuu.datasets.loader.build_transform", lambda *args: _Draws())
-    drawn = []
-    for workers in (0, 2):
-        loader = build_loader(small_cfg("TRAIN.WORKERS", workers), ALONE, CPU, train=True)
-        drawn.append(torch.cat([images for images, _ in loader.batches_from(seed=3, epoch=0, first_step=0)]))
-    assert torch.equal(*drawn)
-    assert all(len(drawn[0][:, channel].unique()) > 10 for channel in range(3))
 
 
 def test_images_are_normalised_as_usual(small_cfg):
     loader = build_loader(small_cfg(), ALONE, CPU, train=False)
     images, labels = next(iter(loader))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
-    pixels = eval_transform(18, 16)(folder[0][0]).float() / 255
+    pixels = CentreCrop(18, 16)(picture_of(folder[0][0]), Draws(0, 0)).float() / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     torch.testing.assert_close(images[0], (pixels - mean) / std, atol=1e-5, rtol=1e-5)
     assert labels.tolist() == [folder[index][1] for index in range(16)]
@@ -134,10 +123,10 @@ def test_mean_and_std_can_be_overridden(small_cfg):
 @pytest.mark.parametrize("size", [(40, 36), (16, 16), (200, 8), (1, 1)])
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_transforms_take_any_image_and_honour_the_sizes(size, crop):
-    image = Image.new("RGB", size)
-    pixels = train_transform(24, crop)(image)
+    picture = picture_of(Image.new("RGB", size))
+    pixels = train_transform(24, crop)(picture, Draws(0, 0))
     assert pixels.shape == (3, 24, 24) and pixels.dtype == torch.uint8
-    assert eval_transform(30, 24)(image).shape == (3, 24, 24)
+    assert CentreCrop(30, 24)(picture, Draws(0, 0)).shape == (3, 24, 24)
 
 
 def test_the_folder_lists_what_torchvision_lists(image_folder):
@@ -161,7 +150,8 @@ def test_images_of_any_mode_become_rgb(tmp_path, mode):
     folder.mkdir(parents=True)
     image = Image.new("L", (9, 7)).convert(mode) if mode != "I;16" else Image.new("I;16", (9, 7))
     image.save(folder / "x.png") if mode != "CMYK" else image.save(folder / "x.jpg")
-    assert ImageFolder(tmp_path, "val").read(0).mode == "RGB"
+    pixels = open_picture(ImageFolder(tmp_path, "val").read(0), "auto").pixels()
+    assert pixels.shape == (3, 7, 9) and pixels.dtype == torch.uint8
 
 
 def break_one(root: Path) -> Path:
@@ -296,7 +286,7 @@ def test_torchvisions_sets_are_read_with_their_statistics(small_cfg, tmp_path, m
     )
     loader = build_loader(cfg, ALONE, CPU, train=True)
     assert (len(loader.images), loader.images.crop, loader.images.mean) == (50, "pad", (0.4914, 0.4822, 0.4465))
-    assert loader.images.classes[3] == "name3" and loader.images.read(0).size == (32, 32)
+    assert loader.images.classes[3] == "name3" and loader.images.read(0).shape == (32, 32, 3)
 
 
 def test_a_set_that_is_missing_and_cannot_be_fetched_is_a_clear_error(small_cfg, tmp_path):

@@ -37,8 +37,8 @@ LAYERS = {
         "stop",
     ),
     7: ("checkpoint", "evaluator", "cli"),
-    8: ("run",),
-    9: ("trainer",),
+    8: ("run", "pack_words"),
+    9: ("trainer", "packing"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from PIL.Image import Image
 
 
@@ -35,8 +37,12 @@ class ImageSet:
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define __len__")
 
-    def read(self, index: int) -> "Image":
-        """Return image `index` as an RGB PIL image; any exception means that the image is broken."""
+    def read(self, index: int) -> "bytes | bytearray | memoryview | np.ndarray | torch.Tensor | Image":
+        """Return image `index`, as cheaply as the set can: it is decoded and cropped later.
+
+        The bytes of an image file; or its pixels, uint8 (H, W) or (H, W, 3), as a tensor (3, H, W); or a PIL image of
+        any mode. Any exception means that the image is broken.
+        """
         raise TypeError(f"{type(self).__name__} must define read")
 
     def label(self, index: int) -> int:

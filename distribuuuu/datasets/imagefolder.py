@@ -1,7 +1,10 @@
 """Folders of images, one sub-folder a class: ROOT/SPLIT/CLASS/IMAGE, at any depth below CLASS."""
 
+import contextlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from distribuuuu.datasets.image_set import ImageSet, contradiction
@@ -18,21 +21,34 @@ class ImageFolder(ImageSet):
         root: the folder of the data.
         split: its sub-folder with the classes.
         classes: the class names to label by, when the split may hold only some of them; None: its own.
+        cache_dir: what DATA.CACHE_DIR says.
     """
 
-    def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None):
+    # Whether the index of the images may be kept in root; else it is in the cache folder.
+    index_in_root = True
+
+    def __init__(
+        self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, cache_dir: str = ""
+    ):
+        from distribuuuu.datasets.folder_index import open_index
+
         self.folder = Path(root) / split
-        self.classes = classes or list_classes(self.folder)
-        self._samples = [
-            (path, label) for label, name in enumerate(self.classes) for path in list_images(self.folder / name)
-        ]
+        self._index = open_index(root, split, cache_folder(cache_dir), self.index_in_root)
+        self.classes = classes or self._index.classes
+        numbers = {name: number for number, name in enumerate(self._index.classes)}
+        # Without images for the names that the split does not have.
+        bounds = [self._index.class_bounds(numbers[name]) if name in numbers else (0, 0) for name in self.classes]
+        # By label: the number of its first image in the index, and how many images it and those before it have.
+        self._firsts = [first for first, _ in bounds]
+        self._ends = list(accumulate(end - first for first, end in bounds))
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageFolder":
         """Return the set; evaluation labels by the training classes, so a class without evaluation images is right."""
         if train:
-            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
-        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, list_classes(Path(cfg.TRAIN.DATASET) / cfg.TRAIN.SPLIT) or None)
+            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, cache_dir=cfg.DATA.CACHE_DIR)
+        classes = list_classes(Path(cfg.TRAIN.DATASET) / cfg.TRAIN.SPLIT) or None
+        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, classes, cfg.DATA.CACHE_DIR)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
@@ -52,22 +68,32 @@ class ImageFolder(ImageSet):
             yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(classes), str(Path(root) / split))
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return self._ends[-1] if self._ends else 0
 
-    def read(self, index: int):
-        """Return image `index` as an RGB PIL image."""
-        from PIL import Image
-
-        with open(self._samples[index][0], "rb") as file, Image.open(file) as image:
-            return image.convert("RGB")
+    def read(self, index: int) -> bytearray:
+        """Return the bytes of image `index`, in memory of their own that may be written to."""
+        with open(self.where(index), "rb") as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            del data[file.readinto(data) :]
+        return data
 
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
-        return self._samples[index][1]
+        if not 0 <= index < len(self):
+            raise IndexError(f"no image {index} among {len(self)}")
+        return bisect_right(self._ends, index)
 
     def where(self, index: int) -> str:
         """Return the file of image `index`."""
-        return self._samples[index][0]
+        label = self.label(index)
+        before = self._ends[label - 1] if label else 0
+        return self._index.path(self._firsts[label] + index - before)
+
+
+def cache_folder(chosen: str) -> Path:
+    """Return DATA.CACHE_DIR, or the user's cache folder when it is empty."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(chosen or f"{base}/distribuuuu").expanduser()
 
 
 def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
@@ -75,25 +101,36 @@ def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
     if not os.path.isdir(folder):
         return ()
     with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
+        return tuple(sorted(entry.name for entry in entries if _is_folder(entry) and not entry.name.startswith(".")))
 
 
-def list_images(folder: str | os.PathLike) -> Iterator[str]:
-    """Yield the image files below a folder in sorted order, following links, by their extension."""
-    if not os.path.isdir(folder):
-        return
-    for parent, _, names in sorted(os.walk(folder, followlinks=True)):
-        for name in sorted(names):
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                yield os.path.join(parent, name)
+def is_image(name: str) -> bool:
+    """Tell by its name whether a file is an image: by the extension, and hidden ones are none."""
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
 def _has_image(folder: Path) -> bool:
-    """Tell whether a folder holds an image; stops at the first, so a large folder costs nothing."""
-    for _, _, names in os.walk(folder, followlinks=True):
-        if any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in names):
-            return True
+    """Tell whether a folder holds an image at any depth; stops at the first, so a large folder costs nothing."""
+    waiting, seen = [os.fspath(folder)], set()
+    while waiting:
+        parent = waiting.pop()
+        if os.path.realpath(parent) in seen:  # a link may lead back
+            continue
+        seen.add(os.path.realpath(parent))
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
+                if _is_folder(entry):
+                    waiting.append(entry.path)
+                elif is_image(entry.name):
+                    return True
     return False
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False
 
 
 def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str, str]]:

@@ -1,33 +1,25 @@
 """The loader: from an ImageSet to normalised batches on the device."""
 
-import atexit
-import functools
 import logging
-import os
 import time
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from distribuuuu.batching import BatchPlan, plan_batches
 from distribuuuu.config import ConfigError
+from distribuuuu.datasets.draws import Draws
 from distribuuuu.datasets.image_set import ImageSet, contradiction
-from distribuuuu.datasets.samplers import Batch, EvalSampler, ResumableDistributedSampler
-from distribuuuu.datasets.transforms import eval_transform, train_transform
+from distribuuuu.datasets.picture import Picture
+from distribuuuu.datasets.resident import ResidentBatches, ResidentImages
+from distribuuuu.datasets.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.datasets.samples import Batch, Samples
+from distribuuuu.datasets.transforms import CentreCrop, Transform, train_transform
+from distribuuuu.datasets.workers import count_workers, start_workers
 from distribuuuu.launch import Launch
 from distribuuuu.registry import DATASETS
-from distribuuuu.seeding import derive_seed, seed_cpu
-from distribuuuu.signals import shield_worker
 
 logger = logging.getLogger(__name__)
-
-# How many other images a broken one may be replaced by before the data counts as broken.
-MAX_SUBSTITUTES = 20
 
 
 class BadImageError(ConfigError):
@@ -36,71 +28,44 @@ class BadImageError(ConfigError):
     one_process = True
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One image on its way to a batch: uint8 (3, H, W), its label, and what went wrong before it was read."""
+class Normalizer:
+    """Moves uint8 batches to the device and makes them what a model takes.
 
-    pixels: torch.Tensor | None
-    label: int
-    broken: tuple[str, ...] = ()
+    Args:
+        device: where to.
+        mean, std: of each channel, of 1.0.
+        channels_last: lay the result out as (N, H, W, C) in memory.
+    """
 
+    def __init__(self, device: torch.device, mean: Sequence[float], std: Sequence[float], channels_last: bool):
+        self.device = device
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
+        self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
 
-class SeededImages(Dataset):
-    """Transformed images, each with all generators seeded from its (key, index): the same in any worker or none."""
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return float32 (N, 3, H, W) on the device, made from uint8 (N, 3, H, W) anywhere."""
+        pixels = pixels.to(self.device, non_blocking=True)
+        images = self.empty(pixels.shape)
+        # One image at a time stays in a CPU's cache: that takes half the time.
+        num = 1 if self.device.type == "cpu" else max(1, len(pixels))
+        for part, image in zip(pixels.split(num), images.split(num), strict=True):
+            image.copy_(part).sub_(self._mean).mul_(self._scale)
+        return images
 
-    def __init__(self, images: ImageSet, transform: Callable, skip_broken: bool):
-        self.images = images
-        self.transform = transform
-        self.skip_broken = skip_broken
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, where: tuple[int, int]) -> Sample:
-        key, index = where
-        broken: list[str] = []
-        for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
-            chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
-            try:
-                image = self.images.read(chosen)
-                seed_cpu(derive_seed(key, index))
-                return Sample(self.transform(image), self.images.label(chosen), tuple(broken))
-            except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
-                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {error}")
-        return Sample(None, -1, tuple(broken))
-
-
-def _collate(samples: list[Sample]) -> tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]:
-    """Return (uint8 (N, 3, H, W), int64 (N,), messages); no images when one of them could not be had."""
-    broken = tuple(message for sample in samples for message in sample.broken)
-    if any(sample.pixels is None for sample in samples):
-        return None, torch.empty(0), broken
-    pixels = torch.stack([sample.pixels for sample in samples])
-    return pixels, torch.tensor([sample.label for sample in samples]), broken
-
-
-class _Gate:
-    """A sampler that yields nothing until it is opened, so that workers can be started without work."""
-
-    def __init__(self, sampler: Sampler[Batch]):
-        self.sampler = sampler
-        self.is_open = False
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.sampler if self.is_open else ())
-
-
-def _end_workers(loader: weakref.ref) -> None:
-    iterator = getattr(loader(), "_iterator", None)
-    if iterator is not None:
-        iterator._shutdown_workers()
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return memory for a batch of (N, 3, H, W)."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device, memory_format=self._format)
 
 
 class Loader:
-    """Batches of normalised images on the device. Its workers are forked here and now, and stay.
+    """Batches of normalised images on the device.
+
+    Args:
+        samples: what the batches are made of.
+        sampler: which samples, in which order.
+        batches: the uint8 batches of the sampler, as workers make them.
+        normalize: what brings them to the device.
 
     Attributes:
         images: the ImageSet behind it.
@@ -109,38 +74,20 @@ class Loader:
 
     def __init__(
         self,
-        dataset: SeededImages,
-        sampler: Sampler[Batch],
-        device: torch.device,
-        mean: Sequence[float],
-        std: Sequence[float],
-        num_workers: int,
-        pin_memory: bool,
+        samples: Samples,
+        sampler: EvalSampler | ResumableDistributedSampler,
+        batches: Iterable[Batch],
+        normalize: Normalizer,
     ):
-        self.images = dataset.images
-        self.dataset = dataset
+        self.images = samples.images
+        self.samples = samples
         self.sampler = sampler
-        self.device = device
-        self._wait_s = 0.0
+        self.device = normalize.device
         self.num_broken = 0
-        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
-        self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
-        gate = _Gate(sampler)
-        # More workers than cores are the user's choice; the log says how long the batches were waited for.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        self._batches = DataLoader(
-            dataset,
-            batch_sampler=gate,
-            num_workers=num_workers,
-            collate_fn=_collate,
-            pin_memory=pin_memory and device.type == "cuda",
-            persistent_workers=num_workers > 0,
-            worker_init_fn=functools.partial(shield_worker, parent=os.getpid()),
-        )
-        iter(self._batches)
-        gate.is_open = True
-        # Before multiprocessing's own exit handler, which would wait for workers that do not hear its SIGTERM.
-        atexit.register(_end_workers, weakref.ref(self._batches))
+        self._batches = batches
+        self._normalize = normalize
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._wait_s = 0.0
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -156,6 +103,10 @@ class Loader:
         Raises:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
         """
+        return map(self._to_device, self._host_batches())
+
+    def _host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (uint8 (N, 3, H, W), int64 (N,)) as they come from the workers."""
         batches = iter(self._batches)
         while True:
             start = time.perf_counter()
@@ -165,19 +116,29 @@ class Loader:
                 return
             pixels, labels, broken = batch
             self._report(broken, substituted=pixels is not None)
-            yield self._normalize(pixels), labels.to(self.device, non_blocking=True)
+            yield pixels, labels
+
+    def _to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring a batch to the device; on CUDA on a stream of its own, while the step before is still computed."""
+        pixels, labels = batch
+        if not self._stream:
+            return self._normalize(pixels), labels.to(self.device)
+        with torch.cuda.stream(self._stream):
+            moved = self._normalize(pixels), labels.to(self.device, non_blocking=True)
+        main = torch.cuda.current_stream(self.device)
+        main.wait_stream(self._stream)
+        for tensor in moved:  # taken from the side stream's memory, used on the main one
+            tensor.record_stream(main)
+        return moved
 
     def take_wait_s(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
 
-    def _normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        return torch.sub(pixels.to(self.device, non_blocking=True), self._mean).mul_(self._scale)
-
     def _report(self, broken: tuple[str, ...], substituted: bool) -> None:
         if not substituted:
-            raise BadImageError(f"broken image: {broken[0]}; mend or remove it, or set DATA.ON_BAD_IMAGE skip")
+            raise BadImageError(f"broken image: {broken[-1]}; mend or remove it, or set DATA.ON_BAD_IMAGE skip")
         for message in broken:
             self.num_broken += 1
             logger.warning("broken image no. %d, another in its place: %s", self.num_broken, message)
@@ -205,14 +166,15 @@ class TrainLoader(Loader):
 
     def example(self) -> torch.Tensor:
         """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
-        pixels = self.dataset.transform(Image.new("RGB", (64, 64)))
-        return torch.zeros(self.plan.micro_batch, *pixels.shape, device=self.device)
+        black = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
+        shape = self.samples.transform(black, Draws(0, 0)).shape
+        return self._normalize.empty((self.plan.micro_batch, *shape)).zero_()
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first images of a run as they are trained on: uint8 (at most num, 3, H, W)."""
         self.sampler.set_position(seed, epoch=0, first_step=0)
-        samples = [self.dataset[where] for where in next(iter(self.sampler))[:num]]
-        return torch.stack([sample.pixels for sample in samples if sample.pixels is not None])
+        samples = [self.samples[where] for where in next(iter(self.sampler))[:num]]
+        return torch.stack([sample.pixels for sample in samples if sample.pixels is not None]).cpu()
 
 
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
@@ -222,20 +184,36 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
         ConfigError: the data contradicts the config.
     """
     images = build_images(cfg, train)
-    if train:
-        plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
-        if len(images) < plan.global_batch:
-            raise ConfigError(
-                f"TRAIN.BATCH_SIZE: one step takes {plan.global_batch} images ({plan}),"
-                f" but the training set has {len(images)}; take fewer"
-            )
-        sampler = ResumableDistributedSampler(len(images), plan, launch.rank)
+    sampler = build_sampler(cfg, len(images), launch, train)
+    num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
+    if cfg.DATA.LOADER == "device":
+        images = ResidentImages(images, cfg.DATA.DECODER, device, num_workers)
+    samples = Samples(images, build_transform(cfg, images, train), cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip")
+    if cfg.DATA.LOADER == "device":
+        batches = ResidentBatches(samples, sampler)
     else:
-        sampler = EvalSampler(len(images), cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
-    dataset = SeededImages(images, build_transform(cfg, images, train), cfg.DATA.ON_BAD_IMAGE == "skip")
+        pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
+        batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
     mean, std = cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
-    loader = TrainLoader if train else Loader
-    return loader(dataset, sampler, device, mean, std, cfg.TRAIN.WORKERS, cfg.TRAIN.PIN_MEMORY)
+    normalize = Normalizer(device, mean, std, cfg.MODEL.CHANNELS_LAST)
+    return (TrainLoader if train else Loader)(samples, sampler, batches, normalize)
+
+
+def build_sampler(cfg, num_images: int, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
+    """Return which images this process takes in which step.
+
+    Raises:
+        ConfigError: a step takes more images than there are.
+    """
+    if not train:
+        return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
+    plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
+    if num_images < plan.global_batch:
+        raise ConfigError(
+            f"TRAIN.BATCH_SIZE: one step takes {plan.global_batch} images ({plan}),"
+            f" but the training set has {num_images}; take fewer"
+        )
+    return ResumableDistributedSampler(num_images, plan, launch.rank)
 
 
 def build_images(cfg, train: bool) -> ImageSet:
@@ -247,10 +225,10 @@ def build_images(cfg, train: bool) -> ImageSet:
     return images
 
 
-def build_transform(cfg, images: ImageSet, train: bool) -> Callable:
-    """Return the transform from a PIL image to uint8 (3, H, W)."""
+def build_transform(cfg, images: ImageSet, train: bool) -> Transform:
+    """Return the transform from a picture to uint8 (3, H, W)."""
     if not train:
-        return eval_transform(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE)
+        return CentreCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE)
     data = cfg.DATA
     crop = images.crop if data.CROP == "auto" else data.CROP
     return train_transform(cfg.TRAIN.IM_SIZE, crop, data.CROP_SCALE, data.CROP_PADDING, data.FLIP)

@@ -1,11 +1,9 @@
 """The embedded default: small JPEGs of ten shapes, drawn once into the cache folder."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from distribuuuu.datasets.draw_shapes import draw_shapes
-from distribuuuu.datasets.imagefolder import ImageFolder
+from distribuuuu.datasets.imagefolder import ImageFolder, cache_folder
 from distribuuuu.registry import DATASETS
 
 
@@ -14,6 +12,8 @@ class Shapes(ImageFolder):
     """The shapes, in the layout and through the decoder of any other folder of images."""
 
     num_classes = 10
+    # The folder is known as drawn by what it holds, which must be nothing else.
+    index_in_root = False
     mean, std = (0.489, 0.495, 0.491), (0.233, 0.256, 0.229)
 
     @classmethod
@@ -25,10 +25,4 @@ class Shapes(ImageFolder):
     def from_cfg(cls, cfg, train: bool) -> "Shapes":
         """Return the set, drawn if it is not there yet."""
         root = draw_shapes(cache_folder(cfg.DATA.CACHE_DIR) / "shapes")
-        return cls(root, "train" if train else "val")
-
-
-def cache_folder(chosen: str) -> Path:
-    """Return DATA.CACHE_DIR, or the user's cache folder when it is empty."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or f"{base}/distribuuuu").expanduser()
+        return cls(root, "train" if train else "val", cache_dir=cfg.DATA.CACHE_DIR)

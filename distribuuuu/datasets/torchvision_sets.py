@@ -16,6 +16,8 @@ class TorchvisionSet(ImageSet):
     source = ""
 
     def __init__(self, root: str, train: bool, download: bool):
+        import numpy as np
+
         try:
             data = self._open(root, train, download=False)
         except (RuntimeError, OSError) as error:
@@ -23,8 +25,9 @@ class TorchvisionSet(ImageSet):
                 raise self._missing(root, train, error) from error
             data = self._fetch(root, train)
         self.classes = tuple(data.classes)
-        self._pixels = data.data if isinstance(data.data, list) else getattr(data.data, "numpy", lambda: data.data)()
-        self._labels = [int(label) for label in data.targets]
+        # Arrays, no list of objects: each loader worker would make a copy of that as it counts references.
+        self._pixels = np.asarray(data.data)
+        self._labels = np.asarray(data.targets)
 
     def _open(self, root: str, train: bool, download: bool):
         import torchvision.datasets
@@ -54,14 +57,12 @@ class TorchvisionSet(ImageSet):
         return len(self._labels)
 
     def read(self, index: int):
-        """Return image `index` as an RGB PIL image; a grey one has three equal channels."""
-        from PIL import Image
-
-        return Image.fromarray(self._pixels[index]).convert("RGB")
+        """Return the pixels of image `index`: uint8 (H, W) or (H, W, 3)."""
+        return self._pixels[index]
 
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
-        return self._labels[index]
+        return int(self._labels[index])
 
 
 @DATASETS.register("cifar10")

@@ -6,6 +6,7 @@ whatever else MODEL.KWARGS may set; with a parameter `im_size` it is given TRAIN
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError
@@ -29,9 +30,10 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     try:
         construction = _plan(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
-        return build_pretrained(construction) if pretrained else construction.build()
+        model = build_pretrained(construction) if pretrained else construction.build()
     except ConfigError as error:
         raise _with_origins(cfg, error) from error
+    return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
 def check_model(cfg) -> None:

@@ -1,0 +1,117 @@
+"""What a JPEG says of itself, and how to leave out the rows that a crop does not need (ITU-T T.81, annex B)."""
+
+import re
+from dataclasses import dataclass, field
+
+Buffer = bytes | bytearray | memoryview
+
+_START, _END, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xD9, 0xDD, 0xDA
+# Markers C0 to CF begin a frame, but for these three: Huffman tables, an extension, arithmetic conditioning.
+_NO_FRAME = (0xC4, 0xC8, 0xCC)
+_BASELINE = (0xC0, 0xC1)
+_RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
+
+
+@dataclass
+class JpegHeader:
+    """The frame of a JPEG, and where its parts lie in the file.
+
+    Attributes:
+        height, width: in pixels.
+        bits: of a sample.
+        sampling: (horizontal, vertical) sampling factors of each channel.
+        frame_at: position of the frame's marker.
+        is_baseline: sequential Huffman coding.
+        restart_interval: blocks between two restart markers; 0: none.
+        scan_at: position of the first scan's data; 0: not looked for.
+        scan_channels: channels in the first scan.
+    """
+
+    height: int
+    width: int
+    bits: int
+    sampling: list[tuple[int, int]]
+    frame_at: int
+    is_baseline: bool
+    restart_interval: int = 0
+    scan_at: int = 0
+    scan_channels: int = field(default=0)
+
+    @property
+    def channels(self) -> int:
+        """How many channels the file has: 1 grey, 3 colour, 4 CMYK."""
+        return len(self.sampling)
+
+    @property
+    def block_height(self) -> int:
+        """Height in pixels of the blocks that are coded together; of a single channel, of one block."""
+        return 8 * max(vertical for _, vertical in self.sampling) if self.channels > 1 else 8
+
+    @property
+    def block_width(self) -> int:
+        """Width in pixels of the blocks that are coded together; of a single channel, of one block."""
+        return 8 * max(horizontal for horizontal, _ in self.sampling) if self.channels > 1 else 8
+
+
+def read_jpeg_header(data: Buffer) -> JpegHeader | None:
+    """Return what is said before the first scan; None when the data is no JPEG or is cut before it."""
+    if bytes(data[:2]) != bytes((0xFF, _START)):
+        return None
+    header, restart_interval, position, length = None, 0, 2, len(data)
+    while position + 4 <= length:
+        if data[position] != 0xFF:
+            return None
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        end = position + 2 + (data[position + 2] << 8 | data[position + 3])
+        if end > length:
+            return None
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
+            header = _read_frame(data, position)
+        elif marker == _RESTART_INTERVAL:
+            restart_interval = data[position + 4] << 8 | data[position + 5]
+        elif marker == _START_OF_SCAN:
+            if header:
+                header.restart_interval = restart_interval
+                header.scan_at, header.scan_channels = end, data[position + 4]
+            return header
+        position = end
+    return None
+
+
+def _read_frame(data: Buffer, at: int) -> JpegHeader:
+    height, width = (data[at + i] << 8 | data[at + i + 1] for i in (5, 7))
+    factors = [data[at + 11 + 3 * channel] for channel in range(data[at + 9])]
+    sampling = [(factor >> 4, factor & 15) for factor in factors]
+    return JpegHeader(height, width, data[at + 4], sampling, at, data[at + 1] in _BASELINE)
+
+
+def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[Buffer, int]:
+    """Return a JPEG of some rows of another one, and which row it begins with.
+
+    It decodes to the same pixels in the rows from `top` to before `bottom`. Rows can be left out where each row of
+    blocks ends in a restart marker, as in the files that `tools/pack_dataset.py` writes; other files come back whole.
+    """
+    rows = -(-header.height // header.block_height)
+    # A row of blocks more on both sides: the decoder smooths colours over the borders of blocks.
+    first = max(0, top // header.block_height - 1)
+    last = min(rows, -(-bottom // header.block_height) + 1)
+    across = -(-header.width // header.block_width)
+    can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
+    if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != bytes((0xFF, _END)):
+        return data, 0
+    data = bytes(data)
+    ends = [match.start() for match in _RESTARTS.finditer(data, header.scan_at)]
+    if len(ends) != rows - 1:
+        return data, 0
+    begins = [header.scan_at, *(end + 2 for end in ends)]
+    ends.append(len(data) - 2)
+    height = min(last * header.block_height, header.height) - first * header.block_height
+    at = header.frame_at + 5
+    parts = [data[:at], height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
+    for number, row in enumerate(range(first, last)):
+        parts += [data[begins[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
+    parts[-1] = bytes((0xFF, _END))
+    return b"".join(parts), first * header.block_height

@@ -1,0 +1,254 @@
+"""Writing packed images: shard after shard, each with a side file of its rows, and the index last.
+
+A packing that was killed goes on after the last shard that has a side file; `pack_file` describes the files.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from distribuuuu.config import ConfigError
+from distribuuuu.datasets.array_file import ArrayFileError, pack_names, read_arrays, write_arrays
+from distribuuuu.datasets.pack_file import (
+    HEADER_SIZE,
+    INDEX,
+    KIND,
+    VERSION,
+    Identity,
+    checksum_of,
+    shard_header,
+    shard_name,
+)
+
+PART_KIND = "rows of a shard"
+_OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.\d+\.tmp")
+# Columns of the index beside the names: the place of a record, and what it is.
+COLUMNS = {
+    "shard": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32,
+    "height": np.int32, "width": np.int32, "crc32": np.uint32,
+}  # fmt: skip
+
+
+class Record(NamedTuple):
+    """One image as it is stored; height and width of the pixels of format raw, else 0."""
+
+    data: bytes
+    crc32: int
+    label: int
+    height: int
+    width: int
+    name: bytes
+
+
+def find_strangers(folder: Path) -> list[str]:
+    """Return why a folder is not to be packed into, which need not exist: it holds files of something else."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    others = [name for name in names if not _OWN_FILES.fullmatch(name) and not name.startswith(".")]
+    return [f"{folder} holds other things already, e.g. {others[0]}; name another folder"] if others else []
+
+
+def find_conflicts(folder: Path, identity: Identity) -> list[str]:
+    """Return why packing cannot go on in a folder: it holds another pack, or one made in another way.
+
+    Args:
+        folder: it need not exist.
+        identity: as far as it is known.
+    """
+    try:
+        begun = _read_identity(folder)
+    except (ArrayFileError, OSError) as error:
+        return [f"{folder / INDEX} {error}; name another folder, or add --overwrite to replace it"]
+    differences = [
+        f"{key.replace('_', ' ')} {_shown(begun[part].get(key))}, now {_shown(value)}"
+        for part in identity
+        for key, value in identity[part].items()
+        if begun and begun[part].get(key) != value
+    ]
+    how = "name another folder, or add --overwrite to start anew"
+    return [f"{folder} holds another pack: {'; '.join(differences)}; {how}"] if differences else []
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _read_identity(folder: Path) -> Identity | None:
+    """Return what the pack in a folder was made from, None when nothing there tells; an unreadable part tells nothing.
+
+    Raises:
+        ArrayFileError: the index cannot be used.
+    """
+    if (folder / INDEX).exists():
+        return read_arrays(folder / INDEX, KIND, VERSION)[0]
+    parts = _finished_parts(folder)
+    return parts[0][0] if parts else None
+
+
+def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Return the meta and the rows of each finished shard, up to the first that is not whole."""
+    parts = []
+    with contextlib.suppress(OSError, ArrayFileError):
+        while True:
+            path = folder / shard_name(len(parts))
+            meta, rows = read_arrays(path.with_suffix(".part"), PART_KIND, VERSION)
+            if path.stat().st_size != meta["shard"]["size"]:
+                break
+            parts.append((meta, rows))
+    return parts
+
+
+def remove_pack(folder: Path) -> None:
+    """Delete a pack, whole or not; the index goes first, so that no half pack is ever taken for a whole one."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / INDEX).unlink()
+    _remove(folder)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete the side files of a pack that has its index."""
+    for path in folder.glob("shard-*.part"):
+        path.unlink()
+
+
+def _remove(folder: Path, but: Container[str] = ()) -> None:
+    """Delete the files of a pack, except those of some shards, by their names without the ending."""
+    for path in folder.iterdir():
+        if _OWN_FILES.fullmatch(path.name) and path.stem not in but:
+            path.unlink()
+
+
+class PackWriter:
+    """Appends records to shards; goes on after the last finished shard of the same pack, and deletes what follows it.
+
+    As a context, it deletes a shard that is not finished at the end.
+
+    Args:
+        folder: it must be there, and hold no other pack (`find_conflicts`) and no index.
+        identity: what the pack is made from and how.
+        max_bytes: the most that a shard may have; one record it may have in any case.
+
+    Attributes:
+        next_image: number of the first image of the source that no finished shard has dealt with.
+        num_images, num_bytes, num_skipped: images in the pack, their bytes, and images left out of it.
+        shards: name, size and images of each finished shard.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, max_bytes: int):
+        self.folder, self.identity, self.max_bytes = folder, identity, max_bytes
+        self.next_image = self.num_images = self.num_bytes = self.num_skipped = 0
+        self.shards: list[dict[str, Any]] = []
+        self._parts = _finished_parts(folder)
+        for meta, rows in self._parts:
+            self.shards.append(meta["shard"])
+            self.next_image = meta["next_image"]
+            self.num_images += meta["shard"]["images"]
+            self.num_skipped += meta["num_skipped"]
+            self.num_bytes += int(rows["length"].sum())
+        _remove(folder, but={Path(shard["name"]).stem for shard in self.shards})
+        self._file: BinaryIO | None = None
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self._names: list[bytes] = []
+        self._end, self._num_skipped = HEADER_SIZE, 0
+
+    def append(self, image: int, record: Record) -> None:
+        """Write the record of image `image` of the source.
+
+        Raises:
+            ConfigError: the disk refuses it.
+        """
+        if self._rows and self._end + len(record.data) > self.max_bytes:
+            self._finish_shard(image)
+        number, size = len(self.shards), len(record.data)
+        with self._disk_errors_told():
+            if self._file is None:
+                self._file = open(self.folder / shard_name(number), "wb", buffering=1 << 20)
+                self._file.write(shard_header(number, self.identity))
+            self._file.write(record.data)
+        self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
+        self._names.append(record.name)
+        self._end += size
+        self.num_images += 1
+        self.num_bytes += size
+
+    def skip(self) -> None:
+        """Count an image that is left out."""
+        self._num_skipped += 1
+        self.num_skipped += 1
+
+    def _finish_shard(self, next_image: int) -> None:
+        path = self.folder / shard_name(len(self.shards))
+        rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
+        columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
+        columns |= {f"name_{part}": array for part, array in pack_names(self._names).items()}
+        shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
+        meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
+        with self._disk_errors_told():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            write_arrays(path.with_suffix(".part"), PART_KIND, VERSION, meta, columns)
+        self._file = None
+        self._parts.append((meta, columns))
+        self.shards.append(shard)
+        self._begin_shard()
+
+    def finish(self, num_source: int, meta: Mapping[str, Any]) -> None:
+        """Write the index and delete the side files.
+
+        Args:
+            num_source: images of the source, with those that were left out.
+            meta: what the reader has to know beside the rows.
+
+        Raises:
+            ConfigError: the disk refuses it.
+        """
+        if self._rows:
+            self._finish_shard(num_source)
+        columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in [*COLUMNS, "name_bytes"]}
+        lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
+        columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
+        whole = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
+        with self._disk_errors_told():
+            write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **whole}, columns)
+            _sync_folder(self.folder)  # the index is there for good before what could replace it goes
+            remove_parts(self.folder)
+
+    def __enter__(self) -> "PackWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Delete the shard that is not finished."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what is still to be written is not wanted any more
+                self._file.close()
+            with contextlib.suppress(OSError):
+                (self.folder / shard_name(len(self.shards))).unlink()
+            self._file = None
+
+    @contextlib.contextmanager
+    def _disk_errors_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._abandon()
+            rest = f"the {len(self.shards)} finished shards stay: make room and run the same command again"
+            raise ConfigError(f"{self.folder}: {error.strerror or error}; {rest}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

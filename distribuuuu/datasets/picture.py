@@ -1,0 +1,113 @@
+"""An image of a data set before it is cropped: decoded no further than the crop needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from distribuuuu.datasets.decode import decode, decode_scaled, is_common_jpeg, pixels_of
+from distribuuuu.datasets.jpeg import Buffer, cut_rows, read_jpeg_header
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def of(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the part of (3, H, W), without a copy."""
+        return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
+
+
+class Picture:
+    """Pixels in memory: uint8 (3, H, W)."""
+
+    def __init__(self, pixels: torch.Tensor | None):
+        self._pixels = pixels
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return tuple(self.pixels().shape[1:])
+
+    def pixels(self) -> torch.Tensor:
+        """Return the whole image: uint8 (3, H, W)."""
+        return self._pixels
+
+    def crop(self, box: Box, size: int) -> torch.Tensor:
+        """Return the pixels of a box that will be resized to `size`: uint8 (3, H, W), perhaps made smaller already."""
+        return box.of(self.pixels())
+
+
+class EncodedPicture(Picture):
+    """The bytes of an image file.
+
+    Args:
+        data: the whole file.
+        decoder: see `decode`.
+    """
+
+    def __init__(self, data: Buffer, decoder: str):
+        super().__init__(None)
+        self._data = data
+        self._decoder = decoder
+        header = read_jpeg_header(data) if decoder in ("auto", "simplejpeg") else None
+        self._header = header if is_common_jpeg(header) else None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels, from the header of a JPEG, else from the pixels."""
+        return (self._header.height, self._header.width) if self._header else super().size
+
+    def pixels(self) -> torch.Tensor:
+        """Return the whole image: uint8 (3, H, W)."""
+        if self._pixels is None:
+            self._pixels = decode(self._data, self._decoder)
+        return self._pixels
+
+    def crop(self, box: Box, size: int) -> torch.Tensor:
+        """Return the pixels of a box, decoding the rows around it only where the file allows that.
+
+        simplejpeg makes a box that is at least twice, four or eight times as large as `size` smaller by that factor
+        while it decodes, its borders moved to multiples of the factor.
+        """
+        if not self._header:
+            return super().crop(box, size)
+        factor = _scale_factor(box, size) if self._decoder == "simplejpeg" else 1
+        if factor > 1:
+            snapped = Box(*(value // factor for value in box))
+            return snapped.of(decode_scaled(self._data, self._header, factor))
+        data, first_row = cut_rows(self._data, self._header, box.top, box.top + box.height)
+        return box._replace(top=box.top - first_row).of(decode(data, self._decoder))
+
+
+def open_picture(item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str) -> Picture:
+    """Return what an ImageSet has read as a picture.
+
+    Raises:
+        ValueError: an array that is no image.
+    """
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return EncodedPicture(item, decoder)
+    if isinstance(item, torch.Tensor):
+        return Picture(item)
+    if not isinstance(item, np.ndarray):
+        return Picture(pixels_of(item))
+    if item.dtype != np.uint8 or item.ndim not in (2, 3) or item.shape[2:] not in ((), (1,), (3,)):
+        raise ValueError(f"an array of {item.dtype} and shape {item.shape} is no image: uint8 (H, W) or (H, W, 3) is")
+    pixels = torch.from_numpy(item)
+    return Picture(pixels.expand(3, -1, -1) if item.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1))
+
+
+def _scale_factor(box: Box, size: int) -> int:
+    """Return the largest of 1, 2, 4 and 8 that leaves a box at least as large as `size`."""
+    smaller = min(box.height, box.width) // max(1, size)
+    return max(factor for factor in (1, 2, 4, 8) if factor <= max(1, smaller))

@@ -1,0 +1,73 @@
+"""One sample: read, decoded, transformed; and what becomes of a broken one."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from distribuuuu.datasets.draws import Draws
+from distribuuuu.datasets.image_set import ImageSet
+from distribuuuu.datasets.picture import open_picture
+from distribuuuu.datasets.transforms import Transform
+from distribuuuu.seeding import derive_seed
+
+# How many other images a broken one may be replaced by before the data counts as broken.
+MAX_SUBSTITUTES = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image on its way to a batch: uint8 (3, H, W), its label, and what went wrong before it was read."""
+
+    pixels: torch.Tensor | None
+    label: int
+    broken: tuple[str, ...] = ()
+
+
+class Samples(Dataset):
+    """The images of a set by (key, index), which all randomness follows from: the same in any worker or none.
+
+    Args:
+        images: the set.
+        transform: from a picture and its draws to uint8 (3, H, W).
+        decoder: see `decode`.
+        skip_broken: take another image in the place of one that cannot be read, the same one each time.
+    """
+
+    def __init__(self, images: ImageSet, transform: Transform, decoder: str, skip_broken: bool):
+        self.images = images
+        self.transform = transform
+        self.decoder = decoder
+        self.skip_broken = skip_broken
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, where: tuple[int, int]) -> Sample:
+        key, index = where
+        broken: list[str] = []
+        for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
+            chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
+            try:
+                picture = open_picture(self.images.read(chosen), self.decoder)
+                return Sample(self.transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
+            except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
+                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {error}")
+        return Sample(None, -1, tuple(broken))
+
+
+Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Return (uint8 (N, 3, H, W), int64 (N,), messages); no images when one of them could not be had.
+
+    The channels of a pixel lie side by side in memory, as decoders and resizing leave them.
+    """
+    broken = tuple(message for sample in samples for message in sample.broken)
+    if any(sample.pixels is None for sample in samples):
+        return None, torch.empty(0), broken
+    # In a worker process this stacks right into the memory that it shares.
+    pixels = default_collate([sample.pixels.permute(1, 2, 0) for sample in samples]).permute(0, 3, 1, 2)
+    return pixels, torch.from_numpy(np.array([sample.label for sample in samples], dtype=np.int64)), broken

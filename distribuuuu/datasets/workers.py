@@ -1,0 +1,142 @@
+"""Who makes the batches: processes, threads, or the training process itself. All make the same ones."""
+
+import atexit
+import functools
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from distribuuuu.datasets.samplers import Batch as Positions
+from distribuuuu.datasets.samples import Batch, Samples, collate
+from distribuuuu.launch import Launch
+from distribuuuu.signals import shield_worker
+
+# Batches that each worker is ahead; more than two change nothing but the memory.
+PREFETCH = 2
+
+
+def count_workers(chosen: int, launch: Launch) -> int:
+    """Return TRAIN.WORKERS, or, for -1, the cores that this process may use, shared with the others of its machine."""
+    return chosen if chosen >= 0 else max(1, count_cores() // launch.local_world_size)
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use: those of its CPU set, and no more than its control group's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
+
+
+def start_workers(
+    samples: Samples, sampler: Sampler[Positions], kind: str, num_workers: int, pin_memory: bool
+) -> Iterable[Batch]:
+    """Return the batches of a sampler; each iteration starts over at the sampler's position.
+
+    Args:
+        samples: what the batches are made of.
+        sampler: gives the positions of each batch.
+        kind: "process": forked here and now, and there to stay; "thread".
+        num_workers: how many; 0: the process makes its batches by itself.
+        pin_memory: put the batches into page-locked memory.
+    """
+    if kind == "thread" and num_workers:
+        return ThreadWorkers(samples, sampler, num_workers, pin_memory)
+    return ProcessWorkers(samples, sampler, num_workers, pin_memory)
+
+
+class _Gate:
+    """A sampler that yields nothing until it is opened, so that workers can be started without work."""
+
+    def __init__(self, sampler: Sampler[Positions]):
+        self.sampler = sampler
+        self.is_open = False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Positions]:
+        return iter(self.sampler if self.is_open else ())
+
+
+class ProcessWorkers:
+    """Processes, forked here and now, that make batches ahead and stay until this object goes."""
+
+    def __init__(self, samples: Samples, sampler: Sampler[Positions], num_workers: int, pin_memory: bool):
+        gate = _Gate(sampler)
+        # More workers than cores are the user's choice; the log says how long the batches were waited for.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        self._batches = DataLoader(
+            samples,
+            batch_sampler=gate,
+            num_workers=num_workers,
+            collate_fn=collate,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            prefetch_factor=PREFETCH if num_workers else None,
+            worker_init_fn=functools.partial(shield_worker, parent=os.getpid()),
+        )
+        iter(self._batches)
+        gate.is_open = True
+        # The workers do not hear the SIGTERM that multiprocessing's exit handler and a DataLoader that the garbage
+        # collector has taken apart would send them, so they are told to end before either.
+        atexit.register(weakref.finalize(self, _end_processes, self._batches))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+
+def _end_processes(batches: DataLoader) -> None:
+    if batches._iterator is not None:
+        batches._iterator._shutdown_workers()
+
+
+class ThreadWorkers:
+    """Threads that make batches ahead: decoding and resizing leave Python's lock, and no batch changes processes."""
+
+    def __init__(self, samples: Samples, sampler: Sampler[Positions], num_workers: int, pin_memory: bool):
+        self._samples = samples
+        self._sampler = sampler
+        self._pin_memory = pin_memory
+        self._ahead = PREFETCH * num_workers
+        self._pool = ThreadPoolExecutor(num_workers, "loader")
+        self._compute_alone(num_workers)
+
+    def _compute_alone(self, num_workers: int) -> None:
+        """Use one thread for the tensors of each worker: the cores belong to the other workers and to the model.
+
+        torch keeps the number for each thread that has set it, and the last one set for all others.
+        """
+        own, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
+        for _ in range(num_workers):
+            self._pool.submit(lambda: (torch.set_num_threads(1), started.wait()))
+        started.wait()
+        torch.set_num_threads(own)
+
+    def __iter__(self) -> Iterator[Batch]:
+        positions = iter(self._sampler)
+        waiting: deque[Future] = deque()
+        try:
+            for batch in positions:
+                waiting.append(self._pool.submit(self._make, batch))
+                if len(waiting) > self._ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:  # also where an epoch is left early
+            for future in waiting:
+                future.cancel()
+
+    def _make(self, positions: Positions) -> Batch:
+        pixels, labels, broken = collate([self._samples[position] for position in positions])
+        return (pixels.pin_memory() if self._pin_memory and pixels is not None else pixels), labels, broken

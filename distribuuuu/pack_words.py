@@ -1,0 +1,164 @@
+"""The command line of tools/pack_dataset.py, and what is wrong with it before an image is read."""
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config import Config, ConfigError, get_cfg, leaves, read_cfg, with_origin
+from distribuuuu.datasets.pack_file import FORMATS
+from distribuuuu.datasets.pack_writer import find_conflicts, find_strangers
+from distribuuuu.registry import DATASETS, did_you_mean
+
+DEFAULT_QUALITY = 90
+SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command line asks for.
+
+    Attributes:
+        out: the folder of the packs, one sub-folder a split.
+        verify: look at the packs that are there, and nothing else.
+        cfg: names the source, and says what a broken image does.
+        options: format, shorter_side, quality and shard_mb, as the index keeps them.
+        trains: True for the training images, False for the evaluation images.
+        workers: worker processes; 0: none.
+        overwrite: delete what was packed before.
+        check: decode the files that are kept as they are.
+    """
+
+    out: Path
+    verify: bool
+    cfg: Config
+    options: dict[str, Any]
+    trains: tuple[bool, ...]
+    workers: int
+    overwrite: bool
+    check: bool
+
+    def folder(self, train: bool) -> Path:
+        """Return the folder of a pack."""
+        return self.out / ("train" if train else "val")
+
+    def source(self, train: bool) -> dict[str, Any]:
+        """Return where the images come from, as the index keeps it."""
+        section = self.cfg.TRAIN if train else self.cfg.TEST
+        folder = os.path.realpath(section.DATASET)
+        return {"data_set": self.cfg.DATA.NAME, "folder": folder, "split": section.SPLIT}
+
+
+def parse_words(description: str, words: list[str]) -> Job:
+    """Return what the command line asks for.
+
+    Raises:
+        ConfigError: with every problem of the words, the config, the source and the folder to write.
+    """
+    parser = build_parser(description)
+    args, rest = parser.parse_known_args(words)
+    flags = [word for word in rest if re.match(r"--?[a-zA-Z]", word)]
+    if flags:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ConfigError([f"command line: no such flag: {flag}{did_you_mean(flag, known)}" for flag in flags])
+    if not rest or rest[0] in dict(leaves(get_cfg())):
+        raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
+    cfg, problems = read_cfg(args.cfg, rest[1:])
+    problems += find_flag_problems(args, rest[1:])
+    job = _job_of(args, Path(rest[0]), cfg)
+    if not args.verify:
+        problems += _source_problems(job, set_keys_only=bool(problems))
+        problems += _out_problems(job)
+    if problems:
+        raise ConfigError(problems)
+    return job
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the flags; what it leaves over are the folder and KEY VALUE words."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]\n       %(prog)s --verify OUT [--workers N]",
+        epilog="KEY VALUE words name the source, e.g. TRAIN.DATASET my_images, or DATA.NAME cifar10",
+    )
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
+    add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
+    add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
+    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where --shorter-side makes it necessary")
+    add("--shard-mb", metavar="MB", type=float, default=1024.0, help="the most that one file may have (1024)")
+    add("--workers", metavar="N", type=int, help="processes that read and encode (one a core); 0: none")
+    add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
+    add("--overwrite", action="store_true", help="delete what OUT holds of these splits, and start anew")
+    add("--no-check", action="store_true", help="do not decode the files that are kept as they are")
+    add("--verify", action="store_true", help="read every byte of OUT and name each image that is not sound")
+    return parser
+
+
+def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
+    encodes = args.format == "jpeg" and args.shorter_side is not None
+    quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
+    options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
+    workers = _num_cores() if args.workers is None else args.workers
+    trains = SPLITS.get(args.split, ())
+    return Job(out, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
+    """Yield what is wrong with the flags."""
+    for flag, value, allowed in (("--format", args.format, FORMATS), ("--split", args.split, tuple(SPLITS))):
+        if value not in allowed:
+            yield f"{flag} {value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+    if args.format == "raw" and args.quality is not None:
+        yield f"--quality {args.quality}: --format raw keeps pixels, which have none; leave one of them out"
+    if args.quality is not None and not 1 <= args.quality <= 100:
+        yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
+    if args.shorter_side is not None and args.shorter_side < 1:
+        yield f"--shorter-side {args.shorter_side} is outside the allowed range: 1 and up"
+    if not 0 < args.shard_mb < 2**40:
+        yield f"--shard-mb {args.shard_mb} must be above 0"
+    if args.workers is not None and args.workers < 0:
+        yield f"--workers {args.workers} is outside the allowed range: 0 and up"
+    if args.verify and (overrides or args.cfg):
+        yield "--verify needs the folder alone: the pack says itself what it was made from"
+
+
+def _source_problems(job: Job, set_keys_only: bool) -> Iterator[str]:
+    """Yield what the disk contradicts; how many classes the model has does not matter here."""
+    cfg = job.cfg
+    if cfg.DATA.NAME not in DATASETS:  # told already
+        return
+    family = DATASETS.get(cfg.DATA.NAME)
+    for key, message in dict.fromkeys(found for train in job.trains for found in family.find_problems(cfg, train)):
+        if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
+            yield f"{with_origin(cfg, key)}: {message}"
+
+
+def _out_problems(job: Job) -> Iterator[str]:
+    existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        yield f"{existing} is a file, not a folder; name another"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{existing} cannot be written to"
+    else:
+        for train in job.trains:
+            yield from _pack_problems(job, train)
+
+
+def _pack_problems(job: Job, train: bool) -> Iterator[str]:
+    folder, source = job.folder(train), job.source(train)
+    if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
+        yield f"{folder} is the source itself; name another folder"
+        return
+    strangers = find_strangers(folder)
+    yield from strangers
+    if not strangers and not job.overwrite:
+        yield from find_conflicts(folder, {"options": job.options, "source": source})

@@ -1,0 +1,221 @@
+"""Pack a data set into a few large files, or verify such a pack: what tools/pack_dataset.py does.
+
+Worker processes read, decode and encode; this process appends what they made in the order of the images, so the number
+of workers changes nothing about the bytes.
+"""
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distribuuuu.cli import USAGE_ERROR, report
+from distribuuuu.config import ConfigError
+from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
+from distribuuuu.datasets.pack_workers import in_order
+from distribuuuu.datasets.pack_writer import PackWriter, find_conflicts, remove_pack, remove_parts
+from distribuuuu.pack_words import DEFAULT_QUALITY, Job, parse_words
+from distribuuuu.registry import DATASETS, did_you_mean
+from distribuuuu.signals import STATUS_OF, handled_by
+
+if TYPE_CHECKING:
+    from distribuuuu.datasets.pack_record import Encoder
+
+
+def run_packer(description: str) -> int:
+    """Read the command line, then pack or verify; return the status.
+
+    0: done; 2: something has to be changed first, or the pack is not sound, and standard error says what; 130, 143 and
+    75: stopped by SIGINT, SIGTERM and SIGUSR1.
+    """
+    with handled_by(_stop):
+        try:
+            job = parse_words(description, sys.argv[1:])
+            if job.verify:
+                verify_packs(job.out, job.workers)
+            else:
+                for train in job.trains:
+                    pack_split(job, train)
+        except ConfigError as error:
+            report(error)
+            return USAGE_ERROR
+        except OSError as error:  # a folder that cannot be listed, a file that cannot be deleted
+            report(ConfigError(f"{error.filename or '--'}: {error.strerror or error}"))
+            return USAGE_ERROR
+    return 0
+
+
+def _stop(signum: int) -> None:
+    """End this process and its workers now."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os.write(2, f"\n{signal.Signals(signum).name}: stopped; nothing that was finished is lost\n".encode())
+    os._exit(STATUS_OF[signum])
+
+
+# ------------------------------------------------------------------------------------------ packing
+
+
+def pack_split(job: Job, train: bool) -> None:
+    """Pack the training or the evaluation images, or go on with it, and print what there is now.
+
+    Raises:
+        ConfigError: the folder holds another pack, an image is broken, or the disk refuses the files.
+    """
+    folder = job.folder(train)
+    encoder = _build_encoder(job, train)
+    images = encoder.images
+    identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
+    with _locked(folder):
+        if job.overwrite:
+            remove_pack(folder)
+        if conflicts := find_conflicts(folder, identity):
+            raise ConfigError(conflicts)
+        if (folder / INDEX).exists():
+            remove_parts(folder)
+            print(f"{folder} is packed already: nothing to do")
+            return
+        started = time.perf_counter()
+        writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
+        if first := writer.next_image:
+            print(f"{folder}: going on after {len(writer.shards)} finished shards, with image {first}", flush=True)
+        about = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
+        with writer:
+            _append_all(writer, encoder, job.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
+            if not writer.num_images:
+                raise ConfigError(f"{folder}: each of the {len(images)} images is broken")
+            writer.finish(len(images), about)
+    seconds = time.perf_counter() - started
+    print(_summary(writer, len(images.classes), (len(images) - first) / seconds))
+
+
+def _build_encoder(job: Job, train: bool) -> "Encoder":
+    from distribuuuu.datasets.pack_record import Encoder, is_file
+
+    name, options = job.cfg.DATA.NAME, job.options
+    images = DATASETS.get(name).from_cfg(job.cfg, train)
+    # A set of files has a folder; what is above it is left out of the names, so that they fit on any machine.
+    root = str(getattr(images, "folder", Path()).parent)
+    if not len(images):
+        raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
+    if options["format"] == "jpeg" and options["quality"] is None:
+        try:
+            keeps_files = is_file(images.read(0))
+        except Exception:  # a broken first image is told in its turn
+            keeps_files = True
+        if not keeps_files:
+            what = f"{name} has pixels, and no files to be kept as they are"
+            raise ConfigError(f"--format jpeg: {what}; add --quality {DEFAULT_QUALITY}, or use --format raw")
+    is_raw = options["format"] == "raw"
+    return Encoder(images, root, is_raw, options["shorter_side"], options["quality"], job.check)
+
+
+def _fingerprint(encoder: "Encoder") -> dict[str, int]:
+    """Return what tells one list of images from another."""
+    checksum = zlib.crc32("\0".join(encoder.images.classes).encode(errors="replace"))
+    for index in range(len(encoder.images)):
+        line = f"{encoder.name(index)}\0{encoder.images.label(index)}\n"
+        checksum = zlib.crc32(line.encode(errors="replace"), checksum)
+    return {"images": len(encoder.images), "checksum_of_names_and_labels": checksum}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep a second command out of it for the length of the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise ConfigError(f"{folder}: another command is packing into it; wait for its end") from None
+    except OSError:  # a file system without locks for folders
+        pass
+    try:
+        yield
+    finally:
+        os.close(number)
+
+
+def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
+    from tqdm import tqdm
+
+    total, before, started = len(encoder.images), writer.num_bytes, time.perf_counter()
+    results = in_order(encoder, range(writer.next_image, total), num_workers)
+    bar = tqdm(total=total, initial=writer.next_image, desc=str(writer.folder), unit="img", disable=None, leave=False)
+    with bar, contextlib.closing(results):
+        for numbers, records in results:
+            for number, record in zip(numbers, records, strict=True):
+                if not isinstance(record, str):
+                    writer.append(number, record)
+                    continue
+                if not skip:
+                    how = "mend it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
+                    raise ConfigError(f"broken image: {record}; {how}")
+                tqdm.write(f"broken image left out: {record}", file=sys.stderr)
+                writer.skip()
+            speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
+            bar.update(len(numbers))
+
+
+def _summary(writer: PackWriter, num_classes: int, images_per_s: float) -> str:
+    left_out = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
+    return (
+        f"{writer.folder}: {writer.num_images} images of {num_classes} classes{left_out}, "
+        f"{writer.num_bytes / 1e6:.1f} MB in {len(writer.shards)} shards; {images_per_s:.0f} images/s"
+    )
+
+
+# ---------------------------------------------------------------------------------------- verifying
+
+
+def verify_packs(out: Path, num_workers: int) -> None:
+    """Read every byte of the packs in a folder, and print what was looked at.
+
+    Raises:
+        ConfigError: with each image and file that is not sound.
+    """
+    folders = [out, *sorted(path for path in out.iterdir() if path.is_dir())] if out.is_dir() else []
+    folders = [folder for folder in folders if (folder / INDEX).exists() or any(folder.glob("shard-*"))]
+    if not folders:
+        beside = [path.name for path in out.absolute().parent.glob("*/")]
+        what = "holds no packed data" if out.is_dir() else "is no folder"
+        raise ConfigError(f"--verify: {out} {what}{did_you_mean(out.name, beside)}")
+    problems = []
+    for folder in folders:
+        try:
+            problems += _verify_pack(folder, num_workers)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def _verify_pack(folder: Path, num_workers: int) -> list[str]:
+    from tqdm import tqdm
+
+    from distribuuuu.datasets.pack_record import Checker
+
+    meta, columns, problems = read_whole_or_cut(folder)
+    total = len(columns["label"])
+    results = in_order(Checker(folder, meta, columns), range(total), num_workers)
+    with tqdm(total=total, desc=str(folder), unit="img", disable=None, leave=False) as bar, contextlib.closing(results):
+        for numbers, found in results:
+            problems += [problem for problem in found if problem]
+            bar.update(len(numbers))
+    if not problems:
+        size = sum(shard["size"] for shard in meta["shards"])
+        shards = f"{len(meta['shards'])} shards ({size / 1e6:.1f} MB)"
+        print(f"{folder}: {total} images in {shards}: every checksum matches and every image decodes")
+    return problems
