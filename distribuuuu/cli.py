@@ -14,6 +14,7 @@ import yaml
 from distribuuuu import defaults
 from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
 from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
+from distribuuuu.memory import keep_freed_memory
 from distribuuuu.nproc import own_command, run_processes, without_nproc
 from distribuuuu.preflight import find_run_problems
 from distribuuuu.registry import did_you_mean
@@ -31,8 +32,6 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
     # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
     # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # On the CPU a batch's fresh memory costs more than what is computed into it, unless its pages are large ones.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if was_launched():  # a launcher that is killed leaves no process behind
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above
@@ -43,6 +42,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
             if nproc > 1:
                 return run_processes(nproc, without_nproc(own_command()))
             if cfg is not None:
+                keep_freed_memory()
                 start(cfg)
         except ConfigError as error:
             report(error)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from distribuuuu import distributed as dist
 from distribuuuu.records import EventFile, RecordFile, drop_records_after
+from distribuuuu.verdict import MOST_WAIT
 
 logger = logging.getLogger("distribuuuu")
 # Rows of the table of steps; a terminal shows a bar in their place.
@@ -27,6 +28,10 @@ _HEADER = f"{'epoch':>7} {'step':>9} {'loss':>8} {'top1':>6} {{topk:>6}} {'lr':>
 _ROW = (
     "{epoch:>7} {step:>9} {loss:>8.4f} {top1:>6.2f} {topk:>6.2f} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
 )
+# Steps or seconds of a start before the share of waiting for data is looked at: of a handful of steps it is noise.
+# Within a long epoch it is looked at about once a minute: what the epoch's first batches cost is a small part of that.
+_NOISE_STEPS, _NOISE_S = 50, 20.0
+_WATCH_S = 60.0
 
 
 class _TerminalHandler(logging.StreamHandler):
@@ -54,13 +59,16 @@ class _FileHandler(logging.FileHandler):
 
 
 def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
-    """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal."""
+    """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal.
+
+    Without a name there is no file.
+    """
     close_logging()
     main = dist.is_main()
     prefix = "" if main else f"[rank {dist.rank()}] "
     formatter = logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
-    if main:
+    if main and log_name:
         handlers.append(_FileHandler(Path(out_dir) / log_name, encoding="utf-8"))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     handlers[0].setFormatter(formatter)
@@ -140,12 +148,14 @@ class RunLog:
         self._shows_curves = tensorboard
         self._records: RecordFile | None = None
         self._events: EventFile | None = None
+        self._has_warned = False
         self.rewind(epoch, step)
 
     def rewind(self, epoch: int, step: int) -> None:
         """Go on from an earlier position: remove the records of later ones."""
         self._started = self._last_read = time.perf_counter()
         self._first_position = epoch * self.num_steps + step
+        self._is_first_read = True
         if not dist.is_main():
             return
         path = self._out_dir / "metrics.jsonl"
@@ -173,6 +183,7 @@ class RunLog:
     def steps(self, epoch: int, first: int) -> Iterator[int]:
         """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
         self._last_read = time.perf_counter()
+        self._watched_s = self._waited_s = 0.0
         _steps.info(_HEADER.format(topk=f"top{self.topk}"))
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
@@ -190,10 +201,31 @@ class RunLog:
             / (position - self._first_position)
             * (self.num_epochs * self.num_steps - position),
         }
+        self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
         self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, top1 {metrics['top1']:.1f}", refresh=False)
         shown = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": lr}
         _steps.info(_ROW.format(**shown, **metrics, **speed, eta=format_duration(speed["eta_s"])))
+
+    def _watch_wait(self, elapsed: float, wait_s: float, num_steps: int, ends_epoch: bool) -> None:
+        """Warn once if an epoch, or a minute of it, is spent waiting for data; a start's first read is left out.
+
+        The first batches of a start are always waited for.
+        """
+        if self._is_first_read:
+            self._is_first_read = False
+            return
+        self._watched_s, self._waited_s = self._watched_s + elapsed, self._waited_s + wait_s
+        is_noise = num_steps < _NOISE_STEPS and self._last_read - self._started < _NOISE_S
+        if is_noise or not (ends_epoch or self._watched_s >= _WATCH_S):
+            return
+        share, self._watched_s, self._waited_s = min(1.0, self._waited_s / self._watched_s), 0.0, 0.0
+        if share > MOST_WAIT and dist.is_main() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "waiting for data takes %.0f %% of the time; python tools/time_net.py with the same config says what"
+                " would help", 100 * share
+            )  # fmt: skip
 
     def evaluation(self, epoch: int, metrics: dict, best_top1: float) -> None:
         """Record the evaluation at the end of an epoch; its seconds count from the last `train`."""

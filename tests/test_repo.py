@@ -17,7 +17,19 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports strictly lower layers; inside datasets/ and models/ the files of the package may import each other.
 LAYERS = {
-    0: ("__init__", "defaults", "registry", "schedule", "seeding", "signals", "ports", "records", "watch_hub"),
+    0: (
+        "__init__",
+        "defaults",
+        "memory",
+        "registry",
+        "schedule",
+        "seeding",
+        "signals",
+        "ports",
+        "records",
+        "verdict",
+        "watch_hub",
+    ),
     1: ("limits", "watch"),
     2: ("config",),
     3: ("launch", "batching"),
@@ -39,6 +51,7 @@ LAYERS = {
     7: ("checkpoint", "evaluator", "cli"),
     8: ("run", "pack_words"),
     9: ("trainer", "packing"),
+    10: ("timing",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 

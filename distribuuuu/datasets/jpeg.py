@@ -95,9 +95,10 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     blocks ends in a restart marker, as in the files that `tools/pack_dataset.py` writes; other files come back whole.
     """
     rows = -(-header.height // header.block_height)
-    # A row of blocks more on both sides: the decoder smooths colours over the borders of blocks.
-    first = max(0, top // header.block_height - 1)
-    last = min(rows, -(-bottom // header.block_height) + 1)
+    # The decoder mixes the colours of a pixel with those of the next one in the colour channels, which are coarser.
+    margin = header.block_height // 8
+    first = max(0, (top - margin) // header.block_height)
+    last = min(rows, -(-(bottom + margin) // header.block_height))
     across = -(-header.width // header.block_width)
     can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
     if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != bytes((0xFF, _END)):

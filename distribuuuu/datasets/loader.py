@@ -103,9 +103,9 @@ class Loader:
         Raises:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
         """
-        return map(self._to_device, self._host_batches())
+        return map(self.to_device, self.host_batches())
 
-    def _host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (uint8 (N, 3, H, W), int64 (N,)) as they come from the workers."""
         batches = iter(self._batches)
         while True:
@@ -118,7 +118,7 @@ class Loader:
             self._report(broken, substituted=pixels is not None)
             yield pixels, labels
 
-    def _to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring a batch to the device; on CUDA on a stream of its own, while the step before is still computed."""
         pixels, labels = batch
         if not self._stream:

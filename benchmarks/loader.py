@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Measure how many images a second our loader makes, beside those of torchvision, timm, ffcv, DALI and webdataset.
+
+Each loader runs in a process of its own (loader_contestants.py), warmed up by one pass; then they take turns, one pass
+each, and a loader's figure is the median of its passes. "One core" counts images per second of CPU time, made by one
+thread up to where a worker would hand them over; "two workers" counts images a second in the form of the training
+loop's batch. Both ratios are to what everybody runs: torchvision's ImageFolder, PIL and v1 transforms.
+
+ffcv and DALI want packages of their own versions: give the Python of a virtual environment that has them with
+--peers-python. What cannot be imported is left out, and named.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from loader_images import make_jpegs
+from machine import describe_run
+
+HERE = Path(__file__).resolve().parent
+REFERENCE = "torchvision v1, PIL"
+
+
+@dataclass
+class Contestant:
+    """A loader: the name it is shown by, the function that makes it and its arguments."""
+
+    title: str
+    function: str
+    arguments: dict
+    bar: float = 0.0
+    versus: str = ""
+    taken: list[dict] = field(default_factory=list)
+    process: subprocess.Popen | None = None
+    memory_mb: float = 0.0
+    errors: TextIO = field(default_factory=lambda: tempfile.TemporaryFile("w+"))
+
+    def start(self, python: str) -> bool:
+        """Start its process and let it warm up; tell whether it could."""
+        words = [python, str(HERE / "loader_contestants.py"), self.function, json.dumps(self.arguments)]
+        threads = {"OMP_NUM_THREADS": "1"} if self.arguments.get("one_core") else {}
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **threads}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
+        self.process = subprocess.Popen(words, env=environment, **pipes)
+        for line in self.process.stdout:  # some packages print on their own
+            if line == "ready\n":
+                return True
+        print(f"left out: {self.title}: {self.last_error()}")
+        return False
+
+    def last_error(self) -> str:
+        """Return the last line that it wrote to standard error."""
+        self.errors.seek(0)
+        return ([line for line in self.errors.read().splitlines() if line.strip()] or ["it ended"])[-1]
+
+    def measure(self) -> None:
+        """Make one pass."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        line = next((line for line in self.process.stdout if line.startswith("{")), None)
+        if line is None:
+            raise RuntimeError(f"{self.title}: {self.last_error()}")
+        self.taken.append(json.loads(line))
+        self.memory_mb = max(self.memory_mb, memory_of(self.process.pid))
+
+    def rate(self, clock: str) -> float:
+        """Return images per second of a clock, the median of the passes."""
+        return statistics.median(taken["images"] / taken[clock] for taken in self.taken)
+
+    def stop(self) -> None:
+        """End its process."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def memory_of(pid: int) -> float:
+    """Return the MB that a process and its children take, memory that they share counted once (Linux; else 0)."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0.0
+    own = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return own / 1000 + sum(memory_of(int(child)) for child in children)
+
+
+def one_core(folder: Path) -> list[Contestant]:
+    """Return the loaders that make batches with one thread."""
+    originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
+    kept = str(folder / "kept")
+
+    def ours(title: str, where: str, *words, bar: float = 0.0, train: bool = True, versus: str = "") -> Contestant:
+        return Contestant(
+            title, "ours", {"folder": where, "words": words, "train": train, "one_core": True}, bar, versus
+        )
+
+    def other(title: str, function: str, **arguments) -> Contestant:
+        return Contestant(title, function, {"folder": originals, "one_core": True, **arguments})
+
+    packed = ("DATA.NAME", "packed")
+    return [
+        other(REFERENCE, "torchvision_v1"),
+        other("torchvision v2, uint8", "torchvision_v2"),
+        other("timm", "timm"),
+        other("webdataset, PIL", "webdataset"),
+        other("DALI, one CPU thread", "dali"),
+        ours("ours", originals, bar=1.6),
+        ours("ours, simplejpeg", originals, "DATA.DECODER", "simplejpeg", bar=1.75),
+        ours("ours, packed files", kept, *packed),
+        ours("ours, packed JPEG 256", small, *packed, bar=4.0),
+        ours("ours, packed JPEG 256, simplejpeg", small, *packed, "DATA.DECODER", "simplejpeg"),
+        ours("ours, packed raw 256", raw, *packed, bar=10.0),
+        other("ffcv, JPEG 256", "ffcv", folder=str(folder), mode="jpg"),
+        other("ffcv, raw 256", "ffcv", folder=str(folder), mode="raw"),
+        other(f"eval: {REFERENCE}", "torchvision_v1", train=False),
+        ours("eval: ours", originals, bar=1.8, train=False, versus=f"eval: {REFERENCE}"),
+    ]
+
+
+def two_workers(folder: Path) -> list[Contestant]:
+    """Return the loaders that feed a training loop with two workers."""
+    originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
+
+    def ours(title: str, where: str, *words, bar: float = 0.0) -> Contestant:
+        return Contestant(title, "ours", {"folder": where, "words": words, "workers": 2, "to_loop": True}, bar)
+
+    packed, thread = ("DATA.NAME", "packed"), ("DATA.WORKER_KIND", "thread")
+    return [
+        Contestant(REFERENCE, "torchvision_v1", {"folder": originals, "workers": 2}),
+        Contestant("timm", "timm", {"folder": originals, "workers": 2}),
+        ours("ours, processes", originals, bar=1.75),
+        ours("ours, threads", originals, *thread),
+        ours("ours, simplejpeg, threads", originals, *thread, "DATA.DECODER", "simplejpeg"),
+        ours("ours, packed JPEG 256, threads", small, *packed, *thread),
+        ours("ours, packed raw 256, threads", raw, *packed, *thread),
+    ]
+
+
+def prepare(folder: Path, images: str | None, num: int) -> None:
+    """Make the images, unless a folder is given, their packs, and the pixels that ffcv writes."""
+    import numpy as np
+
+    if images:
+        (folder / "images").symlink_to(Path(images).resolve())
+    else:
+        make_jpegs(folder / "images", num)
+    tool = [sys.executable, str(HERE.parent / "tools" / "pack_dataset.py")]
+    source = ["TRAIN.DATASET", str(folder / "images")]
+    for name, flags in {
+        "kept": [],
+        "jpeg256": ["--shorter-side", "256", "--quality", "90"],
+        "raw256": ["--shorter-side", "256", "--format", "raw"],
+    }.items():
+        subprocess.run([*tool, str(folder / name), *flags, *source], check=True, capture_output=True)
+    from distribuuuu.config import load_cfg
+    from distribuuuu.datasets.packed import Packed
+
+    packed = Packed.from_cfg(load_cfg(None, ["TRAIN.DATASET", str(folder / "raw256")]), train=True)
+    np.savez(folder / "pixels.npz", **{str(index): packed.read(index) for index in range(len(packed))})
+
+
+def compete(contestants: list[Contestant], repeats: int, peers_python: str, clock: str) -> None:
+    """Let them take turns and print the table."""
+    peers = ("ffcv", "dali", "webdataset")
+    running = [one for one in contestants if one.start(peers_python if one.function in peers else sys.executable)]
+    try:
+        for _ in range(repeats):
+            for one in running:
+                one.measure()
+    finally:
+        for one in running:
+            one.stop()
+    by_title = {one.title: one for one in running}
+    unit = "img/cpu-s" if clock == "cpu_s" else "img/s"
+    print(f"{'':<36}{unit:>10}{'x':>8}{'memory MB':>11}   bar   (median of {repeats})")
+    for one in running:
+        ratio = one.rate(clock) / by_title[one.versus or REFERENCE].rate(clock)
+        verdict = f"{one.bar:5.2f} {'holds' if ratio >= one.bar else 'MISSED'}" if one.bar else ""
+        print(f"{one.title:<36}{one.rate(clock):>10.0f}{ratio:>8.2f}{one.memory_mb:>11.0f}   {verdict}")
+    for kind in ("JPEG 256", "raw 256"):
+        pair = [by_title.get(f"{who}{kind}") for who in ("ours, packed ", "ffcv, ")]
+        if all(pair):
+            ratio = pair[0].rate(clock) / pair[1].rate(clock)
+            print(f"ours / ffcv, {kind}: {ratio:.2f}; the bar of 1.00 {'holds' if ratio >= 1 else 'is MISSED'}")
+
+
+def main() -> None:
+    """Measure both and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg, 10 classes; else made")
+    parser.add_argument("--num", type=int, default=600, help="images to make")
+    parser.add_argument("--repeats", type=int, default=5, help="passes of each loader")
+    parser.add_argument("--peers-python", default=sys.executable, help="Python that can import ffcv, DALI, webdataset")
+    args = parser.parse_args()
+    print(describe_run())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        prepare(folder, args.images, args.num)
+        sizes = [path.stat().st_size for path in (folder / "images" / "train").rglob("*.jpg")]
+        print(f"{len(sizes)} JPEGs of {statistics.mean(sizes) / 1000:.0f} KB on average, to 224 px\n\none core, train")
+        compete(one_core(folder), args.repeats, args.peers_python, "cpu_s")
+        print("\ntwo workers, to the training loop's batch")
+        compete(two_workers(folder), args.repeats, args.peers_python, "wall_s")
+
+
+if __name__ == "__main__":
+    main()

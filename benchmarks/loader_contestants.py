@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""One loader in a process of its own: on each line of standard input it makes one pass and prints what that took.
+
+    python loader_contestants.py NAME '{"folder": ..., ...}'
+
+Each function below returns what makes a pass over the images once and says how many there were. The first pass, which
+compiles and warms, is made by itself and not printed.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+
+SIZE, RESIZE, BATCH = 224, 256, 64
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def torchvision_v1(folder, workers=0, train=True):
+    """What everybody runs: PIL, torchvision v1 transforms, float32."""
+    from torchvision import transforms as T
+    from torchvision.datasets import ImageFolder
+
+    crop = [T.RandomResizedCrop(SIZE), T.RandomHorizontalFlip()] if train else [T.Resize(RESIZE), T.CenterCrop(SIZE)]
+    transform = T.Compose([*crop, T.ToTensor(), T.Normalize(MEAN, STD)])
+    return _data_loader(ImageFolder(f"{folder}/{'train' if train else 'val'}", transform), workers, train)
+
+
+def torchvision_v2(folder, workers=0, train=True):
+    """torchvision's own decoder and v2 transforms, uint8."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms import v2
+
+    crop = (
+        [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()] if train else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
+    )
+    split = f"{folder}/{'train' if train else 'val'}"
+    images = ImageFolder(split, v2.Compose(crop), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB))
+    return _data_loader(images, workers, train)
+
+
+def _data_loader(images, workers, train):
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(images, BATCH, shuffle=train, num_workers=workers, persistent_workers=workers > 0)
+    return lambda: sum(len(batch) for batch, _ in loader)
+
+
+def timm(folder, workers=0):
+    """timm's reader, transforms and loader, without its GPU prefetcher."""
+    from timm.data import create_dataset, create_loader
+
+    images = create_dataset("", root=f"{folder}/train", is_training=True)
+    loader = create_loader(
+        images, (3, SIZE, SIZE), BATCH, is_training=True, use_prefetcher=False, num_workers=workers,
+        persistent_workers=workers > 0, color_jitter=None, auto_augment=None, interpolation="bilinear",
+    )  # fmt: skip
+    return lambda: sum(len(batch) for batch, _ in loader)
+
+
+def webdataset(folder):
+    """A tar file of the same JPEGs, PIL, torchvision v1 transforms."""
+    import webdataset as wds
+    from torchvision import transforms as T
+
+    transform = T.Compose([T.RandomResizedCrop(SIZE), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(MEAN, STD)])
+    tar = f"{folder}/train.tar"
+    if not os.path.exists(tar):
+        with wds.TarWriter(tar) as writer:
+            for number, (path, label) in enumerate(_files(folder)):
+                with open(path, "rb") as file:
+                    writer.write({"__key__": f"{number:06d}", "jpg": file.read(), "cls": label})
+    images = wds.WebDataset(tar, shardshuffle=False).shuffle(1000).decode("pil").to_tuple("jpg", "cls")
+    loader = images.map_tuple(transform, int).batched(BATCH)
+    return lambda: sum(len(batch) for batch, _ in loader)
+
+
+def dali(folder):
+    """DALI's pipeline on one CPU thread: fused decoding and cropping, resize, uint8."""
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def pipeline():
+        jpegs, labels = fn.readers.file(file_root=f"{folder}/train", random_shuffle=True, name="reader")
+        images = fn.decoders.image_random_crop(jpegs, device="cpu")
+        images = fn.resize(images, size=[SIZE, SIZE], antialias=True)
+        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+    pipe = pipeline()
+    pipe.build()
+    size = pipe.epoch_size("reader")
+
+    def make_pass():
+        for _ in range(-(-size // BATCH)):
+            pipe.run()
+        return -(-size // BATCH) * BATCH
+
+    return make_pass
+
+
+def ffcv(folder, mode, workers=1):
+    """ffcv on the 256 px images of FOLDER/pixels.npz, as JPEGs of quality 90 or raw."""
+    import numpy as np
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+
+    with np.load(f"{folder}/pixels.npz") as file:  # the writer forks, so nothing is to be read later
+        pixels = [file[name] for name in file.files]
+    beton = f"{folder}/{mode}.beton"
+
+    class Images:
+        def __len__(self):
+            return len(pixels)
+
+        def __getitem__(self, index):
+            return pixels[index], index % 10
+
+    field = RGBImageField(write_mode=mode, jpeg_quality=90)
+    DatasetWriter(beton, {"image": field, "label": IntField()}, num_workers=0).from_indexed_dataset(Images())
+    crop = RandomResizedCropRGBImageDecoder((SIZE, SIZE))
+    pipelines = {
+        "image": [crop, RandomHorizontalFlip(), ToTensor(), ToTorchImage()],
+        "label": [IntDecoder(), ToTensor()],
+    }
+    order = OrderOption.RANDOM
+    loader = Loader(beton, BATCH, num_workers=workers, order=order, os_cache=True, drop_last=False, pipelines=pipelines)
+    return lambda: sum(len(batch) for batch, _ in loader)
+
+
+def ours(folder, words=(), workers=0, train=True, to_loop=False):
+    """This package; `to_loop`: the float32 batches of the training loop, else uint8 as they leave a worker."""
+    import torch
+
+    from distribuuuu.config import load_cfg
+    from distribuuuu.datasets.loader import build_loader
+    from distribuuuu.datasets.samples import collate
+    from distribuuuu.launch import Launch
+    from distribuuuu.memory import keep_freed_memory
+
+    keep_freed_memory()
+    words = ["MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
+             "TEST.BATCH_SIZE", BATCH, *words]  # fmt: skip
+    loader = build_loader(load_cfg(None, [str(word) for word in words]), Launch("alone"), torch.device("cpu"), train)
+    epochs = iter(range(10**6))
+
+    def make_pass():
+        if train:
+            loader.sampler.set_position(1, next(epochs), 0)
+        in_worker = (collate([loader.samples[position] for position in positions]) for positions in loader.sampler)
+        return sum(len(batch[0]) for batch in (loader if to_loop else in_worker))
+
+    return make_pass
+
+
+def _files(folder):
+    """Return (path, label) of each training image."""
+    classes = sorted(os.listdir(f"{folder}/train"))
+    return [
+        (f"{folder}/train/{name}/{file}", label)
+        for label, name in enumerate(classes)
+        for file in sorted(os.listdir(f"{folder}/train/{name}"))
+    ]
+
+
+def main() -> None:
+    """Warm up, then make a pass for each line."""
+    warnings.simplefilter("ignore")
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    import torch
+
+    if arguments.pop("one_core", False):
+        torch.set_num_threads(1)
+    make_pass = globals()[name](**arguments)
+    make_pass()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        cpu, wall = time.process_time(), time.perf_counter()
+        images = make_pass()
+        taken = {"images": images, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+        print(json.dumps(taken), flush=True)
+
+
+if __name__ == "__main__":
+    main()
