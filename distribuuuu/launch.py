@@ -111,6 +111,8 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     own_number = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK")
     place = (rank, _whole_number(env, own_number), world_size)
     sharing = {"local_world_size": _whole_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size}
+    if sharing["local_world_size"] < 1:
+        raise ConfigError(f"launcher: LOCAL_WORLD_SIZE is less than 1: {_shown(env)}")
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
         return Launch(launcher, *place, **sharing)
@@ -170,7 +172,7 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
 
 def _slurm_tasks_sharing(env: Mapping[str, str]) -> int:
     """Return the tasks that share this one's cores: those of its node, or itself alone if Slurm binds it to its own."""
-    if "SLURM_CPUS_PER_TASK" in env or env.get("SLURM_CPU_BIND", "none").find("none") < 0:
+    if "none" not in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none"):
         return 1
     local = _whole_number(env, "SLURM_LOCALID")
     # 2(x3),1: two tasks on each of three nodes, one on the fourth.

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 import warnings
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ def decode(data: Buffer, decoder: str = "auto") -> torch.Tensor:
     Args:
         data: the whole file.
         decoder: "auto": torchvision's for the JPEGs that it decodes as PIL does, PIL for the rest; "torchvision": its
-            own decoders only; "pil"; "simplejpeg": for JPEGs, PIL for the rest.
+            own decoders, but for PNG; "pil"; "simplejpeg": for JPEGs, PIL for the rest.
 
     Raises:
         ValueError, RuntimeError, OSError: it is no image, is cut, or has more than MAX_PIXELS.
@@ -93,11 +94,13 @@ def _decode_auto(data: Buffer) -> torch.Tensor:
 def _decode_torchvision(data: Buffer) -> torch.Tensor:
     from torchvision.io import ImageReadMode, decode_image
 
+    if bytes(data[:4]) == b"\x89PNG":  # one wrong byte in a PNG can end the process in torchvision's decoder
+        return _decode_pil(data)
     is_common_jpeg(read_jpeg_header(data))
     try:
         pixels = decode_image(_as_tensor(data), mode=ImageReadMode.RGB)
     except RuntimeError as error:
-        reason = str(error).rpartition(": ")[2].partition("\n")[0]
+        reason = re.split(r": |\.cpp:\d+, ", str(error).partition("\n")[0])[-1]
         raise ValueError(f"torchvision's decoders refuse it: {reason}; DATA.DECODER auto may read it") from error
     pixels = pixels if pixels.dtype == torch.uint8 else (pixels.int() >> 8).to(torch.uint8)
     return pixels[0] if pixels.ndim == 4 else pixels
@@ -110,7 +113,12 @@ def _as_tensor(data: Buffer) -> torch.Tensor:
 
 def _decode_simplejpeg(data: Buffer) -> torch.Tensor:
     header = read_jpeg_header(data)
-    return decode_scaled(data, header, 1) if is_common_jpeg(header) else _decode_pil(data)
+    if not is_common_jpeg(header):
+        return _decode_pil(data)
+    try:
+        return decode_scaled(data, header, 1)
+    except ValueError:  # it refuses stray bytes between the parts of a file, which others pass over
+        return _decode_pil(data)
 
 
 def _decode_pil(data: Buffer) -> torch.Tensor:

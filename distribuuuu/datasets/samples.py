@@ -53,8 +53,13 @@ class Samples(Dataset):
                 picture = open_picture(self.images.read(chosen), self.decoder)
                 return Sample(self.transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
             except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
-                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {error}")
+                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {_reason(error)}")
         return Sample(None, -1, tuple(broken))
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, without the path, which is named before it."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]

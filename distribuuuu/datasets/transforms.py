@@ -20,8 +20,8 @@ Transform = Callable[[Picture, Draws], torch.Tensor]
 RATIO = (3 / 4, 4 / 3)
 # A random crop that does not fit into the image is drawn again so many times.
 ATTEMPTS = 10
-# An image longer than so many times its shorter side loses its ends before it is resized for evaluation: the centre
-# crop would drop them anyway, and a strip of 20,000 x 1 pixels would become millions of columns.
+# An image longer than so many times its shorter side loses its ends before its shorter side is resized: a centre crop
+# would drop them anyway, and a strip of 20,000 x 1 pixels would become millions of columns.
 LONGEST_STRIP = 16
 
 
@@ -64,7 +64,7 @@ class PaddedCrop:
     def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
         """Return uint8 (3, size, size)."""
         flips = draws.uniform() < self.flip
-        pixels = resize_shorter(picture.pixels(), self.size)
+        pixels = resize_shorter(without_ends(picture.pixels()), self.size)
         top, left = padded_corner(draws, *pixels.shape[-2:], self.size, self.padding)
         pixels = cut(pixels, int(top), int(left), self.size)
         return pixels.flip(-1) if flips else pixels
@@ -72,7 +72,7 @@ class PaddedCrop:
     def of_batch(self, pixels: torch.Tensor, draws: BatchDraws) -> torch.Tensor:
         """Return the same for images of one size at a time: uint8 (N, C, H, W) to (N, C, size, size)."""
         flips = draws.uniform() < self.flip
-        pixels = resize_shorter(pixels, self.size)
+        pixels = resize_shorter(without_ends(pixels), self.size)
         top, left = padded_corner(draws, *pixels.shape[-2:], self.size, self.padding)
         span = np.arange(self.size)
         columns = np.where(flips[:, None], span[::-1], span) + left.astype(np.int64)[:, None]
@@ -163,16 +163,15 @@ def cut(pixels: torch.Tensor, top: int, left: int, size: int) -> torch.Tensor:
     height, width = pixels.shape[-2:]
     below, right = top + size - height, left + size - width
     inside = pixels[..., max(0, top) : max(0, top + size), max(0, left) : max(0, left + size)]
-    missing = [max(0, edge) for edge in (-left, right, -top, below)]
+    missing = [min(size, max(0, edge)) for edge in (-left, right, -top, below)]
     return pad(inside, missing) if any(missing) else inside
 
 
 def without_ends(pixels: torch.Tensor) -> torch.Tensor:
     """Return the middle of a strip of more than LONGEST_STRIP times its shorter side; other images as they are."""
     height, width = pixels.shape[-2:]
-    tall, wide = min(height, LONGEST_STRIP * width), min(width, LONGEST_STRIP * height)
-    top, left = (height - tall) // 2, (width - wide) // 2
-    return pixels[..., top : top + tall, left : left + wide]
+    top, left = max(0, height - LONGEST_STRIP * width) // 2, max(0, width - LONGEST_STRIP * height) // 2
+    return pixels[..., top : height - top, left : width - left]
 
 
 def _half(room: int) -> int:

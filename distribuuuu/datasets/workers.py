@@ -93,7 +93,15 @@ class ProcessWorkers:
         atexit.register(weakref.finalize(self, _end_processes, self._batches))
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+        try:
+            yield from self._batches
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+                raise
+            what = str(error).partition("\n")[0] or type(error).__name__
+            raise RuntimeError(
+                f"a loader worker died: {what}; if memory ran out, take fewer TRAIN.WORKERS or DATA.WORKER_KIND thread"
+            ) from error
 
 
 def _end_processes(batches: DataLoader) -> None:
@@ -119,7 +127,8 @@ class ThreadWorkers:
         """
         own, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
         for _ in range(num_workers):
-            self._pool.submit(lambda: (torch.set_num_threads(1), started.wait()))
+            # Asked for first: torch sets the number of a thread that has not asked to that of all others.
+            self._pool.submit(lambda: (torch.get_num_threads(), torch.set_num_threads(1), started.wait()))
         started.wait()
         torch.set_num_threads(own)
 
