@@ -94,12 +94,11 @@ def memory_of(pid: int) -> float:
 def one_core(folder: Path) -> list[Contestant]:
     """Return the loaders that make batches with one thread."""
     originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
-    kept = str(folder / "kept")
+    kept, classes = str(folder / "kept"), ("MODEL.NUM_CLASSES", count_classes(folder))
 
     def ours(title: str, where: str, *words, bar: float = 0.0, train: bool = True, versus: str = "") -> Contestant:
-        return Contestant(
-            title, "ours", {"folder": where, "words": words, "train": train, "one_core": True}, bar, versus
-        )
+        arguments = {"folder": where, "words": (*classes, *words), "train": train, "one_core": True}
+        return Contestant(title, "ours", arguments, bar, versus)
 
     def other(title: str, function: str, **arguments) -> Contestant:
         return Contestant(title, function, {"folder": originals, "one_core": True, **arguments})
@@ -127,8 +126,10 @@ def one_core(folder: Path) -> list[Contestant]:
 def two_workers(folder: Path) -> list[Contestant]:
     """Return the loaders that feed a training loop with two workers."""
     originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
+    classes = ("MODEL.NUM_CLASSES", count_classes(folder))
 
     def ours(title: str, where: str, *words, bar: float = 0.0) -> Contestant:
+        words = (*classes, *words)
         return Contestant(title, "ours", {"folder": where, "words": words, "workers": 2, "to_loop": True}, bar)
 
     packed, thread = ("DATA.NAME", "packed"), ("DATA.WORKER_KIND", "thread")
@@ -141,6 +142,11 @@ def two_workers(folder: Path) -> list[Contestant]:
         ours("ours, packed JPEG 256, threads", small, *packed, *thread),
         ours("ours, packed raw 256, threads", raw, *packed, *thread),
     ]
+
+
+def count_classes(folder: Path) -> int:
+    """Return the number of classes of the images."""
+    return sum(path.is_dir() for path in (folder / "images" / "train").iterdir())
 
 
 def prepare(folder: Path, images: str | None, num: int) -> None:
@@ -194,7 +200,7 @@ def compete(contestants: list[Contestant], repeats: int, peers_python: str, cloc
 def main() -> None:
     """Measure both and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg, 10 classes; else made")
+    parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg; else made")
     parser.add_argument("--num", type=int, default=600, help="images to make")
     parser.add_argument("--repeats", type=int, default=5, help="passes of each loader")
     parser.add_argument("--peers-python", default=sys.executable, help="Python that can import ffcv, DALI, webdataset")

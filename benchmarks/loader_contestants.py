@@ -143,7 +143,7 @@ def ours(folder, words=(), workers=0, train=True, to_loop=False):
     from distribuuuu.memory import keep_freed_memory
 
     keep_freed_memory()
-    words = ["MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
+    words = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
              "TEST.BATCH_SIZE", BATCH, *words]  # fmt: skip
     loader = build_loader(load_cfg(None, [str(word) for word in words]), Launch("alone"), torch.device("cpu"), train)
     epochs = iter(range(10**6))

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -85,6 +86,8 @@ class ProcessWorkers:
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCH if num_workers else None,
             worker_init_fn=functools.partial(shield_worker, parent=os.getpid()),
+            # From Python 3.14 on a fork has to be asked for.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         )
         iter(self._batches)
         gate.is_open = True

@@ -18,7 +18,7 @@ from distribuuuu.trainer import train_model
 # What a process computes must not depend on which images share its batch.
 SHARED = (
     "TRAIN.GLOBAL_BATCH_SIZE", 12, "MODEL.KWARGS.norm", "group", "TRAIN.WORKERS", 1, "CHECKPOINT.EVERY_STEPS", 2,
-    "OPTIM.LR_UPDATE", "step", "OPTIM.BASE_LR", 0.01, "TRAIN.PRINT_FREQ", 4,
+    "OPTIM.LR_UPDATE", "step", "OPTIM.BASE_LR", 0.001, "TRAIN.PRINT_FREQ", 4,
 )  # fmt: skip
 
 
