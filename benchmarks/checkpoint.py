@@ -16,11 +16,12 @@ from machine import describe_run
 from step import CLASSES, MemoryLoader
 
 from distribuuuu.batching import BatchPlan
-from distribuuuu.checkpoint import CheckpointFolder, TrainState
+from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.config import load_cfg
 from distribuuuu.log import RunLog
 from distribuuuu.loss import build_loss
 from distribuuuu.schedule import build_schedule
+from distribuuuu.state import TrainState
 from distribuuuu.stop import StopRequest
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 

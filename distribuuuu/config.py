@@ -302,7 +302,7 @@ def check_cfg(cfg: CfgNode) -> None:
 
 def find_problems(cfg: CfgNode) -> list[str]:
     """Return a message for each value that is out of range or contradicts another."""
-    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *_contradictions(cfg)]
+    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *_contradictions(cfg), *_loss_contradictions(cfg)]
     return [f"{with_origin(cfg, key)}: {message}" for key, message in found]
 
 
@@ -352,3 +352,18 @@ def _contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "OUT_DIR", "is empty; name a folder"
     if os.path.basename(cfg.CFG_DEST) != cfg.CFG_DEST or cfg.CFG_DEST in ("", ".", ".."):
         yield "CFG_DEST", f"{cfg.CFG_DEST!r} must be a plain file name; it goes into OUT_DIR"
+
+
+def _loss_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
+    if len(loss.CLASS_WEIGHTS) not in (0, num_classes):
+        message = f"has {len(loss.CLASS_WEIGHTS)} numbers, but MODEL.NUM_CLASSES is {num_classes}; give one a class"
+        yield "LOSS.CLASS_WEIGHTS", message
+    if loss.CLASS_WEIGHTS and (min(loss.CLASS_WEIGHTS) < 0 or max(loss.CLASS_WEIGHTS) == 0):
+        yield "LOSS.CLASS_WEIGHTS", f"must be 0 or more, and not all 0; the least is {min(loss.CLASS_WEIGHTS)}"
+    # A threshold that the target of every class, or of none, is above would leave nothing to learn.
+    least = loss.LABEL_SMOOTHING / max(1, num_classes)
+    most = 1 - loss.LABEL_SMOOTHING + least
+    if loss.NAME == "bce" and loss.BCE_TARGET_THRESHOLD and not least < loss.BCE_TARGET_THRESHOLD < most:
+        message = f"{loss.BCE_TARGET_THRESHOLD:g} must lie between the targets, {least:g} and {most:g}, of one image"
+        yield "LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}; or be 0"

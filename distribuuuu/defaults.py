@@ -95,6 +95,20 @@ _C.DATA.DOWNLOAD = True
 # Folder for what is drawn or computed once (the shapes). Empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = ""
 
+_C.LOSS = CfgNode()
+# What training makes small: cross_entropy, bce (a yes or no for each class) or focal. Evaluation: always cross_entropy.
+_C.LOSS.NAME = "cross_entropy"
+# Share of each target that goes evenly to all classes, 0 to 1.
+_C.LOSS.LABEL_SMOOTHING = 0.0
+# A factor for each class, in the order of the classes; the loss stays a mean over images. Empty: none.
+_C.LOSS.CLASS_WEIGHTS = ()
+# The loss of an image from those of its classes with bce: mean or sum.
+_C.LOSS.BCE_REDUCTION = "mean"
+# Smoothed targets above it become 1 and all others 0 with bce, 0 to 1; 0: they stay what they are.
+_C.LOSS.BCE_TARGET_THRESHOLD = 0.0
+# How little well-classified images count with focal; 0: like all others.
+_C.LOSS.FOCAL_GAMMA = 2.0
+
 _C.OPTIM = CfgNode()
 # Epochs to train; 0 only writes the config.
 _C.OPTIM.MAX_EPOCH = 100
@@ -102,26 +116,44 @@ _C.OPTIM.MAX_EPOCH = 100
 _C.OPTIM.LR_POLICY = "cos"
 # How often the learning rate changes: epoch (held for the epoch) or step.
 _C.OPTIM.LR_UPDATE = "epoch"
-# Learning rate that the schedule's factors multiply; not scaled by the batch size.
+# Learning rate that the schedule's factors multiply; LR_SCALE may scale it by the batch size.
 _C.OPTIM.BASE_LR = 0.2
+# BASE_LR by the images per step: none (as it is), linear (x images / LR_SCALE_BATCH) or sqrt (x the root of that).
+_C.OPTIM.LR_SCALE = "none"
+# Images per step at which `linear` and `sqrt` leave BASE_LR as it is.
+_C.OPTIM.LR_SCALE_BATCH = 256
 # Where cos, exp and lin end, as a factor of BASE_LR, 0 to 1; exp needs more than 0.
 _C.OPTIM.MIN_LR = 0.0
 # Epochs at which `steps` multiplies the rate by LR_MULT, ascending; a first 0 is the start.
 _C.OPTIM.STEPS = ()
 # Factor of each step of `steps`.
 _C.OPTIM.LR_MULT = 0.1
-# Momentum of SGD, 0 up to 1.
+# Optimizer: sgd, or any name of timm's: adamw, lamb, lars, lion, adan, muon, rmsproptf, ...
+_C.OPTIM.NAME = "sgd"
+# The optimizer's betas, e.g. [0.9, 0.95]; empty: its own.
+_C.OPTIM.BETAS = ()
+# The optimizer's epsilon, above 0; 0: its own.
+_C.OPTIM.EPS = 0.0
+# Momentum of sgd and of others that have one, 0 up to 1.
 _C.OPTIM.MOMENTUM = 0.9
-# Dampening of SGD's momentum, 0 to 1; must be 0 with NESTEROV.
+# Dampening of sgd's momentum, 0 to 1; must be 0 with NESTEROV.
 _C.OPTIM.DAMPENING = 0.0
-# Nesterov's momentum; needs MOMENTUM above 0.
+# Nesterov's momentum, of sgd only; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = 0.1
 # Epochs of linear warm-up; 0: none.
 _C.OPTIM.WARMUP_EPOCHS = 5
-# L2 penalty on every parameter.
+# Weight decay of every parameter that the next two do not set apart; for sgd an L2 penalty.
 _C.OPTIM.WEIGHT_DECAY = 5e-5
+# Weight decay of norm layers, other one-dimensional scales, and what the model exempts; below 0: WEIGHT_DECAY.
+_C.OPTIM.NORM_WEIGHT_DECAY = -1.0
+# Weight decay of biases outside norm layers; below 0: WEIGHT_DECAY.
+_C.OPTIM.BIAS_WEIGHT_DECAY = -1.0
+# Factor of a layer's learning rate compared with the layer after it, above 0 to 1; 1: off. Models of timm only.
+_C.OPTIM.LAYER_DECAY = 1.0
+# Norm that the gradients of a step, as one vector, are scaled down to; 0: off.
+_C.OPTIM.CLIP_NORM = 0.0
 
 _C.CHECKPOINT = CfgNode()
 # The most steps that a crash may cost: checkpoints at its multiples and once in between. 0: at the epochs' ends only.

@@ -1,28 +1,164 @@
-"""Parameter groups and optimizers."""
+"""Optimizers, their learning rate by the size of the batch, and gradient clipping."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.param_groups import parameter_groups
+from distribuuuu.registry import did_you_mean
+from distribuuuu.schedule import build_schedule
 
-def build_optimizer(cfg, model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD over all parameters, as in the baselines; the learning rate is set before every step."""
+# adahessian needs second derivatives, which the loop does not compute; lookahead keeps its count of steps among its
+# settings, which a resumed run takes from the config.
+_UNFIT = ("adahessian", "lookahead")
+
+
+def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim.Optimizer:
+    """Return the optimizer of OPTIM.NAME over all trainable parameters; the learning rate is set before every step.
+
+    Args:
+        cfg: the config.
+        model: the model, on its device.
+        global_batch: images per step, for OPTIM.LR_SCALE: some optimizers relate weight decay to the first rate.
+
+    Raises:
+        ConfigError: an unknown name, a setting that the optimizer does not take, or a model without layers for
+            OPTIM.LAYER_DECAY.
+    """
     optim = cfg.OPTIM
-    return torch.optim.SGD(
-        parameter_groups(model, optim.WEIGHT_DECAY),
-        lr=optim.BASE_LR,
-        momentum=optim.MOMENTUM,
-        dampening=optim.DAMPENING,
-        nesterov=optim.NESTEROV,
-    )
+    decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
+    groups = parameter_groups(model, *decays, optim.LAYER_DECAY)
+    lr, on_gpu = scaled_lr(cfg, global_batch), all(parameter.is_cuda for parameter in model.parameters())
+    if optim.NAME.lower() == "sgd":
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=lr,
+            momentum=optim.MOMENTUM,
+            dampening=optim.DAMPENING,
+            nesterov=optim.NESTEROV,
+            **_fused(torch.optim.SGD, on_gpu),
+        )
+    else:
+        optimizer = _build_by_timm(cfg, groups, lr, on_gpu)
+    for key, value, setting in (("OPTIM.BETAS", optim.BETAS, "betas"), ("OPTIM.EPS", optim.EPS, "eps")):
+        if value and setting not in optimizer.defaults:
+            raise ConfigError(f"{with_origin(cfg, key)}: {optim.NAME} takes none; leave it at its default")
+    optimizer.register_load_state_dict_pre_hook(_fit_loaded)
+    return optimizer
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the optimizer's groups: one, with the same weight decay on every trainable parameter."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [{"params": trainable, "weight_decay": weight_decay}]
+def _build_by_timm(cfg, groups: list[dict], lr: float, on_gpu: bool) -> torch.optim.Optimizer:
+    """Return an optimizer of timm's factory; each of its groups remembers its name, for `_fit_loaded`."""
+    import timm.optim
+
+    optim, name = cfg.OPTIM, cfg.OPTIM.NAME.lower()
+    known = timm.optim.list_optimizers() if hasattr(timm.optim, "list_optimizers") else [name]  # since timm 1.0.12
+    known = [other for other in known if not other.startswith(_UNFIT)]
+    if name not in known:
+        message = f"unknown optimizer {optim.NAME!r}{did_you_mean(name, known)}"
+        raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}")
+    settings: dict[str, Any] = {"betas": tuple(optim.BETAS)} if optim.BETAS else {}
+    settings |= {"eps": optim.EPS} if optim.EPS else {}
+    groups = [{**group, "optimizer": name} for group in groups]
+    try:
+        if hasattr(timm.optim, "get_optimizer_class"):
+            optimizer_class = timm.optim.get_optimizer_class(name)
+            _check_num_betas(cfg, optimizer_class)
+            settings |= _fused(optimizer_class, on_gpu)
+        return timm.optim.create_optimizer_v2(
+            groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **settings
+        )
+    except ConfigError:
+        raise
+    except (AssertionError, ImportError, TypeError, ValueError) as error:  # timm checks values with asserts
+        given = "".join(f", {setting} {value}" for setting, value in settings.items())
+        message = f"timm cannot make {name} with learning rate {lr}{given}: {str(error) or type(error).__name__}"
+        raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}") from error
+
+
+def _check_num_betas(cfg, optimizer_class: Callable) -> None:
+    """Raise ConfigError if OPTIM.BETAS are more or fewer than the optimizer's, which would fail at the first step."""
+    betas, own = cfg.OPTIM.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
+    if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):
+        message = f"{cfg.OPTIM.NAME} takes {len(own.default)}, not {list(betas)}"
+        raise ConfigError(f"{with_origin(cfg, 'OPTIM.BETAS')}: {message}")
+
+
+def _fused(optimizer: Callable, on_gpu: bool) -> dict[str, bool]:
+    """Return the keyword for one kernel over all parameters, where the optimizer has it and they are on a GPU."""
+    return {"fused": True} if on_gpu and "fused" in inspect.signature(optimizer).parameters else {}
+
+
+def _fit_loaded(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """Return a state that is about to be loaded, to be placed on the device as this optimizer needs it.
+
+    Raises:
+        ValueError: another optimizer made it; its buffers would be missed at the first step only.
+    """
+    own = optimizer.param_groups[0]
+    mine, theirs = own.get("optimizer", "sgd"), {group.get("optimizer", "sgd") for group in content["param_groups"]}
+    if theirs != {mine}:
+        raise ValueError(f"it is of OPTIM.NAME {', '.join(sorted(theirs))}, here it is {mine}")
+    how = {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
+    return {**content, "param_groups": [{**group, **how} for group in content["param_groups"]]}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group, each to its share (OPTIM.LAYER_DECAY)."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+# What the size of the batch, as a multiple of OPTIM.LR_SCALE_BATCH, makes of the learning rate (Goyal et al., arXiv
+# 1706.02677; the square root: Krizhevsky, arXiv 1404.5997).
+_BATCH_FACTORS: dict[str, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
+
+
+def lr_factor(cfg, global_batch: int) -> float:
+    """Return what OPTIM.LR_SCALE multiplies the learning rate by, at `global_batch` images per step."""
+    return _BATCH_FACTORS[cfg.OPTIM.LR_SCALE](global_batch / cfg.OPTIM.LR_SCALE_BATCH)
+
+
+def scaled_lr(cfg, global_batch: int) -> float:
+    """Return OPTIM.BASE_LR, scaled by the batch as OPTIM.LR_SCALE says."""
+    return cfg.OPTIM.BASE_LR * lr_factor(cfg, global_batch)
+
+
+def build_lr(cfg, global_batch: int) -> Callable[[float], float]:
+    """Return lr_at(epoch): the schedule's learning rate, scaled by the batch as OPTIM.LR_SCALE says."""
+    lr_at, factor = build_schedule(cfg), lr_factor(cfg, global_batch)
+    return lambda epoch: lr_at(epoch) * factor
+
+
+def describe_lr(cfg, global_batch: int) -> str:
+    """Return the learning rate in words, with the arithmetic behind it."""
+    optim, lr = cfg.OPTIM, scaled_lr(cfg, global_batch)
+    per_128 = f"{lr * 128 / global_batch:.4g} per 128 images"
+    if optim.LR_SCALE == "none":
+        return f"{lr}, {per_128}"
+    ratio = f"{global_batch} / {optim.LR_SCALE_BATCH}"
+    ratio = f"sqrt({ratio})" if optim.LR_SCALE == "sqrt" else ratio
+    return f"{lr:.6g}, {per_128}, {optim.LR_SCALE}: {optim.BASE_LR} x {ratio} = {lr:.6g}"
+
+
+def build_clipper(cfg) -> Callable[[Iterable[nn.Parameter]], None]:
+    """Return clip(parameters): scale their gradients down to OPTIM.CLIP_NORM, all as one vector; 0: do nothing.
+
+    Never waits for the device. Gradients that are not finite stay so.
+    """
+    most = cfg.OPTIM.CLIP_NORM
+
+    def clip(parameters: Iterable[nn.Parameter]) -> None:
+        if most > 0:
+            nn.utils.clip_grad_norm_(parameters, most, foreach=True)
+
+    return clip

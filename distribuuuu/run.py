@@ -15,12 +15,13 @@ from torch import nn
 
 from distribuuuu import __version__
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint import TrainState
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.loader import Loader, TrainLoader
 from distribuuuu.launch import Launch
 from distribuuuu.log import close_logging, format_duration, set_up_logging
 from distribuuuu.models import count_parameters
+from distribuuuu.optim import describe_lr
+from distribuuuu.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +98,9 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     logger.info("data: %s, %d + %d images, %d classes", data, len(train_loader.images), len(val_loader.images),
                 len(state.classes))  # fmt: skip
-    plan, base_lr = train_loader.plan, cfg.OPTIM.BASE_LR
+    plan = train_loader.plan
     logger.info("step: %s; %d steps an epoch", plan, train_loader.num_steps)
-    logger.info("learning rate: %s, %.4g per 128 images; seed %d", base_lr, base_lr * 128 / plan.global_batch,
-                state.seed)  # fmt: skip
+    logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
     if crop * 2 < cfg.TEST.IM_SIZE:
         logger.warning("evaluation sees %d px of an image resized to %d: is TEST.IM_SIZE too large?", crop,

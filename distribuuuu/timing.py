@@ -22,7 +22,7 @@ from distribuuuu.datasets.workers import PREFETCH, count_workers
 from distribuuuu.launch import detect_launch
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import build_meter
-from distribuuuu.optim import set_lr
+from distribuuuu.optim import build_clipper, set_lr
 from distribuuuu.parallel import without_gradient_sync, wrap_model
 from distribuuuu.run import describe_model, open_run
 from distribuuuu.seeding import derive_seed, seed_step
@@ -89,8 +89,8 @@ class Step:
         self.device = device
         self.num_micro = loader.plan.num_micro
         self.state = build_state(cfg, device, loader, pretrained=False)
-        self.criterion = build_loss(cfg)
-        self.meter = build_meter(cfg, device)
+        self.criterion = build_loss(cfg).to(device)
+        self.meter, self.clip = build_meter(cfg, device), build_clipper(cfg)
         example = loader.example()
         self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
         set_lr(self.state.optimizer, 0.0)
@@ -119,6 +119,7 @@ class Step:
     def take(self, batches: Iterator) -> None:
         """Take a whole step."""
         self.backward(batches)
+        self.clip(self.state.model.parameters())
         self.state.optimizer.step()
 
     @torch.inference_mode()

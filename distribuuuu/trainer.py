@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint import CheckpointFolder, TrainState, load_state_dict
+from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.evaluator import evaluate
@@ -18,12 +18,12 @@ from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import NonFiniteLoss, build_meter, finite
 from distribuuuu.models import build_model
-from distribuuuu.optim import build_optimizer, set_lr
+from distribuuuu.optim import build_clipper, build_lr, build_optimizer, set_lr
 from distribuuuu.parallel import without_gradient_sync, wrap_model
 from distribuuuu.run import describe_model, describe_training, open_run, write_config, write_results
-from distribuuuu.schedule import build_schedule
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.signals import RunStopped
+from distribuuuu.state import TrainState, load_state_dict
 from distribuuuu.stop import StopRequest
 from distribuuuu.sync_batchnorm import convert_sync_batchnorm
 
@@ -45,7 +45,8 @@ def train_model(cfg) -> float:
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
         restore(cfg, state, latest)
-        criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+        criterion, eval_criterion = build_loss(cfg).to(device), build_loss(cfg, train=False)
+        lr_at = build_lr(cfg, train_loader.plan.global_batch)
         model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
         describe_training(cfg, state, train_loader, val_loader)
         with StopRequest(cfg.CHECKPOINT.MAX_HOURS) as stop, open_log(cfg, state, train_loader) as log:
@@ -57,7 +58,7 @@ def train_model(cfg) -> float:
                         roll_back(cfg, state, checkpoints, log, trouble)
                     else:
                         bar = watched_bar(cfg, state, stop)
-                        result = evaluate(state.model, val_loader, criterion, build_meter(cfg, device), bar)
+                        result = evaluate(state.model, val_loader, eval_criterion, build_meter(cfg, device), bar)
                         is_best = state.finish_epoch(result["top1"])
                         log.evaluation(state.epoch - 1, result, state.best_top1)
                         checkpoints.save_in_background(state, is_best)
@@ -84,7 +85,7 @@ def train_epoch(
         NonFiniteLoss: a loss was infinite or not a number.
     """
     epoch, seed, num_micro = state.epoch, state.stream_seed, loader.plan.num_micro
-    meter = build_meter(cfg, loader.device)
+    meter, clip = build_meter(cfg, loader.device), build_clipper(cfg)
     batches = loader.batches_from(seed, epoch, state.step)
     model.train()
     stop.begin_phase()
@@ -100,6 +101,7 @@ def train_epoch(
                 loss = criterion(logits, labels)
                 (loss / num_micro).backward()
             meter.update(loss, logits, labels)
+        clip(state.model.parameters())
         state.optimizer.step()
         state.step = step + 1
         if state.step % cfg.TRAIN.PRINT_FREQ == 0 or state.step == loader.num_steps:
@@ -119,7 +121,7 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
     model = model.to(device)
     return TrainState(
         model=model,
-        optimizer=build_optimizer(cfg, model),
+        optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
         seed=seed,
         arch=cfg.MODEL.ARCH,
         classes=loader.images.classes,
@@ -242,7 +244,8 @@ def test_model(cfg) -> dict:
             if classes and list(loader.images.classes) != classes:
                 raise CheckpointError(f"{weights}: was trained on the classes {classes}, the data has other ones")
         describe_model(cfg, model)
-        result = evaluate(model, loader, build_loss(cfg), build_meter(cfg, device), evaluation_bar(cfg.TEST.PRINT_FREQ))
+        criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
+        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar)
         write_results(cfg, result, weights)
     return result
 

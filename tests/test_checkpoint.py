@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint import CheckpointFolder, TrainState, checkpoint_name, load_state_dict
+from distribuuuu.checkpoint import CheckpointFolder, checkpoint_name
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.config import load_cfg
 from distribuuuu.optim import build_optimizer
+from distribuuuu.state import TrainState, load_state_dict
 
 
 def make_state(num_classes: int = 3, **position) -> TrainState:

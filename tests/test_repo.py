@@ -32,7 +32,7 @@ LAYERS = {
     ),
     1: ("limits", "watch"),
     2: ("config",),
-    3: ("launch", "batching"),
+    3: ("launch", "batching", "param_groups"),
     4: ("rendezvous", "checkpoint_file", "nproc"),
     5: ("distributed",),
     6: (
@@ -43,6 +43,7 @@ LAYERS = {
         "loss",
         "sync_batchnorm",
         "checkpoint_writer",
+        "state",
         "models",
         "datasets",
         "preflight",
@@ -94,7 +95,7 @@ def test_only_three_files_know_torch_distributed():
 
 def test_the_config_stops_at_the_builders():
     for name in ("metrics", "checkpoint", "checkpoint_file", "checkpoint_writer", "distributed", "log", "parallel",
-                 "records", "seeding", "signals", "stop", "sync_batchnorm", "watch", "watch_hub"):  # fmt: skip
+                 "records", "seeding", "signals", "state", "stop", "sync_batchnorm", "watch", "watch_hub"):  # fmt: skip
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("build_"):

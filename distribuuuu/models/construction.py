@@ -72,7 +72,7 @@ class Construction:
     def _refusal(self, error: Exception) -> ConfigError:
         keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
         given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
-        return ConfigError(f"{', '.join(keys)}: {self.arch.name} refuses {given}: {error or type(error).__name__}")
+        return ConfigError(f"{', '.join(keys)}: {self.arch.name} refuses {given}: {str(error) or type(error).__name__}")
 
 
 def plan_construction(arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int) -> Construction:
