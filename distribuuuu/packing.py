@@ -173,7 +173,7 @@ def _summary(writer: PackWriter, num_classes: int, images_per_s: float) -> str:
     left_out = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
     return (
         f"{writer.folder}: {writer.num_images} images of {num_classes} classes{left_out}, "
-        f"{writer.num_bytes / 1e6:.1f} MB in {len(writer.shards)} shards; {images_per_s:.0f} images/s"
+        f"{writer.num_bytes / 1e6:.1f} MB in {_count_shards(len(writer.shards))}; {images_per_s:.0f} images/s"
     )
 
 
@@ -216,6 +216,10 @@ def _verify_pack(folder: Path, num_workers: int) -> list[str]:
             bar.update(len(numbers))
     if not problems:
         size = sum(shard["size"] for shard in meta["shards"])
-        shards = f"{len(meta['shards'])} shards ({size / 1e6:.1f} MB)"
+        shards = f"{_count_shards(len(meta['shards']))} ({size / 1e6:.1f} MB)"
         print(f"{folder}: {total} images in {shards}: every checksum matches and every image decodes")
     return problems
+
+
+def _count_shards(num: int) -> str:
+    return f"{num} shard{'s' * (num != 1)}"
