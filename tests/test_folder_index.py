@@ -369,3 +369,17 @@ def test_an_image_costs_few_bytes(tmp_path):
     assert sum(array.nbytes for array in index.arrays.values()) - others == 1000 * (len(names[0]) + 8 + 4) + 8
     assert index.arrays["sample_folder"].dtype == np.int32 and index.arrays["names_offsets"].dtype == np.int64
     assert not any(array.flags.owndata or array.flags.writeable for array in index.arrays.values())
+
+
+def test_a_pipe_with_the_name_of_an_image_is_empty_and_not_waited_for(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    os.mkfifo(tmp_path / "train" / "a" / "x.jpg")
+    assert ImageFolder(tmp_path, "train").read(0) == b""
+
+
+def test_a_file_where_the_folder_of_the_index_belongs_sends_it_to_the_cache(tmp_path):
+    (tmp_path / "data" / "train" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "a" / "x.jpg").write_bytes(b"x")
+    (tmp_path / "data" / ".distribuuuu").write_text("in the way")
+    images = ImageFolder(tmp_path / "data", "train", cache_dir=str(tmp_path / "cache"))
+    assert len(images) == 1 and list((tmp_path / "cache" / "index").glob("*.bin"))

@@ -560,3 +560,52 @@ def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker outlives the command"
+
+
+def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, monkeypatch):
+    """The name is that which array_file gives a file that is not whole."""
+    ImageFolder(folder, "train")  # its index is written before
+    left = []
+
+    def killed(temporary, target):
+        left.append(Path(temporary))
+        shutil.copy(temporary, tmp_path / "copy")
+        raise OSError(errno.EIO, "killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("distribuuuu.datasets.folder_index.write_arrays", lambda *args: None)
+        patched.setattr("distribuuuu.datasets.array_file.os.replace", killed)
+        with pytest.raises(ConfigError, match="killed here"):
+            pack(tmp_path / "out", *source(folder))
+    shutil.copy(tmp_path / "copy", left[0])
+    pack(tmp_path / "out", *source(folder))
+    assert not left[0].exists()
+    pack(tmp_path / "whole", *source(folder))
+    assert contents(tmp_path / "out" / "train") == contents(tmp_path / "whole" / "train")
+
+
+def planes_of(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def grey_of(pixels: np.ndarray) -> np.ndarray:
+    return pixels[:, :, :1]
+
+
+@pytest.mark.parametrize("read", [planes_of, grey_of])
+def test_whatever_a_set_may_read_can_be_packed(tmp_path, monkeypatch, read):
+    pixels = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+
+    class Odd(ImageSet):
+        classes = ("a",)
+        from_cfg = classmethod(lambda cls, cfg, train: cls())
+        __len__ = lambda self: 2  # noqa: E731
+        read = lambda self, index: _read(pixels)  # noqa: E731
+        label = lambda self, index: 0  # noqa: E731
+
+    _read = read
+    DATASETS.names()
+    monkeypatch.setitem(DATASETS._table, "dummy", Odd)
+    pack(tmp_path / "out", "--format", "raw", "DATA.NAME", "dummy")
+    stored = Packed(tmp_path / "out", "train").read(1)
+    assert np.array_equal(stored, pixels if read is planes_of else np.repeat(grey_of(pixels), 3, axis=2))

@@ -117,6 +117,14 @@ def pack_names(names: Sequence[bytes]) -> dict[str, np.ndarray]:
     return {"bytes": np.frombuffer(b"".join(names), np.uint8), "offsets": np.concatenate([[0], lengths.cumsum()])}
 
 
+def checksum_of(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the CRC-32 of all arrays, in the order of their names."""
+    checksum = 0
+    for name in sorted(arrays):
+        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, checksum)
+    return checksum
+
+
 def name_at(data: np.ndarray, offsets: np.ndarray, index: int) -> bytes:
     """Return name `index` of `pack_names`."""
     return data[offsets[index] : offsets[index + 1]].tobytes()

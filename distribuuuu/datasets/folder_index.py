@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from distribuuuu.datasets.array_file import name_at, read_arrays, write_arrays
+from distribuuuu.datasets.array_file import checksum_of, name_at, read_arrays, write_arrays
 from distribuuuu.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, scan_folder
 from distribuuuu.datasets.imagefolder import EXTENSIONS
 
@@ -160,14 +159,7 @@ def _identity(file: Path) -> tuple | None:
 
 
 def _describe(arrays: dict[str, np.ndarray]) -> dict:
-    return {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": _checksum(arrays)}
-
-
-def _checksum(arrays: dict[str, np.ndarray]) -> int:
-    checksum = 0
-    for name in sorted(arrays):
-        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, checksum)
-    return checksum
+    return {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
 
 
 def _load(file: Path, folder: str) -> FolderIndex | None:
@@ -176,7 +168,7 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
         meta, arrays = read_arrays(file, KIND, VERSION)
         if meta["extensions"] != list(EXTENSIONS):
             raise ValueError("was made with other extensions of image files")
-        if meta["crc32"] != _checksum(arrays):
+        if meta["crc32"] != checksum_of(arrays):
             raise ValueError("is damaged")
         return FolderIndex(folder, meta, arrays, file)
     except FileNotFoundError:

@@ -72,7 +72,7 @@ class ImageFolder(ImageSet):
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`, in memory of their own that may be written to."""
-        with open(self.where(index), "rb") as file:
+        with open(self.where(index), "rb", opener=_open_at_once) as file:
             data = bytearray(os.fstat(file.fileno()).st_size)
             del data[file.readinto(data) :]
         return data
@@ -88,6 +88,11 @@ class ImageFolder(ImageSet):
         label = self.label(index)
         before = self._ends[label - 1] if label else 0
         return self._index.path(self._firsts[label] + index - before)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe that bears the name of an image is empty then, and would be waited for otherwise."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def cache_folder(chosen: str) -> Path:

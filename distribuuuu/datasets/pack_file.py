@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.datasets.array_file import ArrayFileError, name_at, read_arrays
+from distribuuuu.datasets.array_file import ArrayFileError, checksum_of, name_at, read_arrays
 
 KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
@@ -107,11 +107,3 @@ def read_whole_or_cut(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarra
 def image_name(columns: Mapping[str, np.ndarray], index: int) -> str:
     """Return what image `index` was called where it came from."""
     return os.fsdecode(name_at(columns["name_bytes"], columns["name_offsets"], index))
-
-
-def checksum_of(columns: Mapping[str, np.ndarray]) -> int:
-    """Return the CRC-32 of all columns of an index."""
-    checksum = 0
-    for name in sorted(columns):
-        checksum = zlib.crc32(np.ascontiguousarray(columns[name]), checksum)
-    return checksum

@@ -13,10 +13,11 @@ import numpy as np
 # The decoder imports it when it is first called; here it is imported once, before the workers are forked.
 import torchvision.io  # noqa: F401
 
-from distribuuuu.datasets.decode import decode, pixels_of
+from distribuuuu.datasets.decode import decode
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.pack_file import image_name, shard_name
 from distribuuuu.datasets.pack_writer import COLUMNS, Record
+from distribuuuu.datasets.picture import open_picture
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,7 @@ def is_file(image: object) -> bool:
 
 def _rgb_of(image) -> np.ndarray:
     """Return what a set has read as uint8 (H, W, 3)."""
-    if isinstance(image, np.ndarray):
-        return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)
-    planes = decode(image) if is_file(image) else pixels_of(image)
-    return planes.permute(1, 2, 0).contiguous().numpy()
+    return open_picture(image, "auto").pixels().permute(1, 2, 0).contiguous().numpy()
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:

@@ -13,20 +13,19 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.datasets.array_file import ArrayFileError, pack_names, read_arrays, write_arrays
+from distribuuuu.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.datasets.pack_file import (
     HEADER_SIZE,
     INDEX,
     KIND,
     VERSION,
     Identity,
-    checksum_of,
     shard_header,
     shard_name,
 )
 
 PART_KIND = "rows of a shard"
-_OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.\d+\.tmp")
+_OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
 # Columns of the index beside the names: the place of a record, and what it is.
 COLUMNS = {
     "shard": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32,
