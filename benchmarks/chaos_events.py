@@ -134,7 +134,7 @@ class Progress:
         if not self.whole():
             return None
         known = read_checkpoint(self.whole()[-1])["best_epoch"]
-        best = self._checkpoints.best
+        best = self._checkpoints.bests["raw"]
         there = read_checkpoint(best)["epoch"] if best.exists() else -1
         return f"best.pth.tar is of epoch {there + 1}, but the best was {known + 1}" if there < known else None
 

@@ -30,7 +30,7 @@ def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
 def files_of(out_dir: Path) -> dict[str, Path]:
     """Return the checkpoints and the best weights by name."""
     checkpoints = CheckpointFolder(out_dir)
-    return {path.name: path for path in [*checkpoints.list(), checkpoints.best] if path.exists()}
+    return {path.name: path for path in [*checkpoints.list(), checkpoints.bests["raw"]] if path.exists()}
 
 
 def check_best(out_dir: Path) -> None:
@@ -43,9 +43,11 @@ def check_best(out_dir: Path) -> None:
     if not checkpoints.list():
         return
     newest = read_checkpoint(checkpoints.list()[-1])
-    epoch = read_checkpoint(checkpoints.best)["epoch"] if checkpoints.best.exists() else -1
+    epoch = read_checkpoint(checkpoints.bests["raw"])["epoch"] if checkpoints.bests["raw"].exists() else -1
     if epoch < newest["best_epoch"]:
-        raise RuntimeError(f"{checkpoints.best}: of epoch {epoch + 1}, but the best is {newest['best_epoch'] + 1}")
+        raise RuntimeError(
+            f"{checkpoints.bests['raw']}: of epoch {epoch + 1}, but the best is {newest['best_epoch'] + 1}"
+        )
 
 
 def timeless_records(out_dir: Path) -> list[dict]:

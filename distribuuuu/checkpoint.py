@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
 class CheckpointFolder:
-    """OUT_DIR/checkpoints and OUT_DIR/best.pth.tar. Only the main process writes, in the background.
+    """OUT_DIR/checkpoints, OUT_DIR/best.pth.tar and best_ema.pth.tar. Only the main process writes, in the background.
 
     Args:
         out_dir: the folder of the run.
@@ -29,14 +30,14 @@ class CheckpointFolder:
 
     def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
         self.folder = Path(out_dir) / "checkpoints"
-        self.best = Path(out_dir) / "best.pth.tar"
+        self.bests = {"raw": Path(out_dir) / "best.pth.tar", "ema": Path(out_dir) / "best_ema.pth.tar"}
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.every_steps = every_steps
         self._writer = BackgroundWriter()
         self._not_finite: str | None = None
         # Outlives the save it came with, which the disk may refuse until another one replaces it.
-        self._unwritten_best: dict[str, Any] | None = None
+        self._unwritten_bests: dict[str, dict[str, Any]] = {}
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after `step` steps of an epoch.
@@ -47,27 +48,32 @@ class CheckpointFolder:
         every = self.every_steps
         return every > 0 and step % every in (0, every // 2)
 
-    def save(self, state: TrainState, is_best: bool = False) -> Path:
+    def save(self, state: TrainState, new_bests: Sequence[str] = ()) -> Path:
         """Write the state, then remove what is no longer kept; return the file.
 
         Raises:
             CheckpointError: the disk refuses it, or the weights are not finite.
         """
-        path = self.save_in_background(state, is_best)
+        path = self.save_in_background(state, new_bests)
         self.finish()
         return path
 
-    def save_in_background(self, state: TrainState, is_best: bool = False) -> Path:
+    def save_in_background(self, state: TrainState, new_bests: Sequence[str] = ()) -> Path:
         """Copy the state, and write it while training goes on; return the file that will be there.
 
         Waits for the save before. What the disk refuses is tried again. A state that is not finite is not written.
+        Every process must call it.
+
+        Args:
+            state: what to save.
+            new_bests: the kinds of its weights, "raw" and "ema", that are the best of their kind.
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
+        content = state.to_dict()
         if dist.is_main():
-            content = snapshot(state.to_dict())
+            content = snapshot(content)
             self._writer.settle()
-            if is_best:
-                self._unwritten_best = {key: content[key] for key in state.to_weights()}
+            self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
             self._writer.start(lambda: self._write(path, content), f"checkpoint {path.name}")
         return path
 
@@ -99,15 +105,17 @@ class CheckpointFolder:
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
         if where := find_not_finite(content):
-            self._unwritten_best = None
+            self._unwritten_bests = {}
             self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
             logger.error("%s", self._not_finite)
             return
         self._not_finite = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._unwritten_best:  # first: killed in between, the epoch is done again and writes the same file
-            write_atomically(self.best, self._unwritten_best)
-            self._unwritten_best = None
+        for kind in list(
+            self._unwritten_bests
+        ):  # first: killed in between, the epoch is done again and writes the same
+            write_atomically(self.bests[kind], self._unwritten_bests[kind])
+            del self._unwritten_bests[kind]
         write_atomically(path, content)
         self._remove_old(path)
 
@@ -143,7 +151,7 @@ class CheckpointFolder:
     def clear_leftovers(self) -> None:
         """Remove the temporary files of saves that were killed."""
         if dist.is_main():
-            for path in [*self.folder.glob(".*.tmp"), *self.best.parent.glob(f".{self.best.name}.tmp")]:
+            for path in [*self.folder.glob(".*.tmp"), *self.folder.parent.glob(".best*.pth.tar.tmp")]:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -154,9 +162,17 @@ class CheckpointFolder:
         numbered = (Path(f"{self.folder}.{number}") for number in range(1, 10**6))
         aside = next(path for path in numbered if not path.exists())
         os.replace(self.folder, aside)
-        if self.best.exists():
-            os.replace(self.best, aside / self.best.name)
+        for best in self.bests.values():
+            if best.exists():
+                os.replace(best, aside / best.name)
         return aside
+
+
+def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the file of weights, "raw" or "ema", of a checkpoint: one that cannot be resumed."""
+    left_out = ("optimizer", "step", "seconds", "scaler", "ema_state_dict")
+    weights = {key: value for key, value in content.items() if key not in left_out}
+    return {**weights, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

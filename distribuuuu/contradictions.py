@@ -8,7 +8,7 @@ from yacs.config import CfgNode
 
 def find_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for every contradiction; each names the remedy."""
-    for find in (_in_images, _in_schedule, _in_loss, _in_paths):
+    for find in (_in_images, _in_schedule, _in_loss, _in_distillation, _in_paths):
         yield from find(cfg)
 
 
@@ -52,6 +52,14 @@ def _in_loss(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     if loss.NAME == "bce" and loss.BCE_TARGET_THRESHOLD and not least < loss.BCE_TARGET_THRESHOLD < most:
         message = f"{loss.BCE_TARGET_THRESHOLD:g} must lie between the targets, {least:g} and {most:g}, of one image"
         yield "LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}; or be 0"
+
+
+def _in_distillation(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    distill = cfg.DISTILL
+    if distill.TEACHER and not distill.WEIGHTS:
+        yield "DISTILL.WEIGHTS", "is not set: name the teacher's file, or `pretrained`"
+    if distill.WEIGHTS and not distill.TEACHER:
+        yield "DISTILL.TEACHER", "is not set: name the model that DISTILL.WEIGHTS belong to"
 
 
 def _in_paths(cfg: CfgNode) -> Iterator[tuple[str, str]]:

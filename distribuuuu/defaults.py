@@ -18,6 +18,10 @@ _C.MODEL.PRETRAINED = False
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict to start from (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = None
+# Batch norm's statistics from so many training images, afresh before each evaluation; 0: their moving average.
+_C.MODEL.PRECISE_BN = 0
+# Compile the model (torch.compile): none, default, reduce-overhead (CUDA graphs) or max-autotune.
+_C.MODEL.COMPILE = "none"
 # Keep images and weights in the order that tensor cores like: (N, H, W, C) in memory, the same numbers.
 _C.MODEL.CHANNELS_LAST = False
 # Train on random images from memory instead of the data set, to measure or to try out.
@@ -46,6 +50,8 @@ _C.TRAIN.WORKERS = 4
 _C.TRAIN.PIN_MEMORY = True
 # Steps between two reads of the training metrics.
 _C.TRAIN.PRINT_FREQ = 30
+# What the model computes in: none (float32), bf16 or fp16 (with loss scaling); weights stay float32.
+_C.TRAIN.AMP = "none"
 # When the loss is not finite: stop, or rollback (to the newest checkpoint, from there on with other randomness).
 _C.TRAIN.ON_NAN = "stop"
 # Rollbacks of a run after which it stops nevertheless.
@@ -108,6 +114,28 @@ _C.LOSS.BCE_REDUCTION = "mean"
 _C.LOSS.BCE_TARGET_THRESHOLD = 0.0
 # How little well-classified images count with focal; 0: like all others.
 _C.LOSS.FOCAL_GAMMA = 2.0
+
+_C.DISTILL = CfgNode()
+# Teacher to learn from as well: a model name as for MODEL.ARCH; empty: none.
+_C.DISTILL.TEACHER = ""
+# The teacher's weights: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
+_C.DISTILL.WEIGHTS = ""
+# Arguments for the teacher's constructor, as MODEL.KWARGS.
+_C.DISTILL.KWARGS = CfgNode(new_allowed=True)
+# What is learnt from it: soft (its probabilities) or hard (its answer).
+_C.DISTILL.KIND = "soft"
+# The teacher's share of the loss, 0 to 1.
+_C.DISTILL.ALPHA = 0.5
+# What logits are divided by for soft, above 0.
+_C.DISTILL.TEMPERATURE = 1.0
+
+_C.EMA = CfgNode()
+# Images after which an image's share in the moving average of the weights has halved; 0: no average.
+_C.EMA.HALF_LIFE = 0.0
+# The half-life is at most this share of the images seen so far, 0 to 1; 0: it is never shortened.
+_C.EMA.RAMP_UP = 0.1
+# What the average does with buffers, such as batch norm's statistics: average or copy.
+_C.EMA.BUFFERS = "average"
 
 _C.OPTIM = CfgNode()
 # Epochs to train; 0 only writes the config.

@@ -1,5 +1,6 @@
 """Evaluation: every image once, whatever the number of processes and the batch size."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,12 @@ from distribuuuu.parallel import broadcast_buffers
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader: Loader, criterion: Callable, meter: ClassificationMeter, progress: Callable = iter
+    model: nn.Module,
+    loader: Loader,
+    criterion: Callable,
+    meter: ClassificationMeter,
+    progress: Callable = iter,
+    autocast: Callable = contextlib.nullcontext,
 ) -> dict:
     """Return count, loss, top1 and topk (percent) of a model over a whole set.
 
@@ -22,6 +28,7 @@ def evaluate(
         criterion: (logits, labels) to the mean loss.
         meter: the counters to use.
         progress: wraps the loader, to show a bar.
+        autocast: the context of a forward pass.
 
     Raises:
         RuntimeError: the number of images seen is not the size of the set.
@@ -29,7 +36,8 @@ def evaluate(
     broadcast_buffers(model)
     model.eval()
     for images, labels in progress(loader):
-        logits = model(images)
+        with autocast():
+            logits = model(images)
         meter.update(criterion(logits, labels), logits, labels)
     result = meter.read()
     if result["count"] != len(loader.images):

@@ -5,7 +5,7 @@ from distribuuuu.schedule import SCHEDULES
 # Keys that may be unset (null), and their type when they are set.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
 # Sections whose keys are not ours to know: the model's constructor checks them.
-OPEN_SECTIONS = ("MODEL.KWARGS",)
+OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS")
 
 CHOICES = {
     "DATA.CROP": ("auto", "resized", "pad"),
@@ -13,6 +13,10 @@ CHOICES = {
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
     "DATA.WORKER_KIND": ("process", "thread"),
+    "DISTILL.KIND": ("soft", "hard"),
+    "EMA.BUFFERS": ("average", "copy"),
+    "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
+    "TRAIN.AMP": ("none", "bf16", "fp16"),
     "DIST.BACKEND": ("auto", "nccl", "gloo"),
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
@@ -26,6 +30,11 @@ CHOICES = {
 # Least and greatest value; None: no bound.
 RANGES = {
     "MODEL.NUM_CLASSES": (1, None),
+    "MODEL.PRECISE_BN": (0, None),
+    "DISTILL.ALPHA": (0, 1),
+    "DISTILL.TEMPERATURE": (0.001, None),
+    "EMA.HALF_LIFE": (0, None),
+    "EMA.RAMP_UP": (0, 1),
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
     "TRAIN.IM_SIZE": (1, None),

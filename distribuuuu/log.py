@@ -227,15 +227,24 @@ class RunLog:
                 " would help", 100 * share
             )  # fmt: skip
 
-    def evaluation(self, epoch: int, metrics: dict, best_top1: float) -> None:
-        """Record the evaluation at the end of an epoch; its seconds count from the last `train`."""
+    def evaluation(self, epoch: int, results: dict[str, dict], best_top1: dict[str, float]) -> None:
+        """Record the evaluation at the end of an epoch; its seconds count from the last `train`.
+
+        Args:
+            epoch: from 0.
+            results: what the meter read for each kind of weights, "raw" and "ema".
+            best_top1: the best of the run for each kind.
+        """
         seconds = time.perf_counter() - self._last_read
-        self._write("eval", epoch, self.num_steps, {**metrics, "best_top1": best_top1, "seconds": seconds})
-        logger.info(
-            "epoch %d/%d: top1 %.2f top%d %.2f loss %.4f of %d images; best top1 %.2f",
-            epoch + 1, self.num_epochs, metrics["top1"], self.topk, metrics["topk"], metrics["loss"],
-            metrics["count"], best_top1,
-        )  # fmt: skip
+        for weights, metrics in results.items():
+            kind, label = ("eval", "") if weights == "raw" else (f"eval_{weights}", f"{weights} ")
+            best = best_top1[weights]
+            self._write(kind, epoch, self.num_steps, {**metrics, "best_top1": best, "seconds": seconds})
+            logger.info(
+                "epoch %d/%d: %stop1 %.2f top%d %.2f loss %.4f of %d images; best top1 %.2f",
+                epoch + 1, self.num_epochs, label, metrics["top1"], self.topk, metrics["topk"], metrics["loss"],
+                metrics["count"], best,
+            )  # fmt: skip
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:
         """Show uint8 (N, 3, H, W) as a grid in TensorBoard."""

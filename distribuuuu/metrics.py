@@ -53,7 +53,11 @@ class ClassificationMeter:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add one batch: its mean loss (), logits (N, classes), labels (N,). Waits for nothing."""
+        """Add one batch: its mean loss (), logits (N, classes), labels (N,) or soft targets (N, classes).
+
+        The label of a soft target is the class with the greatest share. Waits for nothing.
+        """
+        labels = labels.argmax(dim=1) if labels.is_floating_point() else labels
         hits = logits.topk(self.topk).indices.eq(labels.unsqueeze(1))
         self._count += len(labels)
         self._loss.add_(loss.detach(), alpha=len(labels))

@@ -67,6 +67,17 @@ def _settle_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> 
             buffer.copy_(before)
 
 
+def compile_model(model: nn.Module, mode: str) -> None:
+    """Have a wrapped model compiled at its first forward pass; "none": leave it. Names and weights stay as they are.
+
+    Args:
+        model: what `wrap_model` returned: the compiler then cuts the backward pass where gradients are sent.
+        mode: "none", or a mode of torch.compile.
+    """
+    if mode != "none":
+        model.compile(mode=mode)
+
+
 def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
     """Return the context of a micro-batch whose gradients only accumulate, or of an ordinary one."""
     return model.no_sync() if enabled and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()

@@ -45,9 +45,10 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):
         yield "DATA.DECODER", "the package simplejpeg is not installed: pip install simplejpeg"
-    weights = cfg.MODEL.WEIGHTS
-    if weights and not Path(weights).is_file():
-        yield "MODEL.WEIGHTS", f"no such file: {weights}"
+    teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
+    for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
+        if path and not Path(path).is_file():
+            yield key, f"no such file: {path}"
     yield from _out_dir_problems(Path(cfg.OUT_DIR))
 
 

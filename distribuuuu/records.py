@@ -106,8 +106,8 @@ def drop_records_after(path: Path, epoch: int, step: int) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            position = (record["epoch"] - 1, record["step"], record["kind"] == "eval")
-        except (ValueError, KeyError, TypeError):
+            position = (record["epoch"] - 1, record["step"], record["kind"].startswith("eval"))
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
         if position[0] < epoch or (position[0] == epoch and position[1] <= step and not position[2]):
             kept.append(line + "\n")

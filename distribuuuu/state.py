@@ -1,27 +1,49 @@
 """What a run is made of: the one place that says what a checkpoint holds and how a run goes on from it.
 
 A checkpoint is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
-`optimizer`, `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`, `global_batch`. The 2021 distribuuuu wrote the first
-five without `step`, and means the same by them.
+`optimizer`, `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`, `global_batch`, `seconds`, and where the run has
+them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`. The 2021 distribuuuu wrote the first five without
+`step`, and means the same by them.
 """
 
 import logging
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from distribuuuu.checkpoint_file import CheckpointError
+from distribuuuu.ema import Ema
+from distribuuuu.precision import Precision
 from distribuuuu.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
+class Best:
+    """The best evaluation so far: its accuracy in percent, and after which epoch, from 0."""
+
+    top1: float = 0.0
+    epoch: int = -1
+
+    def beaten_by(self, top1: float, epoch: int) -> bool:
+        """Take in an evaluation, and tell whether it is the best."""
+        is_best = top1 > self.top1 or self.top1 == 0
+        if is_best:
+            self.top1, self.epoch = top1, epoch
+        return is_best
+
+
+@dataclass
 class TrainState:
-    """All that a checkpoint holds."""
+    """All that a checkpoint holds.
+
+    Weights come in two kinds: "raw", as they are trained, and, where there is an average of them, "ema".
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -31,26 +53,52 @@ class TrainState:
     global_batch: int
     epoch: int = 0
     step: int = 0
-    best_top1: float = 0.0
-    best_epoch: int = -1
     num_rollbacks: int = 0
+    precision: Precision = field(default_factory=Precision)
+    ema: Ema | None = None
+    bests: dict[str, Best] = field(default_factory=lambda: {"raw": Best(), "ema": Best()})
+
+    def __post_init__(self):
+        self._seconds_before, self._started = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the run has taken so far, over all its starts."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     @property
     def stream_seed(self) -> int:
         """The seed of everything random; after a rollback another one, so that the run takes another path."""
         return derive_seed(self.seed, self.num_rollbacks) if self.num_rollbacks else self.seed
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint."""
-        return {**self.to_weights(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models to evaluate, by the kind of their weights."""
+        return {"raw": self.model, "ema": self.ema.model} if self.ema else {"raw": self.model}
 
-    def to_weights(self) -> dict[str, Any]:
-        """Return the content of a file of weights: a checkpoint that cannot be resumed."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a checkpoint. Every process must call it."""
+        averaged = {}
+        if self.ema:
+            best = self.bests["ema"]
+            averaged = {"ema_state_dict": self.ema.model.state_dict(), "best_ema_acc1": best.top1,
+                        "best_ema_epoch": best.epoch}  # fmt: skip
+        return {
+            **self._facts(),
+            "state_dict": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "scaler": self.precision.state_dict(),
+            **averaged,
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what is told of weights beside the weights."""
         return {
             "epoch": self.epoch - 1,
-            "state_dict": self.model.state_dict(),
-            "best_acc1": self.best_top1,
-            "best_epoch": self.best_epoch,
+            "best_acc1": self.bests["raw"].top1,
+            "best_epoch": self.bests["raw"].epoch,
             "seed": self.seed,
             "num_rollbacks": self.num_rollbacks,
             "classes": list(self.classes),
@@ -70,8 +118,15 @@ class TrainState:
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
-        self.best_top1 = float(content.get("best_acc1", 0.0))
-        self.best_epoch = int(content.get("best_epoch", -1))
+        self.bests["raw"] = Best(float(content.get("best_acc1", 0.0)), int(content.get("best_epoch", -1)))
+        self.bests["ema"] = Best(float(content.get("best_ema_acc1", 0.0)), int(content.get("best_ema_epoch", -1)))
+        self._seconds_before, self._started = float(content.get("seconds", 0.0)), time.perf_counter()
+        self.precision.load_state_dict(content.get("scaler", {}))
+        if self.ema:
+            averaged = content.get("ema_state_dict")
+            load_state_dict(self.ema.model, averaged or content["state_dict"], path)
+            if not averaged:
+                logger.warning("%s has no moving average of the weights: it begins here", path)
         self.seed = int(content.get("seed", self.seed))
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
         self._convert_step(int(content.get("global_batch", self.global_batch)))
@@ -93,13 +148,23 @@ class TrainState:
             logger.warning("global batch %d, was %d: %d images are seen twice", self.global_batch, old_batch,
                            seen - self.step * self.global_batch)  # fmt: skip
 
-    def finish_epoch(self, top1: float) -> bool:
-        """Count the epoch as done, and tell whether its accuracy (percent) is the best so far."""
-        is_best = top1 > self.best_top1 or self.best_top1 == 0
-        if is_best:
-            self.best_top1, self.best_epoch = top1, self.epoch
+    @property
+    def best_top1(self) -> dict[str, float]:
+        """The best accuracy (percent) of each kind of weights."""
+        return {kind: best.top1 for kind, best in self.bests.items()}
+
+    def finish_step(self, num_steps: int) -> None:
+        """Count a step of an epoch of `num_steps` as done, and take its weights into their average."""
+        self.step += 1
+        if self.ema:
+            images_seen = (self.epoch * num_steps + self.step) * self.global_batch
+            self.ema.update(self.global_batch, images_seen)
+
+    def finish_epoch(self, top1: dict[str, float]) -> list[str]:
+        """Count the epoch as done; return the kinds of weights whose accuracy (percent) is their best so far."""
+        new_bests = [kind for kind, value in top1.items() if self.bests[kind].beaten_by(value, self.epoch)]
         self.epoch, self.step = self.epoch + 1, 0
-        return is_best
+        return new_bests
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:

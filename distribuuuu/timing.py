@@ -20,10 +20,10 @@ from distribuuuu import distributed as dist
 from distribuuuu.datasets.loader import TrainLoader, build_loader
 from distribuuuu.datasets.workers import PREFETCH, count_workers
 from distribuuuu.launch import detect_launch
-from distribuuuu.loss import build_loss
 from distribuuuu.metrics import build_meter
-from distribuuuu.optim import build_clipper, set_lr
-from distribuuuu.parallel import without_gradient_sync, wrap_model
+from distribuuuu.optim import set_lr
+from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
+from distribuuuu.recipe import build_recipe
 from distribuuuu.run import describe_model, open_run
 from distribuuuu.seeding import derive_seed, seed_step
 from distribuuuu.trainer import build_state
@@ -89,10 +89,11 @@ class Step:
         self.device = device
         self.num_micro = loader.plan.num_micro
         self.state = build_state(cfg, device, loader, pretrained=False)
-        self.criterion = build_loss(cfg).to(device)
-        self.meter, self.clip = build_meter(cfg, device), build_clipper(cfg)
+        self.recipe = build_recipe(cfg, loader.plan, device, self.state.precision)
+        self.meter = build_meter(cfg, device)
         example = loader.example()
         self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
+        compile_model(self.model, cfg.MODEL.COMPILE)
         set_lr(self.state.optimizer, 0.0)
         self.model.train()
         # Noise: a GPU computes on zeros with less power, and so faster than on images.
@@ -102,30 +103,34 @@ class Step:
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""
         for _ in range(self.num_micro):
-            self.state.model(self.images)
+            with self.state.precision.autocast():
+                self.state.model(self.images)
 
     def backward(self, batches: Iterator, exchanged: bool = True) -> None:
         """Compute the gradients of a step; not exchanged: each process its own."""
         self.state.optimizer.zero_grad()
         for micro in range(self.num_micro):
-            images, labels = next(batches)
+            images, targets = self.recipe.mix(*next(batches), self.state.seed, 0, 0, micro)
             seed_step(derive_seed(self.state.seed, 0, 0, micro, dist.rank()), self.device)
             with without_gradient_sync(self.model, not exchanged or micro + 1 < self.num_micro):
-                logits = self.model(images)
-                loss = self.criterion(logits, labels)
-                (loss / self.num_micro).backward()
-            self.meter.update(loss, logits, labels)
+                with self.state.precision.autocast():
+                    logits = self.model(images)
+                loss = self.recipe.objective(images, logits, targets)
+                self.state.precision.backward(loss / self.num_micro)
+            self.meter.update(loss, logits, targets)
 
     def take(self, batches: Iterator) -> None:
         """Take a whole step."""
         self.backward(batches)
-        self.clip(self.state.model.parameters())
-        self.state.optimizer.step()
+        self.state.precision.step(self.state.optimizer, self.recipe.clip)
+        if self.state.ema:
+            self.state.ema.update(self.state.global_batch, images_seen=self.state.global_batch)
 
     @torch.inference_mode()
     def evaluate(self, images: torch.Tensor) -> None:
         """Compute logits as evaluation does."""
-        self.state.model(images)
+        with self.state.precision.autocast():
+            self.state.model(images)
 
 
 def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:

@@ -12,14 +12,18 @@ from distribuuuu import distributed as dist
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
+from distribuuuu.ema import build_ema
 from distribuuuu.evaluator import evaluate
 from distribuuuu.launch import detect_launch, is_restart
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
 from distribuuuu.metrics import NonFiniteLoss, build_meter, finite
 from distribuuuu.models import build_model
-from distribuuuu.optim import build_clipper, build_lr, build_optimizer, set_lr
-from distribuuuu.parallel import without_gradient_sync, wrap_model
+from distribuuuu.optim import build_optimizer, set_lr
+from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
+from distribuuuu.precise_bn import compute_precise_statistics
+from distribuuuu.precision import build_precision
+from distribuuuu.recipe import Recipe, build_recipe
 from distribuuuu.run import describe_model, describe_training, open_run, write_config, write_results
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.signals import RunStopped
@@ -45,26 +49,27 @@ def train_model(cfg) -> float:
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
         restore(cfg, state, latest)
-        criterion, eval_criterion = build_loss(cfg).to(device), build_loss(cfg, train=False)
-        lr_at = build_lr(cfg, train_loader.plan.global_batch)
+        recipe = build_recipe(cfg, train_loader.plan, device, state.precision)
         model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
+        compile_model(model, cfg.MODEL.COMPILE)
         describe_training(cfg, state, train_loader, val_loader)
         with StopRequest(cfg.CHECKPOINT.MAX_HOURS) as stop, open_log(cfg, state, train_loader) as log:
             with saved_when_stopped(state, checkpoints):
                 while state.epoch < cfg.OPTIM.MAX_EPOCH:
                     try:
-                        train_epoch(cfg, state, model, train_loader, criterion, lr_at, checkpoints, log, stop)
+                        train_epoch(cfg, state, model, train_loader, recipe, checkpoints, log, stop)
                     except NonFiniteLoss as trouble:
                         roll_back(cfg, state, checkpoints, log, trouble)
                     else:
-                        bar = watched_bar(cfg, state, stop)
-                        result = evaluate(state.model, val_loader, eval_criterion, build_meter(cfg, device), bar)
-                        is_best = state.finish_epoch(result["top1"])
-                        log.evaluation(state.epoch - 1, result, state.best_top1)
-                        checkpoints.save_in_background(state, is_best)
+                        results = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
+                        new_bests = state.finish_epoch({kind: result["top1"] for kind, result in results.items()})
+                        log.evaluation(state.epoch - 1, results, state.best_top1)
+                        checkpoints.save_in_background(state, new_bests)
             checkpoints.finish()
-        logger.info("done: best top1 %.2f, of epoch %d", state.best_top1, state.best_epoch + 1)
-    return state.best_top1
+        for kind in state.models:
+            best = state.bests[kind]
+            logger.info("done: best %stop1 %.2f, of epoch %d", "ema " * (kind == "ema"), best.top1, best.epoch + 1)
+    return max(state.best_top1.values())
 
 
 def train_epoch(
@@ -72,8 +77,7 @@ def train_epoch(
     state: TrainState,
     model: nn.Module,
     loader: TrainLoader,
-    criterion: Callable,
-    lr_at: Callable[[float], float],
+    recipe: Recipe,
     checkpoints: CheckpointFolder,
     log: RunLog,
     stop: StopRequest,
@@ -85,30 +89,44 @@ def train_epoch(
         NonFiniteLoss: a loss was infinite or not a number.
     """
     epoch, seed, num_micro = state.epoch, state.stream_seed, loader.plan.num_micro
-    meter, clip = build_meter(cfg, loader.device), build_clipper(cfg)
+    meter, precision = build_meter(cfg, loader.device), state.precision
     batches = loader.batches_from(seed, epoch, state.step)
     model.train()
     stop.begin_phase()
     for step in log.steps(epoch, state.step):
-        lr = lr_at(epoch + step / loader.num_steps)
+        lr = recipe.lr_at(epoch + step / loader.num_steps)
         set_lr(state.optimizer, lr)
         state.optimizer.zero_grad()
         for micro in range(num_micro):
-            images, labels = next(batches)
+            images, targets = recipe.mix(*next(batches), seed, epoch, step, micro)
             seed_step(derive_seed(seed, epoch, step, micro, dist.rank()), loader.device)
             with without_gradient_sync(model, micro + 1 < num_micro):
-                logits = model(images)
-                loss = criterion(logits, labels)
-                (loss / num_micro).backward()
-            meter.update(loss, logits, labels)
-        clip(state.model.parameters())
-        state.optimizer.step()
-        state.step = step + 1
+                with precision.autocast():
+                    logits = model(images)
+                loss = recipe.objective(images, logits, targets)
+                precision.backward(loss / num_micro)
+            meter.update(loss, logits, targets)
+        precision.step(state.optimizer, recipe.clip)
+        state.finish_step(loader.num_steps)
         if state.step % cfg.TRAIN.PRINT_FREQ == 0 or state.step == loader.num_steps:
             log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
         if checkpoints.is_due(state.step):
             checkpoints.save_in_background(state)
         stop.check(f"epoch {epoch + 1}, step {state.step}")
+
+
+def evaluate_epoch(
+    cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader, stop: StopRequest
+) -> dict[str, dict]:
+    """Return the result of each kind of weights; with MODEL.PRECISE_BN their statistics are made precise before."""
+    criterion, meter = build_loss(cfg, train=False), build_meter(cfg, val_loader.device)
+    results, autocast = {}, state.precision.autocast
+    for kind, model in state.models.items():
+        if cfg.MODEL.PRECISE_BN:
+            images = train_loader.some_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
+            compute_precise_statistics(model, images, autocast)
+        results[kind] = evaluate(model, val_loader, criterion, meter, watched_bar(cfg, state, stop), autocast)
+    return results
 
 
 def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool) -> TrainState:
@@ -126,6 +144,8 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
         arch=cfg.MODEL.ARCH,
         classes=loader.images.classes,
         global_batch=loader.plan.global_batch,
+        precision=build_precision(cfg, device),
+        ema=build_ema(cfg, model),
     )
 
 
@@ -245,14 +265,16 @@ def test_model(cfg) -> dict:
                 raise CheckpointError(f"{weights}: was trained on the classes {classes}, the data has other ones")
         describe_model(cfg, model)
         criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
-        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar)
+        autocast = build_precision(cfg, device).autocast
+        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar, autocast)
         write_results(cfg, result, weights)
     return result
 
 
 def find_weights(cfg) -> str:
     """Return the file that `test_model` evaluates, or 'pretrained'."""
-    best = build_checkpoints(cfg).best
+    bests = build_checkpoints(cfg).bests
+    best = bests["ema"] if cfg.EMA.HALF_LIFE and bests["ema"].exists() else bests["raw"]
     if cfg.MODEL.WEIGHTS or not best.exists() and cfg.MODEL.PRETRAINED:
         return cfg.MODEL.WEIGHTS or "pretrained"
     if not best.exists():

@@ -14,10 +14,10 @@ from distribuuuu.checkpoint import CheckpointFolder, checkpoint_name
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.config import load_cfg
 from distribuuuu.optim import build_optimizer
-from distribuuuu.state import TrainState, load_state_dict
+from distribuuuu.state import Best, TrainState, load_state_dict
 
 
-def make_state(num_classes: int = 3, **position) -> TrainState:
+def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:
     """Return the state of a small model that has made a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, num_classes))
@@ -25,18 +25,19 @@ def make_state(num_classes: int = 3, **position) -> TrainState:
     model(torch.randn(6, 4)).sum().backward()
     optimizer.step()
     classes = tuple("abcdefgh"[:num_classes])
-    return TrainState(model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, **position)
+    bests = {"raw": Best(*best), "ema": Best()}
+    return TrainState(model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, bests=bests, **position)
 
 
 def test_a_state_comes_back_as_it_was(tmp_path):
-    state = make_state(epoch=3, step=7, best_top1=12.5, best_epoch=2)
+    state = make_state(epoch=3, step=7, best=(12.5, 2))
     path = CheckpointFolder(tmp_path).save(state)
     assert path.name == "ckpt_ep_003_step_000007.pth.tar"
     other = make_state()
     nn.init.zeros_(other.model[0].weight)
     other.optimizer = build_optimizer(load_cfg(None, ["OPTIM.WEIGHT_DECAY", "0.5"]), other.model)
     other.load_dict(read_checkpoint(path), path)
-    assert (other.epoch, other.step, other.best_top1, other.best_epoch, other.seed) == (3, 7, 12.5, 2, 1)
+    assert (other.epoch, other.step, other.bests["raw"], other.seed) == (3, 7, Best(12.5, 2), 1)
     assert all(torch.equal(a, b) for a, b in zip(state.model.parameters(), other.model.parameters(), strict=True))
     mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
     assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
@@ -55,9 +56,9 @@ def test_the_newest_is_found_by_number_not_by_name(tmp_path):
 def test_what_is_kept(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=3)
     for epoch in range(1, 8):
-        folder.save(make_state(epoch=epoch), is_best=epoch == 2)
+        folder.save(make_state(epoch=epoch), new_bests=["raw"] * (epoch == 2))
     assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in (3, 6, 7)]
-    assert read_checkpoint(folder.best)["epoch"] == 1
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 1
 
 
 def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path):
@@ -146,7 +147,7 @@ def test_the_originals_checkpoints_resume(tmp_path):
     assert type(content["optimizer"]["param_groups"][0]["lr"]) is float
     other = make_state()
     other.load_dict(content, path)
-    assert (other.epoch, other.step, other.best_top1) == (5, 0, 33.5)
+    assert (other.epoch, other.step, other.best_top1["raw"]) == (5, 0, 33.5)
     mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
     assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
     other.optimizer.step()
@@ -227,15 +228,16 @@ def test_an_older_run_is_set_aside_whole(tmp_path):
     folder = CheckpointFolder(tmp_path)
     assert folder.set_aside() is None
     for number in (1, 2):
-        folder.save(make_state(epoch=1), is_best=True)
+        folder.save(make_state(epoch=1), new_bests=["raw"])
         assert folder.set_aside() == tmp_path / f"checkpoints.{number}"
         assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
-        assert folder.list() == [] and not folder.best.exists()
+        assert folder.list() == [] and not folder.bests["raw"].exists()
 
 
 def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
     state = make_state()
-    assert [state.finish_epoch(top1) for top1 in (0.0, 20.0, 10.0, 30.0)] == [True, True, False, True]
-    assert (state.best_top1, state.best_epoch, state.epoch, state.step) == (30.0, 3, 4, 0)
-    resumed = make_state(epoch=5, best_top1=33.5)  # from a file that does not tell the best's epoch
-    assert not resumed.finish_epoch(33.0) and resumed.best_top1 == 33.5
+    assert [state.finish_epoch({"raw": top1}) for top1 in (0.0, 20.0, 10.0, 30.0)] == [["raw"], ["raw"], [], ["raw"]]
+    assert (state.bests["raw"], state.epoch, state.step) == (Best(30.0, 3), 4, 0)
+    assert state.finish_epoch({"raw": 30.0, "ema": 29.0}) == ["ema"], "each kind of weights has a best of its own"
+    resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
+    assert not resumed.finish_epoch({"raw": 33.0}) and resumed.best_top1["raw"] == 33.5

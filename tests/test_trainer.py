@@ -110,8 +110,8 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
     save = CheckpointFolder.save_in_background
 
-    def save_and_stop(self, state, is_best=False):
-        save(self, state, is_best)
+    def save_and_stop(self, state, new_bests=()):
+        save(self, state, new_bests)
         if (state.epoch, state.step) == place:
             self.wait()
             raise _Stopped

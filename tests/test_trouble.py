@@ -187,12 +187,12 @@ def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint
 
     monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
     folder = CheckpointFolder(tmp_path)
-    folder.save_in_background(make_state(epoch=1), is_best=True)
+    folder.save_in_background(make_state(epoch=1), new_bests=["raw"])
     time.sleep(0.1)
     is_full[0] = False
     folder.save(make_state(epoch=1, step=2))
     assert [path.name for path in folder.list()] == ["ckpt_ep_001_step_000002.pth.tar"]
-    assert read_checkpoint(folder.best)["epoch"] == 0
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):

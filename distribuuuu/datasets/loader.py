@@ -1,5 +1,6 @@
 """The loader: from an ImageSet to normalised batches on the device."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -169,6 +170,12 @@ class TrainLoader(Loader):
         black = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
         shape = self.samples.transform(black, Draws(0, 0)).shape
         return self._normalize.empty((self.plan.micro_batch, *shape)).zero_()
+
+    def some_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
+        """Yield the images (N, 3, H, W) of this process of an epoch's first steps, those of at least `num` in all."""
+        num_steps = -(-num // self.plan.global_batch)
+        for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.num_micro):
+            yield images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first images of a run as they are trained on: uint8 (at most num, 3, H, W)."""

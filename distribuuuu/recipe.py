@@ -1,0 +1,44 @@
+"""How a step is computed, beyond forward and backward: what the config says of rate, mixing, loss and clipping."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distribuuuu.batching import BatchPlan
+from distribuuuu.distill import Objective, build_objective
+from distribuuuu.mixing import Mixer, build_mixer
+from distribuuuu.optim import build_clipper, build_lr
+from distribuuuu.precision import Precision
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What training does with a batch.
+
+    Attributes:
+        lr_at: epochs, e.g. 3.25, to the learning rate.
+        mix: blends the images of a batch, and their labels to soft targets.
+        objective: (images, logits, targets) to the mean loss.
+        clip: scales the gradients of parameters down.
+    """
+
+    lr_at: Callable[[float], float]
+    mix: Mixer
+    objective: Objective
+    clip: Callable[[Iterable[nn.Parameter]], None]
+
+
+def build_recipe(cfg, plan: BatchPlan, device: torch.device, precision: Precision) -> Recipe:
+    """Return the recipe of a config for steps of a plan.
+
+    Raises:
+        ConfigError: the batches cannot be mixed, or the teacher cannot be had.
+    """
+    return Recipe(
+        lr_at=build_lr(cfg, plan.global_batch),
+        mix=build_mixer(cfg, plan),
+        objective=build_objective(cfg, device, precision.autocast),
+        clip=build_clipper(cfg),
+    )
