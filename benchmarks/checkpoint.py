@@ -19,8 +19,7 @@ from distribuuuu.batching import BatchPlan
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.config import load_cfg
 from distribuuuu.log import RunLog
-from distribuuuu.loss import build_loss
-from distribuuuu.schedule import build_schedule
+from distribuuuu.recipe import build_recipe
 from distribuuuu.state import TrainState
 from distribuuuu.stop import StopRequest
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
@@ -50,10 +49,8 @@ class Training:
     def time_block(self, checkpoints: CheckpointFolder) -> float:
         """Return the seconds a step of one block."""
         start, self.state.step = time.perf_counter(), 0
-        criterion, lr_at = build_loss(self.cfg), build_schedule(self.cfg)
-        train_epoch(
-            self.cfg, self.state, self.state.model, self.loader, criterion, lr_at, checkpoints, self.log, StopRequest()
-        )
+        recipe = build_recipe(self.cfg, self.loader.plan, self.loader.device, self.state.precision)
+        train_epoch(self.cfg, self.state, self.state.model, self.loader, recipe, checkpoints, self.log, StopRequest())
         checkpoints.wait()
         return (time.perf_counter() - start) / self.loader.num_steps
 

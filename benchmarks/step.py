@@ -5,9 +5,14 @@ Ours is `train_epoch` with its real meter, log, checkpoints, learning rate and s
 line of log each; only the loader is replaced. The bare loop is zero_grad, forward, loss, backward, step. Both take
 turns on the same model and optimizer in one process, in short blocks, next to a control (the bare loop again), and
 that is repeated in fresh processes, because the speed of a tiny model jumps from one process to the next.
+
+With --features the steps of both compute in bfloat16, accumulate two micro-batches, clip the gradients and average the
+weights; the bare loop does so with torch's own calls.
 """
 
 import argparse
+import contextlib
+import copy
 import itertools
 import json
 import statistics
@@ -30,13 +35,14 @@ from distribuuuu.log import RunLog, close_logging, set_up_logging
 from distribuuuu.loss import build_loss
 from distribuuuu.parallel import wrap_model
 from distribuuuu.ports import find_free_port
-from distribuuuu.schedule import build_schedule
+from distribuuuu.recipe import build_recipe
 from distribuuuu.stop import StopRequest
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
 STEPS = 30
 CLASSES = 10
 WARM_UP_ROUNDS = 3
+FEATURES = "TRAIN.AMP bf16 EMA.HALF_LIFE 10000 EMA.RAMP_UP 0 OPTIM.CLIP_NORM 1"
 # The most that our step may take, in bare steps.
 BARS = {1: 1.05, 2: 1.10}
 
@@ -65,7 +71,8 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     """Return the config of the run; its learning rate is so low that the weights, and so the speed, stay the same."""
     words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} "
     words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
-    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
+    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
+    words += FEATURES if args.features else ""
     return load_cfg(None, words.split())
 
 
@@ -74,18 +81,23 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     size, batch_size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.arange(batch_size, device=device) % CLASSES
-    loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1, dist.world_size()), device)
+    has_features = cfg.EMA.HALF_LIFE > 0
+    loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1 + has_features, dist.world_size()), device)
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
-    criterion, lr_at = build_loss(cfg), build_schedule(cfg)
+    recipe, criterion = build_recipe(cfg, loader.plan, device, state.precision), build_loss(cfg)
     model = wrap_model(state.model, device, images)
     log, stop = open_log(cfg, state, loader), StopRequest()
+    average = copy.deepcopy(state.model)
 
     def ours() -> None:
         state.step = 0
-        train_epoch(cfg, state, model, loader, criterion, lr_at, checkpoints, log, stop)
+        train_epoch(cfg, state, model, loader, recipe, checkpoints, log, stop)
 
     def bare() -> None:
-        run_bare(model, state.optimizer, criterion, images, labels)
+        if has_features:
+            run_bare_features(model, average, state.optimizer, criterion, images, labels)
+        else:
+            run_bare(model, state.optimizer, criterion, images, labels)
 
     return {"bare": bare, "ours": ours, "control": bare}, log
 
@@ -104,6 +116,38 @@ def run_bare(
         loss = criterion(model(images), labels)
         loss.backward()
         optimizer.step()
+
+
+def run_bare_features(
+    model: nn.Module,
+    average: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> None:
+    """Take STEPS steps with what FEATURES say and nothing around them."""
+    model.train()
+    bare = getattr(model, "module", model)
+    averages, currents = list(average.parameters()), list(bare.parameters())
+    averages += [buffer for buffer in average.buffers() if buffer.is_floating_point()]
+    currents += [buffer for buffer in bare.buffers() if buffer.is_floating_point()]
+    counts = [[buffer for buffer in net.buffers() if not buffer.is_floating_point()] for net in (average, bare)]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for quiet in (
+            model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext(),
+            contextlib.nullcontext(),
+        ):
+            with quiet:
+                with torch.autocast(images.device.type, torch.bfloat16):
+                    logits = model(images)
+                (criterion(logits, labels) / 2).backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, currents, 1e-3)
+            torch._foreach_copy_(*counts)
 
 
 def time_blocks(loops: dict[str, Callable[[], None]], num_rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -173,9 +217,13 @@ def main() -> None:
     parser.add_argument("--im-size", type=int, default=32, help="side of the images in pixels")
     parser.add_argument("--launches", type=int, default=5, help="fresh starts per number of processes")
     parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
+    parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, clipping and an average")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     args = parser.parse_args()
     print(describe_run())
+    print(
+        "with bf16, two micro-batches, clipping and an average of the weights" if args.features else "float32 and SGD"
+    )
     print(f"{args.arch}, {args.batch} images of {args.im_size} px a process, {args.threads} thread(s); medians of "
           f"{args.blocks} blocks of {STEPS} steps with one read and log")  # fmt: skip
     for num_processes in args.processes:

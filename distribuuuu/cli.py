@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,7 +17,7 @@ from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
 from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.memory import keep_freed_memory
 from distribuuuu.nproc import own_command, run_processes, without_nproc
-from distribuuuu.preflight import find_run_problems
+from distribuuuu.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.registry import did_you_mean
 from distribuuuu.signals import STATUS_OF, RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
 
@@ -82,7 +83,7 @@ def parse_args(description: str, words: list[str], train: bool) -> tuple[Config 
     if problems:
         raise ConfigError(problems)
     if not printing:
-        return cfg, args.nproc or 1
+        return resolve_num_classes(cfg), args.nproc or 1
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us in silence
     print(dump_with_origins(cfg) if args.dump_config else explain_options(args.help_config), end="")
     return None, 1
@@ -170,10 +171,13 @@ def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> list[tuple[
     lines = []
     for name, value in node.items():
         if isinstance(value, Config) and value:
-            lines.append((f"{indent}{name}:", f"{prefix}{name}"))
+            lines.append((f"{indent}{_as_yaml(name)}:", f"{prefix}{name}"))
             lines += _yaml_lines(value, f"{prefix}{name}.", f"{indent}  ")
         else:
             plain = dict(value) if isinstance(value, Config) else value
-            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-            lines.append((f"{indent}{name}: {text}", f"{prefix}{name}"))
+            lines.append((f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", f"{prefix}{name}"))
     return lines
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -19,7 +19,7 @@ from yacs.config import CfgNode
 
 from distribuuuu.contradictions import find_contradictions
 from distribuuuu.defaults import _C
-from distribuuuu.limits import CHOICES, NULLABLE, OPEN_SECTIONS, RANGES
+from distribuuuu.limits import CHOICES, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, RANGES, TEXT_LISTS
 from distribuuuu.registry import DATASETS, did_you_mean, near_matches
 
 
@@ -51,6 +51,10 @@ class Config(CfgNode):
     def origins(self) -> dict[str, str]:
         """Where each value that is not a default was set: key -> 'FILE:LINE' or 'command line'."""
         return self.__dict__.setdefault("_origins", {})
+
+    def dump(self, **options: Any) -> str:
+        """Return the tree as YAML, in its own order: in FINETUNE.LR_MULT it has a meaning."""
+        return super().dump(**{"sort_keys": False, **options})
 
     def __reduce__(self):
         return _rebuild, (dict(self), dict(self.__dict__))
@@ -195,13 +199,24 @@ def _sections() -> list[str]:
     return sorted({key.rsplit(".", 1)[0] for key in keys if "." in key} | set(OPEN_SECTIONS))
 
 
+def _section_of(key: str) -> tuple[str, str]:
+    """Return a key's section and its name there; in an open section names may have dots of their own."""
+    for section in OPEN_SECTIONS:
+        if key.startswith(f"{section}."):
+            return section, key.removeprefix(f"{section}.")
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
 def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str]) -> None:
     """Set each (key, value, origin) in the tree; what cannot be set goes to `problems`."""
     known = dict(leaves(_C))
     for key, value, origin in settings:
-        section, _, name = key.rpartition(".")
+        section, name = _section_of(key)
         try:
-            if section in OPEN_SECTIONS:
+            if section in NUMBER_SECTIONS:
+                value = _coerce(key, value, 1.0)
+            elif section in OPEN_SECTIONS:
                 value = _from_text(value) if isinstance(value, _Word) else _frozen(value)
             elif key in known:
                 value = _coerce(key, value, known[key])
@@ -215,6 +230,8 @@ def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str
 
 
 def _unknown_key(key: str, known: dict[str, Any]) -> str:
+    if key in OPEN_SECTIONS:
+        return f"a section, not a key; set {key}.NAME"
     if key in _sections():
         names = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
         return f"a section, not a key; it holds {', '.join(names)}"
@@ -259,6 +276,8 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
             value = float(value)  # YAML reads 5e-5, without a dot, as text
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{given} is not a finite number")
+    if key in TEXT_LISTS:
+        return _coerce_texts(given)
     if kind is tuple:
         return _coerce_numbers(value, given, default)
     if kind is str and isinstance(value, str):
@@ -278,6 +297,17 @@ def _coerce_numbers(value: Any, given: Any, default: tuple) -> tuple:
     if len(numbers) != len(value) or not all(math.isfinite(item) for item in numbers):
         raise ValueError(f"{_show(given)} is not a list of numbers, e.g. [30, 60] (default {list(default)})")
     return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
+
+
+def _coerce_texts(given: Any) -> tuple[str, ...]:
+    """Return a list of texts, from a list or from `a, b`; whole numbers, which are names as well, become text."""
+    value = given
+    if isinstance(given, str):
+        read = _from_text(given) if given.strip().startswith(("[", "(")) else given
+        value = read if isinstance(read, tuple) else [part.strip() for part in given.split(",") if part.strip()]
+    if not isinstance(value, (list, tuple)) or not all(type(item) in (str, int) for item in value):
+        raise ValueError(f"{_show(given)} is not a list of texts, e.g. [conv1, 'layer1.*']; quote numbers with a dot")
+    return tuple(str(item) for item in value)
 
 
 def _show(value: Any) -> str:

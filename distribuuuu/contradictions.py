@@ -5,10 +5,17 @@ from collections.abc import Iterator
 
 from yacs.config import CfgNode
 
+from distribuuuu.registry import did_you_mean
+
+# What AUG.POLICY may begin with: names of our own, then those of timm, which takes numbers after them.
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
+            "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
+
 
 def find_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for every contradiction; each names the remedy."""
-    for find in (_in_images, _in_schedule, _in_loss, _in_distillation, _in_paths):
+    of_data = (_in_images, _in_sizes, _in_augmentation)
+    for find in (*of_data, _in_schedule, _in_loss, _in_finetuning, _in_distillation, _in_paths):
         yield from find(cfg)
 
 
@@ -20,11 +27,42 @@ def _in_images(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "TEST.IM_SIZE", f"{cfg.TEST.IM_SIZE} is smaller than {what} {crop_size}; set it to {crop_size} or more"
     if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
         yield "DATA.CROP_SCALE", f"{list(data.CROP_SCALE)} must be two numbers, 0 < least <= greatest <= 1"
+    if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
+        yield "DATA.CROP_RATIO", f"{list(data.CROP_RATIO)} must be two numbers, 0 < least <= greatest"
     for key in ("MEAN", "STD"):
         if len(data[key]) not in (0, 3):
             yield f"DATA.{key}", f"{list(data[key])} must have three numbers, one a channel, or be empty"
     if any(value <= 0 for value in data.STD):
         yield "DATA.STD", f"{list(data.STD)} must be above 0"
+
+
+def _in_sizes(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    train = cfg.TRAIN
+    if not train.IM_SIZE_START:
+        return
+    if train.IM_SIZE_START > train.IM_SIZE:
+        yield "TRAIN.IM_SIZE_START", f"{train.IM_SIZE_START} is above TRAIN.IM_SIZE {train.IM_SIZE}, where it grows to"
+    epochs = train.IM_SIZE_EPOCHS
+    if len(epochs) != 2 or not 0 <= epochs[0] < epochs[-1]:
+        message = f"{list(epochs)} must be the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
+        yield "TRAIN.IM_SIZE_EPOCHS", message
+
+
+def _in_augmentation(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    aug = cfg.AUG
+    jitter = aug.COLOR_JITTER
+    if len(jitter) not in (0, 1, 3, 4) or any(value < 0 for value in jitter) or max((0, *jitter[3:])) > 0.5:
+        what = "one number, three or four, 0 or more and the fourth, for the hue, at most 0.5"
+        yield "AUG.COLOR_JITTER", f"{list(jitter)} must be {what}"
+    name = aug.POLICY.split("-")[0]
+    if name not in POLICIES:
+        near = did_you_mean(aug.POLICY, POLICIES) or did_you_mean(name, POLICIES)
+        yield "AUG.POLICY", f"{aug.POLICY!r} does not begin with one of {', '.join(POLICIES)}{near}"
+    if (aug.MIXUP or aug.CUTMIX) and not aug.MIX_PROB:
+        yield "AUG.MIX_PROB", "0 leaves nothing to AUG.MIXUP and AUG.CUTMIX; set them to 0, or it above 0"
+    if aug.MIXUP and aug.CUTMIX and aug.CUTMIX_SHARE in (0, 1):
+        never = "AUG.MIXUP" if aug.CUTMIX_SHARE else "AUG.CUTMIX"
+        yield "AUG.CUTMIX_SHARE", f"{aug.CUTMIX_SHARE:g} leaves nothing to {never}; set {never} 0, or a share between"
 
 
 def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:
@@ -35,13 +73,15 @@ def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; give the epochs, e.g. [30, 60, 90]"
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
         yield "OPTIM.STEPS", f"{list(optim.STEPS)} must ascend from 0 or more, each epoch once"
+    if optim.LR_POLICY == "tri" and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
+        yield "OPTIM.WARMUP_EPOCHS", f"{optim.WARMUP_EPOCHS:g} must be below OPTIM.MAX_EPOCH {optim.MAX_EPOCH} with tri"
     if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
         yield "OPTIM.MIN_LR", "must be above 0 when OPTIM.LR_POLICY is exp, e.g. 0.001"
 
 
 def _in_loss(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
-    if len(loss.CLASS_WEIGHTS) not in (0, num_classes):
+    if num_classes and len(loss.CLASS_WEIGHTS) not in (0, num_classes):
         message = f"has {len(loss.CLASS_WEIGHTS)} numbers, but MODEL.NUM_CLASSES is {num_classes}; give one a class"
         yield "LOSS.CLASS_WEIGHTS", message
     if loss.CLASS_WEIGHTS and (min(loss.CLASS_WEIGHTS) < 0 or max(loss.CLASS_WEIGHTS) == 0):
@@ -49,9 +89,19 @@ def _in_loss(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     # A threshold that the target of every class, or of none, is above would leave nothing to learn.
     least = loss.LABEL_SMOOTHING / max(1, num_classes)
     most = 1 - loss.LABEL_SMOOTHING + least
-    if loss.NAME == "bce" and loss.BCE_TARGET_THRESHOLD and not least < loss.BCE_TARGET_THRESHOLD < most:
+    has_threshold = num_classes and loss.NAME == "bce" and loss.BCE_TARGET_THRESHOLD
+    if has_threshold and not least < loss.BCE_TARGET_THRESHOLD < most:
         message = f"{loss.BCE_TARGET_THRESHOLD:g} must lie between the targets, {least:g} and {most:g}, of one image"
         yield "LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}; or be 0"
+
+
+def _in_finetuning(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    for pattern, factor in cfg.FINETUNE.LR_MULT.items():
+        if factor <= 0:
+            message = f"{factor:g} is not above 0; to leave parameters as they are, name them in FINETUNE.FREEZE"
+            yield f"FINETUNE.LR_MULT.{pattern}", message
+    if cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS:
+        yield "FINETUNE.HEAD_RESET", "has no meaning without FINETUNE.WEIGHTS; set them, or leave it False"
 
 
 def _in_distillation(cfg: CfgNode) -> Iterator[tuple[str, str]]:

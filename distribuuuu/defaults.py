@@ -10,7 +10,7 @@ _C = CfgNode()
 _C.MODEL = CfgNode()
 # Model name: first this package's, then timm's, then torchvision's; timm/NAME or torchvision/NAME forces one.
 _C.MODEL.ARCH = "resnet18"
-# Number of classes; must be the number in the data.
+# Number of classes; must be the number in the data. 0: as many as the data has.
 _C.MODEL.NUM_CLASSES = 1000
 # Start from the published weights of timm or torchvision; a head of another size starts fresh.
 _C.MODEL.PRETRAINED = False
@@ -36,6 +36,12 @@ _C.TRAIN.BATCH_SIZE = 32
 _C.TRAIN.GLOBAL_BATCH_SIZE = 0
 # Side of the square training image, in pixels.
 _C.TRAIN.IM_SIZE = 224
+# Side of the training image at the start of the run, in pixels, from where it grows to TRAIN.IM_SIZE; 0: TRAIN.IM_SIZE.
+_C.TRAIN.IM_SIZE_START = 0
+# The epoch until which the side is IM_SIZE_START, and that from which on it is IM_SIZE, e.g. [0, 80].
+_C.TRAIN.IM_SIZE_EPOCHS = ()
+# Pixels that the sides in between are multiples of.
+_C.TRAIN.IM_SIZE_MULTIPLE = 32
 # Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other sets.
 _C.TRAIN.DATASET = "./data/ILSVRC/"
 # Sub-folder of TRAIN.DATASET that holds the training classes.
@@ -70,6 +76,10 @@ _C.TEST.BATCH_SIZE = 200
 _C.TEST.IM_SIZE = 256
 # Side of the centre crop taken after the resize, in pixels. 0: TRAIN.IM_SIZE.
 _C.TEST.CROP_SIZE = 0
+# Average the logits of each evaluation image and its mirror image.
+_C.TEST.FLIP = False
+# How evaluation images are resized: bilinear or bicubic.
+_C.TEST.INTERPOLATION = "bilinear"
 # Steps between two updates of the evaluation's progress bar.
 _C.TEST.PRINT_FREQ = 10
 
@@ -86,10 +96,19 @@ _C.DATA.DECODER = "auto"
 _C.DATA.CROP = "auto"
 # Least and greatest share of the image's area that a random resized crop takes, 0 to 1.
 _C.DATA.CROP_SCALE = (0.08, 1.0)
+# Least and greatest width over height of a random resized crop.
+_C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
+# How training crops are resized, and turned and sheared by AUG.POLICY: bilinear or bicubic.
+_C.DATA.INTERPOLATION = "bilinear"
 # Pixels of padding on each side before a random crop (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4
 # Probability of a horizontal flip in training, 0 to 1.
 _C.DATA.FLIP = 0.5
+# How often each image of a step comes in it, each time augmented otherwise; an epoch sees 1 / REPEATS of the images.
+_C.DATA.REPEATS = 1
+# How training images are drawn: uniform (each once an epoch), balanced (with replacement, every class equally often) or
+# sqrt (a class as often as the root of its number of images says).
+_C.DATA.SAMPLING = "uniform"
 # Mean of each of the three channels, of 1.0; empty: the set's own.
 _C.DATA.MEAN = ()
 # Standard deviation of each of the three channels, of 1.0; empty: the set's own.
@@ -100,6 +119,27 @@ _C.DATA.ON_BAD_IMAGE = "raise"
 _C.DATA.DOWNLOAD = True
 # Folder for what is drawn or computed once (the shapes). Empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = ""
+
+_C.AUG = CfgNode()
+# After crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision's); 3augment; or text that timm
+# understands: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+_C.AUG.POLICY = "none"
+# Colour jitter: one number for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
+_C.AUG.COLOR_JITTER = ()
+# Probability that a rectangle of 2 % to a third of the image is erased, 0 to 1.
+_C.AUG.ERASING = 0.0
+# What an erased rectangle becomes: const (the mean colour) or pixel (normal noise around it, clipped to bytes).
+_C.AUG.ERASING_MODE = "const"
+# The alpha of mixup, whose share is drawn from Beta(alpha, alpha); 0: off.
+_C.AUG.MIXUP = 0.0
+# The alpha of cutmix; 0: off. With mixup on as well, AUG.CUTMIX_SHARE decides between the two.
+_C.AUG.CUTMIX = 0.0
+# Share of the pairs, or of the steps, that are mixed at all, 0 to 1.
+_C.AUG.MIX_PROB = 1.0
+# Of what is mixed, the share that gets cutmix when mixup is on too, 0 to 1.
+_C.AUG.CUTMIX_SHARE = 0.5
+# What draws a share and a box of its own: pair (each two images) or step (all images of a step get the same).
+_C.AUG.MIX_BY = "pair"
 
 _C.LOSS = CfgNode()
 # What training makes small: cross_entropy, bce (a yes or no for each class) or focal. Evaluation: always cross_entropy.
@@ -114,6 +154,21 @@ _C.LOSS.BCE_REDUCTION = "mean"
 _C.LOSS.BCE_TARGET_THRESHOLD = 0.0
 # How little well-classified images count with focal; 0: like all others.
 _C.LOSS.FOCAL_GAMMA = 2.0
+
+_C.FINETUNE = CfgNode()
+# Weights for all but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors, ...), or a
+# folder of the Hugging Face Hub; what fits is taken, the rest starts fresh. Empty: off.
+_C.FINETUNE.WEIGHTS = ""
+# Where the file has a moving average of the weights too, take that.
+_C.FINETUNE.EMA = True
+# Start the head fresh even where the file's would fit.
+_C.FINETUNE.HEAD_RESET = False
+# What is not trained: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; batch norms among them also keep
+# their statistics.
+_C.FINETUNE.FREEZE = ()
+# Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; of those that match a
+# parameter the first counts.
+_C.FINETUNE.LR_MULT = CfgNode(new_allowed=True)
 
 _C.DISTILL = CfgNode()
 # Teacher to learn from as well: a model name as for MODEL.ARCH; empty: none.
@@ -140,7 +195,7 @@ _C.EMA.BUFFERS = "average"
 _C.OPTIM = CfgNode()
 # Epochs to train; 0 only writes the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning rate over the run: cos, steps, exp or lin.
+# Learning rate over the run: cos, steps, exp, lin, or tri (lin from the end of the warm-up on: a triangle).
 _C.OPTIM.LR_POLICY = "cos"
 # How often the learning rate changes: epoch (held for the epoch) or step.
 _C.OPTIM.LR_UPDATE = "epoch"
@@ -150,7 +205,7 @@ _C.OPTIM.BASE_LR = 0.2
 _C.OPTIM.LR_SCALE = "none"
 # Images per step at which `linear` and `sqrt` leave BASE_LR as it is.
 _C.OPTIM.LR_SCALE_BATCH = 256
-# Where cos, exp and lin end, as a factor of BASE_LR, 0 to 1; exp needs more than 0.
+# Where cos, exp, lin and tri end, as a factor of BASE_LR, 0 to 1; exp needs more than 0.
 _C.OPTIM.MIN_LR = 0.0
 # Epochs at which `steps` multiplies the rate by LR_MULT, ascending; a first 0 is the start.
 _C.OPTIM.STEPS = ()
@@ -170,8 +225,8 @@ _C.OPTIM.DAMPENING = 0.0
 _C.OPTIM.NESTEROV = True
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = 0.1
-# Epochs of linear warm-up; 0: none.
-_C.OPTIM.WARMUP_EPOCHS = 5
+# Epochs of linear warm-up, e.g. 0.5; 0: none.
+_C.OPTIM.WARMUP_EPOCHS = 5.0
 # Weight decay of every parameter that the next two do not set apart; for sgd an L2 penalty.
 _C.OPTIM.WEIGHT_DECAY = 5e-5
 # Weight decay of norm layers, other one-dimensional scales, and what the model exempts; below 0: WEIGHT_DECAY.

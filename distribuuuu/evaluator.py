@@ -19,6 +19,7 @@ def evaluate(
     meter: ClassificationMeter,
     progress: Callable = iter,
     autocast: Callable = contextlib.nullcontext,
+    flip: bool = False,
 ) -> dict:
     """Return count, loss, top1 and topk (percent) of a model over a whole set.
 
@@ -29,6 +30,7 @@ def evaluate(
         meter: the counters to use.
         progress: wraps the loader, to show a bar.
         autocast: the context of a forward pass.
+        flip: average the logits of each image and its mirror image.
 
     Raises:
         RuntimeError: the number of images seen is not the size of the set.
@@ -37,7 +39,7 @@ def evaluate(
     model.eval()
     for images, labels in progress(loader):
         with autocast():
-            logits = model(images)
+            logits = (model(images) + model(images.flip(-1))) / 2 if flip else model(images)
         meter.update(criterion(logits, labels), logits, labels)
     result = meter.read()
     if result["count"] != len(loader.images):

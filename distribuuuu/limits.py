@@ -4,14 +4,21 @@ from distribuuuu.schedule import SCHEDULES
 
 # Keys that may be unset (null), and their type when they are set.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
-# Sections whose keys are not ours to know: the model's constructor checks them.
-OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS")
+# Sections whose keys are not ours to know: the model checks them. Of the second kind all values are numbers.
+NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
+OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
+# Keys that hold a list of texts; all other lists are of numbers.
+TEXT_LISTS = ("FINETUNE.FREEZE",)
 
 CHOICES = {
+    "AUG.ERASING_MODE": ("const", "pixel"),
+    "AUG.MIX_BY": ("pair", "step"),
     "DATA.CROP": ("auto", "resized", "pad"),
     "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
+    "DATA.INTERPOLATION": ("bilinear", "bicubic"),
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
+    "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
     "DATA.WORKER_KIND": ("process", "thread"),
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
@@ -21,6 +28,7 @@ CHOICES = {
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
     "LOSS.NAME": ("cross_entropy", "bce", "focal"),
+    "TEST.INTERPOLATION": ("bilinear", "bicubic"),
     "OPTIM.LR_POLICY": tuple(SCHEDULES),
     "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
     "OPTIM.LR_UPDATE": ("epoch", "step"),
@@ -29,7 +37,12 @@ CHOICES = {
 
 # Least and greatest value; None: no bound.
 RANGES = {
-    "MODEL.NUM_CLASSES": (1, None),
+    "AUG.ERASING": (0, 1),
+    "AUG.MIXUP": (0, None),
+    "AUG.CUTMIX": (0, None),
+    "AUG.MIX_PROB": (0, 1),
+    "AUG.CUTMIX_SHARE": (0, 1),
+    "MODEL.NUM_CLASSES": (0, None),
     "MODEL.PRECISE_BN": (0, None),
     "DISTILL.ALPHA": (0, 1),
     "DISTILL.TEMPERATURE": (0.001, None),
@@ -38,6 +51,8 @@ RANGES = {
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
     "TRAIN.IM_SIZE": (1, None),
+    "TRAIN.IM_SIZE_START": (0, None),
+    "TRAIN.IM_SIZE_MULTIPLE": (1, None),
     "TRAIN.WORKERS": (-1, None),
     "TRAIN.PRINT_FREQ": (1, None),
     "TRAIN.TOPK": (1, None),
@@ -47,6 +62,7 @@ RANGES = {
     "TEST.PRINT_FREQ": (1, None),
     "DATA.CROP_PADDING": (0, None),
     "DATA.FLIP": (0, 1),
+    "DATA.REPEATS": (1, None),
     "LOSS.LABEL_SMOOTHING": (0, 1),
     "LOSS.BCE_TARGET_THRESHOLD": (0, 1),
     "LOSS.FOCAL_GAMMA": (0, None),

@@ -149,6 +149,7 @@ class RunLog:
         self._records: RecordFile | None = None
         self._events: EventFile | None = None
         self._has_warned = False
+        self._num_images, self._train_s = 0, 0.0
         self.rewind(epoch, step)
 
     def rewind(self, epoch: int, step: int) -> None:
@@ -169,6 +170,11 @@ class RunLog:
     def has_tensorboard(self) -> bool:
         """Tell whether this process writes TensorBoard events."""
         return self._events is not None
+
+    @property
+    def images_per_s(self) -> float | None:
+        """The speed of the steps read so far, of all processes; None before the first read."""
+        return self._num_images / self._train_s if self._train_s else None
 
     def __enter__(self) -> "RunLog":
         return self
@@ -193,6 +199,7 @@ class RunLog:
         """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
         now = time.perf_counter()
         elapsed, self._last_read = now - self._last_read, now
+        self._num_images, self._train_s = self._num_images + metrics["count"], self._train_s + elapsed
         position = epoch * self.num_steps + step
         speed = {
             "images_per_s": metrics["count"] / elapsed,

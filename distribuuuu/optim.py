@@ -27,12 +27,12 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
         global_batch: images per step, for OPTIM.LR_SCALE: some optimizers relate weight decay to the first rate.
 
     Raises:
-        ConfigError: an unknown name, a setting that the optimizer does not take, or a model without layers for
-            OPTIM.LAYER_DECAY.
+        ConfigError: an unknown name, a setting that the optimizer does not take, a model without layers for
+            OPTIM.LAYER_DECAY, or a pattern of FINETUNE.LR_MULT without parameters.
     """
     optim = cfg.OPTIM
     decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
-    groups = parameter_groups(model, *decays, optim.LAYER_DECAY)
+    groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT)
     lr, on_gpu = scaled_lr(cfg, global_batch), all(parameter.is_cuda for parameter in model.parameters())
     if optim.NAME.lower() == "sgd":
         optimizer = torch.optim.SGD(
@@ -109,7 +109,7 @@ def _fit_loaded(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> di
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, each to its share (OPTIM.LAYER_DECAY)."""
+    """Set the learning rate of every group, each to its share (OPTIM.LAYER_DECAY, FINETUNE.LR_MULT)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 

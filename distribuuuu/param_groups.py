@@ -11,6 +11,7 @@ A parameter is of one of three kinds, each with its own weight decay:
 With 0 for norms and biases this is the split that timm, BEiT, DeiT and ConvNeXt train with.
 """
 
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -18,12 +19,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError
+from distribuuuu.registry import did_you_mean
 
 _NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, norm_decay: float = -1, bias_decay: float = -1, layer_decay: float = 1
+    model: nn.Module,
+    weight_decay: float,
+    norm_decay: float = -1,
+    bias_decay: float = -1,
+    layer_decay: float = 1,
+    lr_mult: Mapping[str, float] | None = None,
 ) -> list[dict]:
     """Return the optimizer's groups of the trainable parameters, one for each learning rate and weight decay.
 
@@ -36,13 +43,18 @@ def parameter_groups(
         bias_decay: that of `bias` parameters; below 0: `weight_decay`.
         layer_decay: what each layer's learning rate is multiplied by, compared with the layer after it (Clark et al.,
             arXiv 2003.10555; Bao et al., arXiv 2106.08254). Other than 1, groups have an `lr_scale`.
+        lr_mult: factors of the learning rate by patterns of names (see `multipliers`); with any, groups have an
+            `lr_scale`, which `layer_decay` multiplies.
 
     Raises:
-        ConfigError: `layer_decay` for a model that does not say what its layers are.
+        ConfigError: `layer_decay` for a model that does not say what its layers are, or a pattern without parameters.
     """
     decays = {"weight": weight_decay, "norm": norm_decay, "bias": bias_decay}
     decays = {kind: decay if decay >= 0 else weight_decay for kind, decay in decays.items()}
     scales = layer_scales(model, layer_decay) if layer_decay != 1 else {}
+    if lr_mult:
+        factors = multipliers(model, lr_mult)
+        scales = {name: scales.get(name, 1.0) * factors.get(name, 1.0) for name, _ in model.named_parameters()}
     kinds = parameter_kinds(model) if len(set(decays.values())) > 1 else {}
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -95,3 +107,47 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
     last = max(layers.values())
     return {name: layer_decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Tell whether a pattern (fnmatch) is that of a parameter, or of a module that it is in, by their whole names."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:num]), pattern) for num in range(1, len(parts) + 1))
+
+
+def no_match(pattern: str, names: Iterable[str]) -> str:
+    """Return the message for a pattern that none of these parameters has, with what is near it."""
+    names = list(names)
+    places = dict.fromkeys(".".join(name.split(".")[:num]) for name in names for num in range(1, name.count(".") + 2))
+    tops = list(dict.fromkeys(name.split(".")[0] for name in names))
+    more = ", ..." * (len(tops) > 8)
+    return f"{pattern!r} is the name of no parameter or module{did_you_mean(pattern, places) or _has(tops[:8])}{more}"
+
+
+def _has(names: list[str]) -> str:
+    return f"; the model has {', '.join(names)}"
+
+
+def multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:
+    """Return the factor of each trainable parameter that a pattern matches; the first that does counts.
+
+    Raises:
+        ConfigError: with a message for each pattern that is the first for no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = {name: next((pattern for pattern in lr_mult if is_match(name, pattern)), None) for name in trained}
+    problems = []
+    for pattern in lr_mult:
+        if pattern in first.values():
+            continue
+        if not any(is_match(name, pattern) for name in names):
+            why = no_match(pattern, names)
+        elif not any(is_match(name, pattern) for name in trained):
+            why = "all that it matches is frozen (FINETUNE.FREEZE); leave it out"
+        else:
+            why = "patterns before it match all that it matches; put it before them"
+        problems.append(f"FINETUNE.LR_MULT.{pattern}: {why}")
+    if problems:
+        raise ConfigError(problems)
+    return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}

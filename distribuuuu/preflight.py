@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distribuuuu.batching import plan_batches
-from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.config import Config, ConfigError, check_cfg, find_problems, with_origin
 from distribuuuu.launch import detect_launch
 from distribuuuu.ports import find_port_problem
 from distribuuuu.registry import DATASETS
+from distribuuuu.weights_file import PUBLISHED, find_weights_file
 
 
 def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[str]:
@@ -22,7 +23,11 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         set_keys_only: speak only of keys that were set: the config has problems already, and a default that does not
             fit may follow from them.
     """
-    problems = []
+    problems, asked = [], cfg
+    cfg = _with_num_classes(asked, _count_classes(asked))
+    if cfg is not asked:
+        told = find_problems(asked)
+        problems += [problem for problem in find_problems(cfg) if problem not in told]
     for key, message in _path_problems(cfg, train):
         if key in cfg.origins or not set_keys_only:
             problems.append(f"{with_origin(cfg, key)}: {message}")
@@ -38,9 +43,49 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
     return problems
 
 
-def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
+def resolve_num_classes(cfg: Config) -> Config:
+    """Return the config with the number of classes of the training data where MODEL.NUM_CLASSES is 0; else itself.
+
+    Where only the images tell, they are read.
+
+    Raises:
+        ConfigError: the data has no classes of its own, or their number contradicts the config.
+    """
+    if cfg.MODEL.NUM_CLASSES:
+        return cfg
+    num_classes = _count_classes(cfg) or len(_family(cfg).from_cfg(cfg, train=True).classes)
+    if not num_classes:
+        problem = "0 asks the data, but dummy images have as many classes as it says; set it"
+        raise ConfigError(f"{with_origin(cfg, 'MODEL.NUM_CLASSES')}: {problem}")
+    resolved = _with_num_classes(cfg, num_classes)
+    check_cfg(resolved)
+    return resolved
+
+
+def _with_num_classes(cfg: Config, num_classes: int) -> Config:
+    """Return a frozen copy with the number of classes that the data has; the config itself for 0."""
+    if not num_classes:
+        return cfg
+    resolved = cfg.clone()
+    resolved.defrost()
+    resolved.MODEL.NUM_CLASSES = num_classes
+    resolved.origins["MODEL.NUM_CLASSES"] = "the data"
+    resolved.freeze()
+    return resolved
+
+
+def _count_classes(cfg: Config) -> int:
+    """Return the number of classes of the data if the config leaves it to the data and no image tells it, else 0."""
+    return 0 if cfg.MODEL.NUM_CLASSES else _family(cfg).count_classes(cfg)
+
+
+def _family(cfg: Config) -> type:
     name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
-    family = DATASETS.get(name if name in DATASETS else "dummy")
+    return DATASETS.get(name if name in DATASETS else "dummy")
+
+
+def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
+    family = _family(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):
@@ -49,7 +94,25 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not Path(path).is_file():
             yield key, f"no such file: {path}"
+    if train:
+        yield from _finetune_problems(cfg)
     yield from _out_dir_problems(Path(cfg.OUT_DIR))
+
+
+def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
+    weights = cfg.FINETUNE.WEIGHTS
+    if not weights:
+        return
+    for key in ("MODEL.WEIGHTS", "MODEL.PRETRAINED"):
+        section, name = key.split(".")
+        if cfg[section][name]:
+            off = "null" if name == "WEIGHTS" else "False"
+            yield "FINETUNE.WEIGHTS", f"{key} says as well what to start from; set {key} {off}, or leave this one empty"
+    if weights != PUBLISHED:
+        try:
+            find_weights_file(weights)
+        except (ConfigError, OSError) as error:
+            yield "FINETUNE.WEIGHTS", str(error)
 
 
 def _out_dir_problems(out_dir: Path) -> Iterator[tuple[str, str]]:

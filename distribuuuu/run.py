@@ -1,7 +1,6 @@
 """Open a run, say what it is, and write down what it was: everything around the training itself."""
 
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -13,7 +12,7 @@ import torch
 import torchvision
 from torch import nn
 
-from distribuuuu import __version__
+from distribuuuu import __version__, results
 from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.loader import Loader, TrainLoader
@@ -21,6 +20,7 @@ from distribuuuu.launch import Launch
 from distribuuuu.log import close_logging, format_duration, set_up_logging
 from distribuuuu.models import count_parameters
 from distribuuuu.optim import describe_lr
+from distribuuuu.provenance import describe_hardware, find_commit, list_versions, peak_memory_mib
 from distribuuuu.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -109,14 +109,99 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("finished: all %d epochs are done", cfg.OPTIM.MAX_EPOCH)
 
 
-def write_results(cfg, result: dict, weights: str) -> None:
-    """Log an evaluation and write it to OUT_DIR/results.json."""
-    crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
-    topk = min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)
-    logger.info("top1 %.3f  top%d %.3f  loss %.4f  of %d images", result["top1"], topk, result["topk"],
-                result["loss"], result["count"])  # fmt: skip
-    logger.info("weights %s; resize %d, crop %d", weights, cfg.TEST.IM_SIZE, crop)
-    record = {**result, "k": topk, "im_size": cfg.TEST.IM_SIZE, "crop_size": crop, "weights": weights}
+def describe_facts(cfg, device: torch.device, model: nn.Module | None) -> dict:
+    """Return what results.json says of a run whatever comes of it. Every process must call it."""
+    is_drawn = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
+    return {
+        "config": results.name_config(cfg),
+        "overrides": results.list_overrides(cfg),
+        "config_hash": results.hash_config(cfg),
+        "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6 if model else None},
+        "data": {
+            "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
+            "folder": None if is_drawn else Path(cfg.TRAIN.DATASET).absolute().name,
+            "num_classes": cfg.MODEL.NUM_CLASSES,
+        },
+        "evaluation": results.describe_evaluation(cfg),
+        "hardware": describe_hardware(device),
+        "versions": list_versions(),
+        "commit": find_commit() if dist.is_main() else None,
+    }
+
+
+class RunResults:
+    """OUT_DIR/results.json of a training run, written anew after every evaluation. Every process has one.
+
+    Args:
+        cfg: the config of the run.
+        device: this process's device.
+        state: where the run starts: what an older run left is set aside by a run that starts from nothing.
+        train_loader, val_loader: its data.
+    """
+
+    def __init__(self, cfg, device: torch.device, state: TrainState, train_loader: TrainLoader, val_loader: Loader):
+        self.device = device
+        self.out_dir = cfg.OUT_DIR
+        facts = describe_facts(cfg, device, state.model)
+        images = {"num_train": len(train_loader.images), "num_val": len(val_loader.images)}
+        self.facts = {
+            **facts,
+            "seed": state.seed,
+            "data": {**facts["data"], **images},
+            "training": {
+                "px": cfg.TRAIN.IM_SIZE,
+                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
+                "global_batch": train_loader.plan.global_batch,
+                "processes": train_loader.plan.world_size,
+            },
+            "peak_memory": {"of": "cuda" if device.type == "cuda" else "host"},
+        }
+        self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
+        if dist.is_main() and (state.epoch, state.step) == (0, 0):
+            results.set_results_aside(self.out_dir)
+
+    def write(self, state: TrainState, images_per_s: float | None, evaluations: dict[str, dict]) -> None:
+        """Write what the evaluation of the state's last epoch found; every process must call it.
+
+        What the disk refuses is told, and tried again by the next call and by `finish`.
+
+        Args:
+            state: after `finish_epoch`.
+            images_per_s: of the training steps of this start, over all processes; None: there were none.
+            evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
+        """
+        progress = results.Progress(
+            epochs=state.epoch,
+            hours=state.seconds / 3600,
+            images_per_s=images_per_s,
+            peak_memory_mib=peak_memory_mib(self.device),
+            bests={kind: (best.top1, best.epoch + 1) for kind, best in state.bests.items() if best.epoch >= 0},
+        )
+        self._unwritten = progress, evaluations
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what the disk has refused so far, if anything."""
+        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.facts, *self._unwritten):
+            self._unwritten = None
+
+
+def write_test_results(cfg, device: torch.device, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:
+    """Log evaluations and write them to OUT_DIR/test_results.json; every process must call it.
+
+    Args:
+        cfg: the config.
+        device: this process's device.
+        model: the model that was evaluated.
+        weights: the file that its weights come from.
+        evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
+    """
+    facts = describe_facts(cfg, device, model)
+    crop, resize, k = (facts["evaluation"][name] for name in ("crop", "resize", "k"))
+    for kind, result in evaluations.items():
+        of = "" if kind == "raw" else f" ({kind})"
+        logger.info("top1 %.3f  top%d %.3f  loss %.4f  of %d images%s", result["top1"], k, result["topk"],
+                    result["loss"], result["count"], of)  # fmt: skip
+    logger.info("weights %s; resize %d, crop %d", weights, resize, crop)
     if dist.is_main():
-        path = Path(cfg.OUT_DIR) / "results.json"
-        path.write_text(json.dumps({**record, "arch": cfg.MODEL.ARCH}, indent=2) + "\n", encoding="utf-8")
+        results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)

@@ -28,6 +28,14 @@ def lin_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
     return (1.0 - min_lr) * (1.0 - epoch / max_epoch) + min_lr
 
 
+def tri_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
+    """Return 1 up to the epoch `peak`, where the warm-up ends, then a straight line to `min_lr`: a triangle.
+
+    Used by ffcv-imagenet (Leclerc et al., arXiv 2306.12517) and by short trainings (Smith, arXiv 1708.07120).
+    """
+    return 1.0 - (1.0 - min_lr) * max(0.0, epoch - peak) / (max_epoch - peak)
+
+
 def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float:
     """Return the linear warm-up: `factor` at epoch 0, 1 from `warmup_epochs` on (Goyal et al., arXiv 1706.02677)."""
     if epoch >= warmup_epochs:
@@ -41,6 +49,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "steps": steps_factor,
     "exp": exp_factor,
     "lin": lin_factor,
+    "tri": tri_factor,
 }
 
 
@@ -53,6 +62,8 @@ def build_schedule(cfg) -> Callable[[float], float]:
     shape = {"steps": optim.STEPS, "lr_mult": optim.LR_MULT}
     if optim.LR_POLICY != "steps":
         shape = {"max_epoch": optim.MAX_EPOCH, "min_lr": optim.MIN_LR}
+    if optim.LR_POLICY == "tri":
+        shape["peak"] = optim.WARMUP_EPOCHS
     factor_at, hold = SCHEDULES[optim.LR_POLICY], optim.LR_UPDATE == "epoch"
 
     def lr_at(epoch: float) -> float:

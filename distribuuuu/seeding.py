@@ -1,12 +1,22 @@
 """Randomness from position: every generator is seeded from (seed, epoch, sample or step), so none has to be saved."""
 
+import contextlib
 import random
 import secrets
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 _MASK = (1 << 64) - 1
+# What draws with torch, by the name of the function; each takes a generator.
+_DRAWING = {
+    *("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+}
+_TURN = threading.Lock()
 
 
 def derive_seed(*parts: int) -> int:
@@ -45,3 +55,38 @@ def seed_step(value: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(value)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
+
+
+class OwnGenerator(TorchFunctionMode):
+    """Within it, what this thread draws with torch on the CPU comes from a generator of its own.
+
+    torch's default generator belongs to the steps (see `seed_step`), which another thread may be computing.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in _DRAWING:
+            kwargs = {"generator": self._generator, **kwargs}
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Let what this thread draws with torch, numpy and random follow from `seed`, and put everything back.
+
+    All threads share the generators of numpy and random, so only one at a time is let in.
+    """
+    with _TURN:
+        of_numpy, of_python = np.random.get_state(), random.getstate()
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+        try:
+            with OwnGenerator(seed):
+                yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)

@@ -120,7 +120,9 @@ class TrainState:
         self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
         self.bests["raw"] = Best(float(content.get("best_acc1", 0.0)), int(content.get("best_epoch", -1)))
         self.bests["ema"] = Best(float(content.get("best_ema_acc1", 0.0)), int(content.get("best_ema_epoch", -1)))
-        self._seconds_before, self._started = float(content.get("seconds", 0.0)), time.perf_counter()
+        # A rollback does not take back the time that was spent.
+        seconds = max(self.seconds, float(content.get("seconds", 0.0)))
+        self._seconds_before, self._started = seconds, time.perf_counter()
         self.precision.load_state_dict(content.get("scaler", {}))
         if self.ema:
             averaged = content.get("ema_state_dict")

@@ -35,7 +35,9 @@ class ProcessBatchNorm(_BatchNorm):
         return self.act(self.drop(out))
 
     def _normalize_by_group(self, images: torch.Tensor) -> torch.Tensor:
-        axes = [0, *range(2, images.dim())]
+        axes, given = [0, *range(2, images.dim())], images.dtype
+        # As batch norm of one process: half precision (autocast) comes in and goes out, but nothing is summed in it.
+        images = images.to(torch.promote_types(given, torch.float32))
         mean, mean_of_squares = images.mean(axes), images.square().mean(axes)
         count = images.new_full((1,), images.numel() / images.shape[1])
         sums = dist.differentiable_sum(torch.cat([mean * count, mean_of_squares * count, count]))
@@ -47,7 +49,7 @@ class ProcessBatchNorm(_BatchNorm):
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = [1, -1] + [1] * (images.dim() - 2)
-        return images * scale.view(shape) + shift.view(shape)
+        return (images * scale.view(shape) + shift.view(shape)).to(given)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, unbiased_var: torch.Tensor) -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from distribuuuu.launch import detect_launch
 from distribuuuu.metrics import build_meter
 from distribuuuu.optim import set_lr
 from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
+from distribuuuu.preflight import resolve_num_classes
+from distribuuuu.provenance import own_peak_bytes
 from distribuuuu.recipe import build_recipe
 from distribuuuu.run import describe_model, open_run
 from distribuuuu.seeding import derive_seed, seed_step
@@ -51,6 +52,7 @@ def time_model(cfg) -> dict:
     Raises:
         ConfigError: the data or the model contradicts the config, or an image is broken.
     """
+    cfg = resolve_num_classes(cfg)
     launch = detect_launch()
     device = dist.pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)
@@ -252,17 +254,7 @@ def count_bytes(step: Step) -> dict[str, int]:
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory that a process has had so far: on its CUDA device, else of the machine; 0: not known."""
-    return int(dist.greatest([_own_peak_bytes(device)])[0])
-
-
-def _own_peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(dist.greatest([own_peak_bytes(device)])[0])
 
 
 def _as_part(seconds: float, num_images: int) -> dict:

@@ -14,6 +14,7 @@ from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.ema import build_ema
 from distribuuuu.evaluator import evaluate
+from distribuuuu.finetune import build_start, freeze_parts
 from distribuuuu.launch import detect_launch, is_restart
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
@@ -23,8 +24,9 @@ from distribuuuu.optim import build_optimizer, set_lr
 from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
 from distribuuuu.precise_bn import compute_precise_statistics
 from distribuuuu.precision import build_precision
+from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.recipe import Recipe, build_recipe
-from distribuuuu.run import describe_model, describe_training, open_run, write_config, write_results
+from distribuuuu.run import RunResults, describe_model, describe_training, open_run, write_config, write_test_results
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.signals import RunStopped
 from distribuuuu.state import TrainState, load_state_dict
@@ -40,6 +42,7 @@ def train_model(cfg) -> float:
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
     """
+    cfg = resolve_num_classes(cfg)
     launch = detect_launch()
     device = dist.pick_device(launch.local_rank)
     train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
@@ -47,12 +50,13 @@ def train_model(cfg) -> float:
         write_config(cfg)
         checkpoints = build_checkpoints(cfg)
         latest = find_latest(cfg, checkpoints)
-        state = build_state(cfg, device, train_loader, pretrained=cfg.MODEL.PRETRAINED and not latest)
+        state = build_state(cfg, device, train_loader, pretrained=latest is None)
         restore(cfg, state, latest)
         recipe = build_recipe(cfg, train_loader.plan, device, state.precision)
         model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
         compile_model(model, cfg.MODEL.COMPILE)
         describe_training(cfg, state, train_loader, val_loader)
+        results = RunResults(cfg, device, state, train_loader, val_loader)
         with StopRequest(cfg.CHECKPOINT.MAX_HOURS) as stop, open_log(cfg, state, train_loader) as log:
             with saved_when_stopped(state, checkpoints):
                 while state.epoch < cfg.OPTIM.MAX_EPOCH:
@@ -61,11 +65,13 @@ def train_model(cfg) -> float:
                     except NonFiniteLoss as trouble:
                         roll_back(cfg, state, checkpoints, log, trouble)
                     else:
-                        results = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
-                        new_bests = state.finish_epoch({kind: result["top1"] for kind, result in results.items()})
-                        log.evaluation(state.epoch - 1, results, state.best_top1)
+                        evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
+                        new_bests = state.finish_epoch({kind: read["top1"] for kind, read in evaluations.items()})
+                        log.evaluation(state.epoch - 1, evaluations, state.best_top1)
+                        results.write(state, log.images_per_s, evaluations)
                         checkpoints.save_in_background(state, new_bests)
             checkpoints.finish()
+            results.finish()
         for kind in state.models:
             best = state.bests[kind]
             logger.info("done: best %stop1 %.2f, of epoch %d", "ema " * (kind == "ema"), best.top1, best.epoch + 1)
@@ -120,22 +126,23 @@ def evaluate_epoch(
 ) -> dict[str, dict]:
     """Return the result of each kind of weights; with MODEL.PRECISE_BN their statistics are made precise before."""
     criterion, meter = build_loss(cfg, train=False), build_meter(cfg, val_loader.device)
-    results, autocast = {}, state.precision.autocast
+    results, autocast, flip = {}, state.precision.autocast, cfg.TEST.FLIP
     for kind, model in state.models.items():
         if cfg.MODEL.PRECISE_BN:
             images = train_loader.some_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, autocast)
-        results[kind] = evaluate(model, val_loader, criterion, meter, watched_bar(cfg, state, stop), autocast)
+        results[kind] = evaluate(model, val_loader, criterion, meter, watched_bar(cfg, state, stop), autocast, flip)
     return results
 
 
 def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool) -> TrainState:
-    """Return the state at the very start: everything that a checkpoint will hold."""
+    """Return the state at the very start, from what MODEL.PRETRAINED or FINETUNE.WEIGHTS name if it is `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
-    model = dist.call_first_on_node(lambda: build_model(cfg, pretrained)) if pretrained else build_model(cfg, False)
+    model = build_start(cfg, loader.images.classes, pretrained)
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, device)
+    freeze_parts(cfg, model)
     model = model.to(device)
     return TrainState(
         model=model,
@@ -251,6 +258,7 @@ def test_model(cfg) -> dict:
     Raises:
         ConfigError: there are no weights, or they do not fit the model or the data.
     """
+    cfg = resolve_num_classes(cfg)
     launch = detect_launch()
     device = dist.pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)
@@ -266,8 +274,9 @@ def test_model(cfg) -> dict:
         describe_model(cfg, model)
         criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
         autocast = build_precision(cfg, device).autocast
-        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar, autocast)
-        write_results(cfg, result, weights)
+        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar, autocast, cfg.TEST.FLIP)
+        kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
+        write_test_results(cfg, device, model, weights, {kind: result})
     return result
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_all_problems_are_reported_at_once_with_origin_and_nearest_key(tmp_path)
         f"TRAIN.WORKERS ({file}:3): 'many' is not a whole number (default 4)",
         f"FOO ({file}:4): no such key; --help-config lists all",
         "BASE_LR (command line): no such key; did you mean OPTIM.BASE_LR?",
-        f"OPTIM.LR_POLICY ({file}:6): 'cosine' is not one of cos, steps, exp, lin; did you mean cos?",
+        f"OPTIM.LR_POLICY ({file}:6): 'cosine' is not one of cos, steps, exp, lin, tri; did you mean cos?",
         "TEST.BATCH_SIZE (command line): 0 is outside the allowed range: 1 and up",
     ]
 
@@ -196,6 +197,51 @@ def test_kwargs_are_open_and_keep_their_types(tmp_path):
     file = write(tmp_path / "a.yaml", "MODEL:\n  KWARGS:\n    depth: 3\n    sizes: [1, 2]\n")
     cfg = load_cfg(file, ["MODEL.KWARGS.rate", "0.5", "MODEL.KWARGS.name", "gelu", "MODEL.KWARGS.on", "true"])
     assert dict(cfg.MODEL.KWARGS) == {"depth": 3, "sizes": (1, 2), "rate": 0.5, "name": "gelu", "on": True}
+
+
+@pytest.mark.parametrize("word", ["['conv1', 'layer1.*']", "[conv1, layer1.*]", "conv1,layer1.*", " conv1 , layer1.*,"])
+def test_a_list_of_texts_in_any_spelling(word, tmp_path):
+    assert load_cfg(None, ["FINETUNE.FREEZE", word]).FINETUNE.FREEZE == ("conv1", "layer1.*")
+    file = write(tmp_path / "a.yaml", f"FINETUNE:\n  FREEZE: {word}\n")
+    assert load_cfg(file).FINETUNE.FREEZE == ("conv1", "layer1.*")
+
+
+def test_patterns_and_numbers_are_texts_too(tmp_path):
+    for word, expected in (("[!f]*", ("[!f]*",)), ("*", ("*",)), ("0,7.net.0", ("0", "7.net.0")), ("1.10", ("1.10",))):
+        assert load_cfg(None, ["FINETUNE.FREEZE", word]).FINETUNE.FREEZE == expected
+    assert load_cfg(None, ["FINETUNE.FREEZE", ""]).FINETUNE.FREEZE == ()
+    file = write(tmp_path / "a.yaml", "FINETUNE:\n  FREEZE: [0, conv1]\n")
+    assert load_cfg(file).FINETUNE.FREEZE == ("0", "conv1")
+    for text in ("[1.10]", "true", "null", "[[a]]"):
+        file = write(tmp_path / "b.yaml", f"FINETUNE:\n  FREEZE: {text}\n")
+        (problem,) = problems_of(file)
+        assert problem.startswith(f"FINETUNE.FREEZE ({file}:2): ") and "not a list of texts" in problem
+
+
+def test_patterns_with_dots_are_keys_of_a_section_and_keep_their_order(tmp_path):
+    file = write(tmp_path / "a.yaml", "FINETUNE:\n  LR_MULT: {'layer4.*': 2, fc: 1e1, '*': 0.5}\n")
+    cfg = load_cfg(file, ["FINETUNE.LR_MULT.layer4.*", "3", "FINETUNE.LR_MULT.a.b", "1e-1"])
+    expected = [("layer4.*", 3.0), ("fc", 10.0), ("*", 0.5), ("a.b", 0.1)]
+    assert list(cfg.FINETUNE.LR_MULT.items()) == expected
+    for number, text in enumerate((cfg.dump(), dump_with_origins(cfg))):
+        again = load_cfg(write(tmp_path / f"{number}.yaml", text))
+        assert list(again.FINETUNE.LR_MULT.items()) == expected
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["FINETUNE.LR_MULT.fc", "0"], "FINETUNE.LR_MULT.fc .*FINETUNE.FREEZE"),
+        (["FINETUNE.LR_MULT.layer4.*", "-1"], r"FINETUNE.LR_MULT.layer4.\* .*not above 0"),
+        (["FINETUNE.LR_MULT.fc", "much"], "FINETUNE.LR_MULT.fc .*'much' is not a number"),
+        (["FINETUNE.LR_MULT.fc", "nan"], "FINETUNE.LR_MULT.fc .*finite"),
+        (["FINETUNE.LR_MULT", "3"], "FINETUNE.LR_MULT .*a section, not a key; set FINETUNE.LR_MULT.NAME"),
+        (["FINETUNE.HEAD_RESET", "true"], "FINETUNE.HEAD_RESET .*without FINETUNE.WEIGHTS"),
+    ],
+)
+def test_wrong_factors_are_refused(words, said):
+    (problem,) = problems_of(None, words)
+    assert re.match(said, problem)
 
 
 def test_a_frozen_tree_cannot_be_changed_in_any_way():

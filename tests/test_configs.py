@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from distribuuuu.batching import plan_batches
 from distribuuuu.config import get_cfg, get_value, load_cfg
+from distribuuuu.limits import OPEN_SECTIONS
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.schedule import build_schedule
 
@@ -70,7 +71,7 @@ def test_every_file_loads_builds_and_states_only_what_differs(path: Path):
         assert f"{count_parameters(model) / 1e6:.3f}" == BASELINES[path.stem][1]
     defaults = get_cfg()
     for key in cfg.origins:
-        if not key.startswith("MODEL.KWARGS."):
+        if not key.startswith(OPEN_SECTIONS):
             same = get_value(cfg, key) == get_value(defaults, key)
             assert not same, f"{key} restates the default"
 

@@ -67,6 +67,69 @@ def test_an_epoch_can_be_entered_at_any_step(first_step):
     assert steps_of(2, 12, first_step) == steps_of(2, 12)[first_step:]
 
 
+def repeated_steps(world_size: int, batch_size: int, repeats: int = 3, first_step: int = 0) -> list[list[tuple]]:
+    """Return the positions of each step's global batch of 24 in their order, over all processes."""
+    plan = plan_batches(batch_size, 24, world_size)
+    steps: dict[int, list] = {}
+    for rank in range(world_size):
+        sampler = ResumableDistributedSampler(100, plan, rank, repeats)
+        sampler.set_position(seed=5, epoch=2, first_step=first_step)
+        for number, batch in enumerate(sampler):
+            step, micro = divmod(number, plan.num_micro)
+            begin = (micro * world_size + rank) * plan.micro_batch
+            places = steps.setdefault(step, [None] * 24)
+            places[begin : begin + len(batch)] = batch
+    return [places for _, places in sorted(steps.items())]
+
+
+def test_repeats_bring_each_image_of_a_step_so_often_with_other_augmentation():
+    steps, seen = repeated_steps(1, 24), []
+    assert len(steps) == 4  # as many as without
+    for places in steps:
+        indices = [index for _, index in places]
+        assert indices == indices[:8] * 3 and len(set(indices[:8])) == 8
+        assert len(set(places)) == 24
+        assert all(indices[place] != indices[place ^ 1] for place in range(24))
+        seen += indices[:8]
+    assert len(seen) == len(set(seen)) == 32
+    order = ResumableDistributedSampler(100, plan_batches(24, 24, 1), 0)
+    order.set_position(seed=5, epoch=2, first_step=0)
+    assert seen == order.epoch_order()[:32].tolist()
+    assert steps[0][:8] == next(iter(order))[:8]  # the first time, an image is augmented as without repeats
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [24, 4, 2])
+def test_repeats_depend_on_no_number_of_processes_and_can_be_entered_anywhere(world_size, batch_size):
+    expected = repeated_steps(1, 24)
+    assert repeated_steps(world_size, batch_size) == expected
+    assert repeated_steps(world_size, batch_size, first_step=2) == expected[2:]
+
+
+def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_picture(small_cfg):
+    expected = None
+    for way in (
+        (),
+        ("TRAIN.WORKERS", 2),
+        ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"),
+        ("DATA.LOADER", "device"),
+    ):
+        (images, labels), *_ = first_batches(small_cfg("DATA.REPEATS", 3, *way))
+        expected = images if expected is None else expected
+        assert torch.equal(images, expected) and labels.tolist() == labels[:4].tolist() * 3
+        assert not any(torch.equal(images[one], images[one + 4]) for one in range(8))
+
+
+@pytest.mark.parametrize("repeats", [5, 7, 24, 30])
+def test_where_repeats_do_not_divide_a_step_some_images_come_once_less(repeats):
+    num_different = -(-24 // repeats)
+    for places in repeated_steps(2, 4, repeats):
+        indices = [index for _, index in places]
+        counts = [indices.count(index) for index in indices[:num_different]]
+        assert sum(counts) == 24 and max(counts) - min(counts) <= 1 and len(set(places)) == 24
+        assert num_different == 1 or all(indices[place] != indices[place ^ 1] for place in range(24))
+
+
 @pytest.mark.parametrize("num_images, batch_size, world_size", [(37, 8, 1), (37, 8, 2), (37, 1, 3), (2, 4, 5)])
 def test_evaluation_takes_each_image_exactly_once(num_images, batch_size, world_size):
     samplers = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]

@@ -121,6 +121,20 @@ def test_errors_say_where_the_key_was_set():
     assert problem.startswith("MODEL.KWARGS.norm (command line): ") and "did you mean group?" in problem
 
 
+def test_patterns_of_fine_tuning_are_checked_before_anything_is_built_and_all_at_once():
+    words = ["FINETUNE.FREEZE", "layr1,conv1", "FINETUNE.LR_MULT.layer4.*", "2", "FINETUNE.LR_MULT.head", "9"]
+    problems = problems_of(check_model, load_cfg(None, words))
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "FINETUNE.FREEZE (command line)",
+        "FINETUNE.LR_MULT.head (command line)",
+    ]
+    assert "did you mean layer1" in problems[0]
+    words = ["MODEL.ARCH", "resnet8", "FINETUNE.WEIGHTS", "pretrained", "FINETUNE.LR_MULT.fc", "9"]
+    (problem,) = problems_of(check_model, load_cfg(None, words))
+    assert problem.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
+    check_model(load_cfg(None, ["FINETUNE.FREEZE", "layer1,conv1", "FINETUNE.LR_MULT.fc", "9"]))
+
+
 # -------------------------------------------------------------------------------------- arguments
 
 

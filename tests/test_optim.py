@@ -109,6 +109,59 @@ def test_the_layers_of_a_vit_decay_from_the_head_down():
     assert {group["weight_decay"] for group in optimizer.param_groups} == {5e-5}
 
 
+def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_counts():
+    model = small_model()
+    words = ("FINETUNE.LR_MULT.4.bias", 5, "FINETUNE.LR_MULT.4", 10, "FINETUNE.LR_MULT.[01]", 0.5)
+    optimizer = build_optimizer(make_cfg(*words), model)
+    set_lr(optimizer, 0.2)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    expected = {"0": 0.1, "1": 0.1}
+    expected = {name: expected.get(name[0], 2.0) for name in found} | {"4.bias": 1.0}
+    assert found == pytest.approx(expected)
+    assert settings_of(model, parameter_groups(model, 0.1, lr_mult={"4": 3.0}))["0.weight"] == (0.1, 1.0)
+
+
+def test_factors_and_layer_decay_multiply_each_other():
+    model = tiny(depth=3)
+    plain = settings_of(model, parameter_groups(model, 0.05, norm_decay=0, layer_decay=0.5))
+    both = parameter_groups(model, 0.05, norm_decay=0, layer_decay=0.5, lr_mult={"blocks.1.*": 4.0, "head": 10.0})
+    for name, (decay, scale) in settings_of(model, both).items():
+        factor = 4.0 if name.startswith("blocks.1.") else 10.0 if name.startswith("head.") else 1.0
+        assert (decay, scale) == (plain[name][0], pytest.approx(plain[name][1] * factor))
+
+
+@pytest.mark.parametrize(
+    "lr_mult, said",
+    [
+        ({"4": 2, "fc": 3}, r"FINETUNE.LR_MULT.fc: 'fc' is the name of no parameter or module; the model has 0, 1, 4"),
+        (
+            {"*": 2, "4.*": 3},
+            r"FINETUNE.LR_MULT.4.\*: patterns before it match all that it matches; put it before them",
+        ),
+        ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; leave it out"),
+        ({"4.wieght": 2}, "did you mean 4.weight"),
+    ],
+)
+def test_a_factor_that_reaches_no_parameter_is_refused(lr_mult, said):
+    model = small_model()
+    model[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match=said):
+        parameter_groups(model, 0.1, lr_mult=lr_mult)
+
+
+def test_a_run_with_factors_resumes_and_scales_the_scheduled_rate(small_cfg, tmp_path, monkeypatch):
+    words = ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5, "CHECKPOINT.EVERY_STEPS", 1)
+    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    parts = small_cfg(*words)
+    train_and_stop(parts, (0, 3), monkeypatch)
+    train_model(parts)
+    assert_same(newest(parts.OUT_DIR)["state_dict"], whole["state_dict"])
+    fc = next(group for group in whole["optimizer"]["param_groups"] if len(group["params"]) == 2)
+    rest = next(group for group in whole["optimizer"]["param_groups"] if len(group["params"]) > 2)
+    assert fc["lr"] == pytest.approx(8 * rest["lr"]) and fc["lr"] > 0
+
+
 def test_each_kind_has_its_own_weight_decay():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.MultiheadAttention(4, 2))
     model.scale = nn.Parameter(torch.ones(()))

@@ -34,7 +34,7 @@ LAYERS = {
     ),
     1: ("limits", "watch", "contradictions"),
     2: ("config",),
-    3: ("launch", "batching", "param_groups"),
+    3: ("launch", "batching", "param_groups", "weights_file", "results"),
     4: ("rendezvous", "checkpoint_file", "nproc"),
     5: ("distributed",),
     6: (
@@ -52,9 +52,10 @@ LAYERS = {
         "stop",
         "precise_bn",
         "mixing",
+        "provenance",
     ),
-    7: ("checkpoint", "evaluator", "cli", "distill"),
-    8: ("run", "pack_words", "recipe"),
+    7: ("checkpoint", "evaluator", "cli", "finetune", "distill", "tables"),
+    8: ("run", "pack_words", "recipe", "table_words"),
     9: ("trainer", "packing"),
     10: ("timing",),
 }
@@ -116,7 +117,7 @@ def length(node: ast.FunctionDef) -> int:
 
 def test_files_and_functions_are_short():
     for path in [*MODULES, *(ROOT / "tools").glob("*.py")]:
-        most = {"config.py": 400}.get(path.name, 40 if path.parent.name == "tools" else 300)
+        most = {"config.py": 400, "defaults.py": 400}.get(path.name, 40 if path.parent.name == "tools" else 300)
         assert len(path.read_text().splitlines()) <= most, path
     lengths = {f"{path.name}:{node.name}": length(node) for path in MODULES for node in functions(path)}
     assert max(lengths.values()) <= 50, max(lengths, key=lengths.get)

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.schedule import build_schedule
 
 
@@ -42,3 +43,14 @@ def test_the_rate_is_held_for_the_epoch_unless_it_is_updated_by_step():
 
 def test_without_warmup_the_first_rate_is_the_base_rate():
     assert schedule("OPTIM.WARMUP_EPOCHS", 0)(0) == 0.2
+
+
+def test_the_triangle_is_the_interpolation():
+    words = ("OPTIM.LR_POLICY", "tri", "OPTIM.LR_UPDATE", "step", "OPTIM.WARMUP_EPOCHS", 2.5)
+    lr_at = schedule(
+        *words, "OPTIM.WARMUP_FACTOR", 0.1, "OPTIM.MIN_LR", 0.05, "OPTIM.MAX_EPOCH", 16, "OPTIM.BASE_LR", 2
+    )
+    for epoch in (0, 0.5, 2.5, 3, 9.25, 16):
+        assert lr_at(epoch) == pytest.approx(np.interp(epoch, [0, 2.5, 16], [0.2, 2, 0.1]), rel=1e-12)
+    with pytest.raises(ConfigError, match="OPTIM.WARMUP_EPOCHS.*below OPTIM.MAX_EPOCH"):
+        schedule("OPTIM.LR_POLICY", "tri", "OPTIM.MAX_EPOCH", 5)

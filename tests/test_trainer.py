@@ -239,9 +239,9 @@ def test_more_processes_than_images_evaluate_too(reference, image_folder, small_
 def test_the_result_of_an_evaluation_is_written_down(reference, small_cfg):
     cfg = small_cfg("MODEL.WEIGHTS", reference / "best.pth.tar")
     result = evaluate_run(cfg)
-    written = json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())
-    assert {key: written[key] for key in ("top1", "topk", "loss", "count")} == result
-    assert (written["im_size"], written["crop_size"]) == (18, 16)
+    written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
+    assert {**written["accuracy"]["raw"], "count": written["evaluation"]["count"]} == result
+    assert (written["evaluation"]["resize"], written["evaluation"]["crop"]) == (18, 16)
     assert written["weights"] == str(reference / "best.pth.tar")
     assert result["top1"] == newest(reference)["best_acc1"]
 

@@ -1,5 +1,6 @@
 """Crops, flips and resizing: they lie where torchvision's lie, and take their numbers from position alone."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -7,8 +8,12 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms as theirs
+from torchvision.transforms import v2
 
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.datasets.draws import BatchDraws, Draws
+from distribuuuu.datasets.image_set import ImageSet
+from distribuuuu.datasets.loader import build_transform
 from distribuuuu.datasets.picture import Box, EncodedPicture, Picture, open_picture
 from distribuuuu.datasets.transforms import (
     ATTEMPTS,
@@ -157,11 +162,12 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
         assert cumulative_gap(measure(mine), measure(other)) < 1.95 * (2 / num) ** 0.5, name
 
 
+@pytest.mark.parametrize("ratios", [(3 / 4, 4 / 3), (0.6, 0.7), (1.4, 1.8)])
 @pytest.mark.parametrize("height, width", [(1, 5000), (5000, 1), (3, 20000), (20000, 7), (10, 300), (311, 9)])
-def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width):
+def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width, ratios):
     torch.manual_seed(0)
-    expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), (3 / 4, 4 / 3))
-    assert resized_box(Draws(0, 0), height, width, (1.0, 1.0)) == Box(*expected)
+    expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), ratios)
+    assert resized_box(Draws(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
 
 
 def test_a_box_that_does_not_fit_is_drawn_again():
@@ -352,6 +358,54 @@ def test_any_layout_in_memory_is_resized_alike_and_as_by_pil(height, width):
         for size in ((20, 20), (2, 30), (100, 3), (200, 200), (57, 20), (3, 3)):
             expected = tensor_of(image.resize(size[::-1], Image.Resampling.BILINEAR))
             assert difference(resize(pixels, *size), expected) <= 0.3, (name, size)
+
+
+def test_bicubic_is_torchvisions_and_near_pils():
+    for number, (height, width) in enumerate([(57, 83), (200, 60), (24, 24), (5, 7), (90, 1)]):
+        image = scene(height, width, number)
+        for size in ((24, 24), (100, 40), (3, 3), (224, 224)):
+            expected = v2.functional.resize(tensor_of(image), size, v2.InterpolationMode.BICUBIC, antialias=True)
+            for name, pixels in layouts(image).items():
+                assert torch.equal(resize(pixels, *size, "bicubic"), expected), (name, size)
+            assert difference(expected, tensor_of(image.resize(size[::-1], Image.Resampling.BICUBIC))) <= 0.3
+
+
+def test_each_transform_resizes_as_it_is_told():
+    image = scene(90, 120)
+    box = resized_box(_after_flip(3), 90, 120, SCALE)
+    part = tensor_of(image)[:, box.top : box.top + box.height, box.left : box.left + box.width]
+    cropped = ResizedCrop(48, SCALE, flip=0, interpolation="bicubic")(picture_of(image), Draws(5, 3))
+    assert torch.equal(cropped, resize(part, 48, 48, "bicubic"))
+    for transform in (PaddedCrop(32, 0, 0.0), CentreCrop(32, 32)):
+        bicubic = dataclasses.replace(transform, interpolation="bicubic")
+        one, other = (some(picture_of(image), Draws(0, 0)) for some in (transform, bicubic))
+        together = bicubic.of_batch(tensor_of(image)[None], BatchDraws([(0, 0)]))[0]
+        assert not torch.equal(one, other) and torch.equal(other, together)
+        assert any(torch.equal(other, resize(tensor_of(image), 32, 42, "bicubic")[:, :, left : left + 32])
+                   for left in range(11))  # fmt: skip
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])
+def test_boxes_keep_to_the_ratios_they_are_given(ratios):
+    boxes = [resized_box(Draws(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
+    found = [box.width / box.height for box in boxes]
+    assert ratios[0] * 0.97 <= min(found) <= ratios[0] * 1.1 and ratios[1] * 0.9 <= max(found) <= ratios[1] * 1.03
+
+
+def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
+    words = ("DATA.CROP_RATIO", [0.5, 2], "DATA.INTERPOLATION", "bicubic", "TEST.INTERPOLATION", "bicubic")
+    images = ImageSet()
+    expected = ResizedCrop(16, (0.08, 1.0), 0.5, (0.5, 2.0), "bicubic")
+    assert build_transform(small_cfg(*words), images, train=True) == expected
+    assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
+    assert build_transform(small_cfg(*words), images, train=False) == CentreCrop(18, 16, "bicubic")
+    assert build_transform(small_cfg(), images, train=True) == ResizedCrop(16)
+
+
+@pytest.mark.parametrize("value", ["[2, 1]", "[0, 1]", "[1]", "[]"])
+def test_a_ratio_that_cannot_be_is_an_error(value):
+    with pytest.raises(ConfigError, match="DATA.CROP_RATIO .* must be two numbers"):
+        load_cfg(None, ["DATA.CROP_RATIO", value])
 
 
 def test_grey_images_are_resized_as_three_channels():

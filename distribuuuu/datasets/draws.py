@@ -4,6 +4,8 @@ import numpy as np
 
 from distribuuuu.seeding import derive_seed
 
+# Which sample, and all that its randomness follows from: (key, index), or (key, index, side of the image in pixels).
+Position = tuple[int, ...]
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -26,12 +28,16 @@ class Draws:
         mixed = ((mixed ^ (mixed >> 27)) * _MIX[1]) & _MASK
         return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
 
+    def seed(self) -> int:
+        """Return a whole number of 53 bits, to seed a usual generator with."""
+        return int(self.uniform() * 2**53)
+
 
 class BatchDraws:
     """The same draws for many samples at a time, as arrays: float64 (N,)."""
 
-    def __init__(self, positions: list[tuple[int, int]]):
-        self._state = np.array([derive_seed(key, index) for key, index in positions], dtype=np.uint64)
+    def __init__(self, positions: list[Position]):
+        self._state = np.array([derive_seed(*position[:2]) for position in positions], dtype=np.uint64)
 
     def uniform(self) -> np.ndarray:
         """Return the next number of each sample."""

@@ -34,6 +34,11 @@ class ImageSet:
             where = f"DATA.NAME {cfg.DATA.NAME}"
             yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, cls.num_classes, where)
 
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of classes of the training data, 0 when only its images tell; imports no torch."""
+        return cls.num_classes
+
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define __len__")
 

@@ -67,6 +67,12 @@ class ImageFolder(ImageSet):
         elif not trained and len(classes) != cfg.MODEL.NUM_CLASSES:
             yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(classes), str(Path(root) / split))
 
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of class folders; without training data, of the evaluation's."""
+        folders = (Path(section.DATASET) / section.SPLIT for section in (cfg.TRAIN, cfg.TEST))
+        return cls.num_classes or next((len(names) for names in map(list_classes, folders) if names), 0)
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

@@ -9,8 +9,11 @@ import torch
 
 from distribuuuu.batching import BatchPlan, plan_batches
 from distribuuuu.config import ConfigError
+from distribuuuu.datasets.augment import build_augmentation
+from distribuuuu.datasets.class_balance import build_balance
 from distribuuuu.datasets.draws import Draws
 from distribuuuu.datasets.image_set import ImageSet, contradiction
+from distribuuuu.datasets.image_size import build_im_size
 from distribuuuu.datasets.picture import Picture
 from distribuuuu.datasets.resident import ResidentBatches, ResidentImages
 from distribuuuu.datasets.samplers import EvalSampler, ResumableDistributedSampler
@@ -191,27 +194,27 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
         ConfigError: the data contradicts the config.
     """
     images = build_images(cfg, train)
-    sampler = build_sampler(cfg, len(images), launch, train)
+    sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
     num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
     if cfg.DATA.LOADER == "device":
         images = ResidentImages(images, cfg.DATA.DECODER, device, num_workers)
-    samples = Samples(images, build_transform(cfg, images, train), cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip")
+    samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip")
     if cfg.DATA.LOADER == "device":
         batches = ResidentBatches(samples, sampler)
     else:
         pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
         batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
-    mean, std = cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
-    normalize = Normalizer(device, mean, std, cfg.MODEL.CHANNELS_LAST)
+    normalize = Normalizer(device, *statistics_of(cfg, images), cfg.MODEL.CHANNELS_LAST)
     return (TrainLoader if train else Loader)(samples, sampler, batches, normalize)
 
 
-def build_sampler(cfg, num_images: int, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
+def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
     """Return which images this process takes in which step.
 
     Raises:
         ConfigError: a step takes more images than there are.
     """
+    num_images = len(images)
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
@@ -220,7 +223,8 @@ def build_sampler(cfg, num_images: int, launch: Launch, train: bool) -> EvalSamp
             f"TRAIN.BATCH_SIZE: one step takes {plan.global_batch} images ({plan}),"
             f" but the training set has {num_images}; take fewer"
         )
-    return ResumableDistributedSampler(num_images, plan, launch.rank)
+    balance, im_size_at = build_balance(cfg, images), build_im_size(cfg)
+    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
 
 
 def build_images(cfg, train: bool) -> ImageSet:
@@ -232,10 +236,28 @@ def build_images(cfg, train: bool) -> ImageSet:
     return images
 
 
+def statistics_of(cfg, images: ImageSet) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation of each channel that images are normalised with, of 1.0."""
+    return cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
+
+
 def build_transform(cfg, images: ImageSet, train: bool) -> Transform:
-    """Return the transform from a picture to uint8 (3, H, W)."""
+    """Return the transform from a picture to uint8 (3, H, W).
+
+    Raises:
+        ConfigError: AUG.POLICY is not understood.
+    """
     if not train:
-        return CentreCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE)
+        return CentreCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE, cfg.TEST.INTERPOLATION)
     data = cfg.DATA
-    crop = images.crop if data.CROP == "auto" else data.CROP
-    return train_transform(cfg.TRAIN.IM_SIZE, crop, data.CROP_SCALE, data.CROP_PADDING, data.FLIP)
+    kind = images.crop if data.CROP == "auto" else data.CROP
+    crop = train_transform(
+        cfg.TRAIN.IM_SIZE,
+        kind,
+        data.CROP_SCALE,
+        data.CROP_PADDING,
+        data.FLIP,
+        data.CROP_RATIO,
+        data.INTERPOLATION,
+    )
+    return build_augmentation(cfg, crop, *statistics_of(cfg, images))

@@ -71,6 +71,12 @@ class Packed(ImageSet):
             where = training if trained else root / split
             yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(trained or own), str(where))
 
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of classes of the training pack; without one, of the evaluation's."""
+        folders = (Path(section.DATASET) / section.SPLIT for section in (cfg.TRAIN, cfg.TEST))
+        return next((len(names) for names in map(_classes_of, folders) if names), 0)
+
     def __len__(self) -> int:
         return len(self._columns["label"])
 

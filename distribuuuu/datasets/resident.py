@@ -99,6 +99,7 @@ class ResidentBatches:
     def __init__(self, samples: Samples, sampler: Sampler[Positions]):
         self._samples = samples
         self._sampler = sampler
+        self._transform = samples.transform
         self._all = samples.images.same_size if hasattr(samples.transform, "of_batch") else None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -106,6 +107,8 @@ class ResidentBatches:
             if self._all is None:
                 yield collate([self._samples[position] for position in positions])
             else:
-                chosen = torch.tensor([index for _, index in positions]).to(self._all.device)
-                pixels = self._samples.transform.of_batch(self._all[chosen], BatchDraws(positions))
+                chosen = torch.tensor([index for _, index, *_ in positions]).to(self._all.device)
+                _, _, *size = positions[0]  # one size for the whole batch
+                transform = self._transform.at_size(*size) if size else self._transform
+                pixels = transform.of_batch(self._all[chosen], BatchDraws(positions))
                 yield pixels.expand(-1, 3, -1, -1), self._samples.images.labels[chosen], ()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from distribuuuu.datasets.draws import Draws
+from distribuuuu.datasets.draws import Draws, Position
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.picture import open_picture
 from distribuuuu.datasets.transforms import Transform
@@ -26,7 +26,7 @@ class Sample:
 
 
 class Samples(Dataset):
-    """The images of a set by (key, index), which all randomness follows from: the same in any worker or none.
+    """The images of a set by position, which all randomness follows from: the same in any worker or none.
 
     Args:
         images: the set.
@@ -44,14 +44,15 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, where: tuple[int, int]) -> Sample:
-        key, index = where
+    def __getitem__(self, where: Position) -> Sample:
+        key, index, *size = where
+        transform = self.transform.at_size(*size) if size else self.transform
         broken: list[str] = []
         for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
             chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
             try:
                 picture = open_picture(self.images.read(chosen), self.decoder)
-                return Sample(self.transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
+                return Sample(transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
             except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
                 broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {_reason(error)}")
         return Sample(None, -1, tuple(broken))

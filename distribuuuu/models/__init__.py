@@ -4,6 +4,8 @@ A new model is one new file here with a function in it, decorated with `@MODELS.
 whatever else MODEL.KWARGS may set; with a parameter `im_size` it is given TRAIN.IM_SIZE.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ from torch import nn
 
 from distribuuuu.config import ConfigError
 from distribuuuu.models.construction import Construction, plan_construction
-from distribuuuu.models.pretrained import build_pretrained, find_published
-from distribuuuu.models.resolve import find_architecture
+from distribuuuu.models.freeze import freeze
+from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized
+from distribuuuu.models.resolve import Architecture, find_architecture
+from distribuuuu.param_groups import multipliers
+from distribuuuu.weights_file import PUBLISHED
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -40,15 +45,45 @@ def check_model(cfg) -> None:
     """Check all that `build_model` checks, short of fetching weights; the model takes no memory (meta device).
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: as `build_model`; or a pattern of FINETUNE.FREEZE or FINETUNE.LR_MULT that does not suit the model.
     """
     try:
         construction = _plan(cfg)
-        construction.build_on_meta()
+        model = construction.build_on_meta()
         if cfg.MODEL.PRETRAINED:
             find_published(construction.arch)
     except ConfigError as error:
         raise _with_origins(cfg, error) from error
+    problems = list(_finetune_problems(cfg, construction.arch, model))
+    if problems:
+        raise _with_origins(cfg, ConfigError(problems))
+
+
+def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[str]:
+    try:
+        if cfg.FINETUNE.WEIGHTS == PUBLISHED:
+            find_published(arch)
+    except ConfigError as error:
+        yield from finetune_problems(error)
+    for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (multipliers, cfg.FINETUNE.LR_MULT)):
+        try:
+            if model is not None:
+                check(model, patterns)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def finetune_problems(error: ConfigError) -> list[str]:
+    """Return what is said of MODEL.PRETRAINED as said of FINETUNE.WEIGHTS, which asked for the same."""
+    return [problem.replace("MODEL.PRETRAINED: ", "FINETUNE.WEIGHTS: ", 1) for problem in error.problems]
+
+
+def find_head(cfg, model: nn.Module) -> list[str]:
+    """Return the layers of a config's model whose shapes depend on the number of classes, by name: its head."""
+    other = replace(_plan(cfg), num_classes=cfg.MODEL.NUM_CLASSES + 1)
+    with torch.random.fork_rng(devices=[]):
+        resized = other.build_on_meta()
+        return find_resized(model, other.build() if resized is None else resized)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -58,7 +93,8 @@ def count_parameters(model: nn.Module) -> int:
 
 def _plan(cfg) -> Construction:
     arch = find_architecture(cfg.MODEL.ARCH)
-    return plan_construction(arch, cfg.MODEL.NUM_CLASSES, _plain(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
+    kwargs, train = _plain(cfg.MODEL.KWARGS), cfg.TRAIN
+    return plan_construction(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
 
 
 def _plain(value: Any) -> Any:

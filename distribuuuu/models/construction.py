@@ -21,6 +21,8 @@ OWN_KEYS = {
 }
 # What constructors here, in timm and in torchvision call the side of the image.
 SIZE_NAMES = ("im_size", "img_size", "image_size")
+# What lets some of timm's models take other sizes as well.
+ANY_SIZE = "dynamic_img_size"
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,26 @@ class Construction:
         return ConfigError(f"{', '.join(keys)}: {self.arch.name} refuses {given}: {str(error) or type(error).__name__}")
 
 
-def plan_construction(arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int) -> Construction:
+def plan_construction(
+    arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int, size_grows: bool = False
+) -> Construction:
     """Check the names in `kwargs` and return the construction; nothing real is built.
 
     Raises:
-        ConfigError: with a message for each unknown keyword, naming the near and the allowed ones.
+        ConfigError: with a message for each unknown keyword, naming the near and the allowed ones; or, where the size
+            of the images grows, for a model that takes one size only.
     """
     known = find_keywords(arch.builder, num_classes)
     problems = [f"MODEL.KWARGS.{name}: {what}" for name in kwargs if (what := _objection(name, arch.name, known))]
     if problems:
         raise ConfigError(problems)
-    size_names = [name for name in SIZE_NAMES if name in known.parameters and not set(SIZE_NAMES) & set(kwargs)]
+    size_names = [name for name in SIZE_NAMES if name in known.parameters]
+    if size_grows and size_names and not kwargs.get(ANY_SIZE):
+        remedy = f", or MODEL.KWARGS.{ANY_SIZE} True" if ANY_SIZE in known.parameters else ""
+        message = f"{arch.name} takes images of one size only, its {size_names[0]}; set TRAIN.IM_SIZE_START 0{remedy}"
+        raise ConfigError(f"TRAIN.IM_SIZE_START: {message}")
+    if set(SIZE_NAMES) & set(kwargs):
+        size_names = []
     return Construction(arch, num_classes, kwargs, dict.fromkeys(size_names[:1], im_size))
 
 

@@ -57,8 +57,8 @@ def _find_timm(arch: Architecture) -> PublishedWeights:
 
 def _no_weights(arch: Architecture) -> ConfigError:
     return ConfigError(
-        f"MODEL.PRETRAINED: {arch.name} has no published weights; set it to False, "
-        "and MODEL.WEIGHTS if you have a file of your own"
+        f"MODEL.PRETRAINED: {arch.name} has no published weights; "
+        "if you have a file of your own, give its path as MODEL.WEIGHTS or FINETUNE.WEIGHTS instead"
     )
 
 
@@ -88,8 +88,8 @@ def _load(construction: Construction, published: PublishedWeights, num_classes: 
         why = _one_line(error) or type(error).__name__
         if isinstance(error, OSError) or "invalid hash" in why:
             problem = (
-                f"cannot fetch {published.where}: {why}; without a network, bring the file here, give its path as "
-                "MODEL.WEIGHTS and set MODEL.PRETRAINED False"
+                f"cannot fetch {published.where}: {why}; without a network, bring the file here and give its path as "
+                "FINETUNE.WEIGHTS, or as MODEL.WEIGHTS if the classes are the same, instead"
             )
         elif "state_dict" in why:
             what = f"{construction.arch.name} with MODEL.KWARGS {construction.kwargs}"
@@ -110,13 +110,17 @@ def transplant_head(model: nn.Module, fresh: nn.Module) -> list[str]:
     The rest of `model`, its attributes included, stays as its builder made it for the weights.
     """
     donors = dict(fresh.named_modules())
-    moved = []
-    for name, layer in list(model.named_modules()):
-        if _shapes(layer) != _shapes(donors[name]):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, donors[name])
-            moved.append(name)
-    return moved
+    names = find_resized(model, fresh)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, donors[name])
+    return names
+
+
+def find_resized(model: nn.Module, other: nn.Module) -> list[str]:
+    """Return the layers of `model` whose own parameters have other shapes in `other`, the same net in another size."""
+    others = dict(other.named_modules())
+    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others[name])]
 
 
 def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:

@@ -1,0 +1,56 @@
+"""Plain vision transformers (Beyer et al., arXiv 2205.01580): no class token, fixed positions, a mean over patches."""
+
+import torch
+from torch import nn
+
+from distribuuuu.registry import MODELS
+
+
+def sincos_positions(rows: int, columns: int, width: int, temperature: float = 10_000.0) -> torch.Tensor:
+    """Return fixed embeddings of a grid: float32 (1, rows * columns, width), of x and y a half each, sine and cosine.
+
+    As in MoCo v3 (Chen et al., arXiv 2104.02057). `width` is a multiple of 4.
+    """
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    omega = temperature ** -(torch.arange(width // 4) / (width // 4 - 1))
+    angles = [axis.flatten()[:, None] * omega for axis in (x, y)]
+    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1)[None]
+
+
+def _plain_vit(
+    num_classes: int, im_size: int, width: int, depth: int, num_heads: int, patch: int, **kwargs
+) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=im_size,
+        patch_size=patch,
+        num_classes=num_classes,
+        embed_dim=width,
+        depth=depth,
+        num_heads=num_heads,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,  # the norm comes before the mean
+        **kwargs,
+    )
+    positions = sincos_positions(*model.patch_embed.grid_size, width)
+    model.pos_embed = nn.Parameter(positions.to(model.pos_embed.device), requires_grad=False)
+    nn.init.zeros_(model.head.weight)
+    return model
+
+
+@MODELS.register("plain_vit_tiny")
+def plain_vit_tiny(
+    num_classes: int = 1000, im_size: int = 224, patch: int = 16, drop_path_rate: float = 0.0
+) -> nn.Module:
+    """Return a ViT-Ti: 12 blocks, 192 wide, 3 heads."""
+    return _plain_vit(num_classes, im_size, 192, 12, 3, patch, drop_path_rate=drop_path_rate)
+
+
+@MODELS.register("plain_vit_small")
+def plain_vit_small(
+    num_classes: int = 1000, im_size: int = 224, patch: int = 16, drop_path_rate: float = 0.0
+) -> nn.Module:
+    """Return a ViT-S: 12 blocks, 384 wide, 6 heads."""
+    return _plain_vit(num_classes, im_size, 384, 12, 6, patch, drop_path_rate=drop_path_rate)

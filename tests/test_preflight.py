@@ -1,0 +1,125 @@
+"""What is told before torch is imported: the number of classes that the data has, and weights to fine-tune from."""
+
+from pathlib import Path
+
+import pytest
+from conftest import draw_folder, run_tool, small_words
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.datasets.image_set import ImageSet
+from distribuuuu.datasets.loader import build_images
+from distribuuuu.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.registry import DATASETS
+
+
+def ask_the_data(*words, train=True):
+    cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "0", *(str(word) for word in words)])
+    assert find_run_problems(cfg, train) == []
+    resolved = resolve_num_classes(cfg)
+    assert resolved.is_frozen() and resolved.origins["MODEL.NUM_CLASSES"] == "the data"
+    assert cfg.MODEL.NUM_CLASSES == 0 and cfg.origins["MODEL.NUM_CLASSES"] == "command line"
+    return resolved
+
+
+def test_a_number_that_is_set_is_left_alone():
+    cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "7"])
+    assert resolve_num_classes(cfg) is cfg
+
+
+def test_folders_are_counted_and_the_rest_of_the_config_stays(image_folder):
+    resolved = ask_the_data("TRAIN.DATASET", image_folder, "OPTIM.STEPS", "[1, 2]", "MODEL.KWARGS.width", "8")
+    expected = load_cfg(None, ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", str(image_folder), "OPTIM.STEPS", "[1, 2]",
+                               "MODEL.KWARGS.width", "8"])  # fmt: skip
+    assert resolved == expected and len(build_images(resolved, train=True).classes) == 3
+
+
+def test_an_evaluation_counts_the_training_classes_else_its_own(tmp_path):
+    draw_folder(tmp_path, "train", {"a": 1, "b": 1, "c": 1})
+    draw_folder(tmp_path, "val", {"a": 1, "b": 1})
+    assert ask_the_data("TRAIN.DATASET", tmp_path, train=False).MODEL.NUM_CLASSES == 3
+    words = ("TRAIN.DATASET", "/no/such", "TEST.DATASET", tmp_path)
+    assert ask_the_data(*words, train=False).MODEL.NUM_CLASSES == 2
+
+
+def test_packs_are_counted(image_folder, tmp_path):
+    done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
+    assert done.returncode == 0, done.stderr
+    assert ask_the_data("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack").MODEL.NUM_CLASSES == 3
+
+
+def test_sets_of_a_known_number_are_not_opened(tmp_path):
+    words = ("TRAIN.DATASET", tmp_path / "no", "DATA.NAME", "cifar100")
+    assert ask_the_data(*words).MODEL.NUM_CLASSES == 100
+    assert ask_the_data("DATA.NAME", "shapes", "DATA.CACHE_DIR", tmp_path / "no").MODEL.NUM_CLASSES == 10
+    assert not (tmp_path / "no").exists()
+
+
+def test_where_only_the_images_tell_they_are_read(monkeypatch):
+    class Told(ImageSet):
+        @classmethod
+        def from_cfg(cls, cfg, train):
+            images = cls()
+            images.classes = ("a", "b", "c", "d") if train else ("a",)
+            return images
+
+    DATASETS.names()
+    monkeypatch.setitem(DATASETS._table, "told", Told)
+    assert ask_the_data("DATA.NAME", "told").MODEL.NUM_CLASSES == 4
+
+
+@pytest.mark.parametrize("words", [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]])
+def test_dummy_images_have_no_classes_of_their_own(words):
+    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): 0 asks the data, but dummy images"):
+        resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
+
+
+def test_what_contradicts_the_number_found_is_told(image_folder):
+    words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(image_folder), "LOSS.CLASS_WEIGHTS", "[1, 2]"]
+    cfg = load_cfg(None, words)
+    (problem,) = find_run_problems(cfg, train=True)
+    assert problem.startswith("LOSS.CLASS_WEIGHTS (command line): has 2 numbers, but MODEL.NUM_CLASSES is 3")
+    with pytest.raises(ConfigError, match="MODEL.NUM_CLASSES is 3"):
+        resolve_num_classes(cfg)
+    assert find_run_problems(load_cfg(None, [*words[:-1], "[1, 2, 3]"]), train=True) == []
+
+
+def test_a_missing_folder_is_told_as_ever(tmp_path):
+    words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(tmp_path / "no")]
+    problems = find_run_problems(load_cfg(None, words), train=True)
+    assert [problem.partition(" ")[0] for problem in problems] == ["TRAIN.DATASET", "TEST.DATASET"]
+
+
+def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder, tmp_path):
+    words = small_words(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
+    done = run_tool("train_net.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert load_cfg(str(tmp_path / "out" / "config.yaml")).MODEL.NUM_CLASSES == 3
+    done = run_tool("test_net.py", *words)
+    assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
+
+
+# ------------------------------------------------------------------------------------ fine-tuning
+
+
+def finetune_problems(image_folder: Path, *words, train=True) -> list[str]:
+    words = ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", image_folder, *words]
+    return find_run_problems(load_cfg(None, [str(word) for word in words]), train)
+
+
+def test_weights_to_fine_tune_from_must_be_there(image_folder, tmp_path):
+    weights = tmp_path / "a.pth"
+    (problem,) = finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights)
+    assert problem == f"FINETUNE.WEIGHTS (command line): no such file or folder: {weights}"
+    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights, train=False) == []
+    weights.write_bytes(b"any")
+    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights) == []
+    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", "pretrained") == []
+
+
+def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
+    (tmp_path / "b.pth").write_bytes(b"any")
+    both = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", "True", "MODEL.WEIGHTS", tmp_path / "b.pth")
+    first, second = finetune_problems(image_folder, *both)
+    assert "set MODEL.WEIGHTS null, or leave this one empty" in first
+    assert "set MODEL.PRETRAINED False, or leave this one empty" in second
+    assert finetune_problems(image_folder, *both, train=False) == []
