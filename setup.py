@@ -27,5 +27,9 @@ setup(
         "pillow>=10.2",
         "numpy>=1.23",
     ],
-    extras_require={"simplejpeg": ["simplejpeg>=1.7"], "dev": ["pytest>=8", "ruff>=0.6", "simplejpeg>=1.7"]},
+    extras_require={
+        "simplejpeg": ["simplejpeg>=1.7"],
+        "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
+        "dev": ["pytest>=8", "pytest-xdist>=3", "ruff>=0.6", "simplejpeg>=1.7"],
+    },
 )

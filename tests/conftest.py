@@ -1,5 +1,6 @@
 """What the tests share: small real images, a small config, and functions run on several processes."""
 
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -7,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("real_data") and not os.environ.get("DATA_ROOT"):
             item.add_marker(pytest.mark.skip(reason="DATA_ROOT is not set to a folder with FashionMNIST/"))
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time_on_the_cluster(request):
+    """Let tests on a Slurm cluster wait for each other: those of other processes may switch its nodes off."""
+    if "slurm" not in request.node.nodeid.lower():
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / f"distribuuuu-tests-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
