@@ -1,0 +1,119 @@
+"""Every lesson of the tutorial, run as its docstring says; and the READMEs, which must say the same."""
+
+import ast
+import functools
+import importlib.util
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+TUTORIAL = ROOT / "tutorial"
+spec = importlib.util.spec_from_file_location("tutorial_run_all", TUTORIAL / "run_all.py")
+run_all = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run_all)
+outcome = functools.cache(run_all.run)
+
+TROUBLE = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
+MORE = [("model_parallel", 2), ("pipeline", 2), ("tensor_parallel", 4), ("zero", 4)]
+
+
+def check(command):
+    """Run a command of a lesson, which has to assert its claim and to say nothing else on stderr."""
+    if reason := run_all.why_not(command):
+        pytest.skip(reason)
+    status, out, err = outcome(command)
+    assert status == 0, out + err
+    assert run_all.claim_of(out), out
+    assert out.splitlines()[-1] == run_all.claim_of(out), "the claim is not the last line"
+    assert not TROUBLE.search(err), err
+
+
+@pytest.mark.parametrize("name", run_all.LESSONS)
+def test_a_lesson_runs_and_asserts_its_claim(name):
+    commands = run_all.commands_of(name)
+    assert commands, "the docstring has no Run:"
+    for command in commands:
+        check(command)
+
+
+@pytest.mark.parametrize("name, processes", MORE)
+def test_with_other_numbers_of_processes(name, processes):
+    (command,) = run_all.commands_of(name)
+    check(re.sub(r"--nproc_per_node=\d+", f"--nproc_per_node={processes}", command))
+
+
+def test_the_ring_is_tried_with_two_three_and_four_ranks():
+    _, out, _ = outcome(*run_all.commands_of("ring_all_reduce"))
+    assert {line.split()[0] for line in out.splitlines() if line.split()[1:2] == ["ring"]} == {"2", "3", "4"}
+    assert "N = 2, 3, 4" in run_all.claim_of(out)
+
+
+def test_every_file_is_a_lesson_of_the_course():
+    assert {path.stem for path in TUTORIAL.glob("*.py")} == {*run_all.LESSONS, "run_all"}
+    assert len(run_all.LESSONS) == 24
+
+
+@pytest.mark.parametrize("name", run_all.LESSONS)
+def test_a_lesson_is_short_and_stands_alone(name):
+    text = (TUTORIAL / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 150
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported <= {*sys.stdlib_module_names, "torch", "torchvision", "numpy"}
+    assert not imported & {*run_all.LESSONS, "distribuuuu"}
+
+
+@pytest.mark.parametrize("name", run_all.LESSONS)
+def test_the_docstring_has_the_layout_of_the_course(name):
+    docstring = ast.get_docstring(ast.parse((TUTORIAL / f"{name}.py").read_text()))
+    title, blank, *_ = docstring.splitlines()
+    assert title.endswith(".") and not blank
+    titles = re.findall(r"^(Run|Also|Look at):$", docstring, re.MULTILINE)
+    assert titles in (["Run", "Look at"], ["Run", "Also", "Look at"])
+    for command in run_all.commands_of(name) + run_all.commands_of(name, "Also:"):
+        assert re.match(r"(python|torchrun|srun) ", command) and f"tutorial/{name}.py" in command, command
+    assert run_all.commands_of(name, "Look at:")
+
+
+def blocks_of(language, kind):
+    """Return the code blocks of a kind in a README."""
+    text = (TUTORIAL / f"README{language}.md").read_text()
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def lines_of(language, pattern):
+    """Return what a pattern finds in the lines of a README that are in no code block."""
+    text = (TUTORIAL / f"README{language}.md").read_text()
+    return re.findall(pattern, re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+
+
+def test_both_readmes_have_the_same_headings_figures_commands_and_outputs():
+    for pattern in (r"^#+(?= )", r"^#+ \d+\. `\w+\.py`", r"\(figures/\w+\.svg\)"):
+        assert lines_of("", pattern) == lines_of(".zh", pattern)
+    for kind in ("bash", "text", "diff"):
+        assert blocks_of("", kind) == blocks_of(".zh", kind)
+
+
+@pytest.mark.parametrize("language", ["", ".zh"])
+def test_a_readme_has_every_lesson_with_its_commands_and_figure(language):
+    expected = [f"{number}. `{name}.py`" for number, name in enumerate(run_all.LESSONS, 1)]
+    assert lines_of(language, r"^### (\d+\. `\w+\.py`)") == expected
+    figures = lines_of(language, r"\(figures/(\w+)\.svg\)")
+    assert sorted(figures) == sorted(path.stem for path in (TUTORIAL / "figures").glob("*.svg"))
+    commands = [line for block in blocks_of(language, "bash") for line in block.splitlines() if "tutorial/" in line]
+    for name in run_all.LESSONS:
+        documented = run_all.commands_of(name) + run_all.commands_of(name, "Also:")
+        shown = [command for command in commands if f"tutorial/{name}.py" in command]
+        assert set(run_all.commands_of(name)) <= set(shown), name
+        assert set(shown) <= set(documented), f"{name}: a command that its docstring does not have"
+
+
+def test_a_lesson_that_hangs_is_ended_with_its_processes():
+    status, _, err = run_all.run("python -c 'import time; time.sleep(600)'", timeout_s=1)
+    assert status != 0 and "its time-out" in err

@@ -1,0 +1,140 @@
+"""Multi node, multi card: DistributedDataParallel under torchrun takes the very steps of one process, N times as fast.
+
+The launcher starts one process for each card and tells it through the environment who it is (RANK, LOCAL_RANK,
+WORLD_SIZE) and where to meet the others (MASTER_ADDR, MASTER_PORT). The rest is five changes to `snsc.py`: join the
+group; take every N-th image; wrap the model, so that backward() averages the gradients; add up the metrics; print once.
+No weights ever travel after the start: replicas that begin equal and apply equal gradients stay equal, bit for bit.
+
+The older `python -m torch.distributed.launch` also passes --local-rank (--local_rank before torch 2.0); it still works.
+DDP: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+
+Run:
+    torchrun --standalone --nproc_per_node=2 tutorial/mnmc_ddp_launch.py
+Also:
+    torchrun --standalone --nproc_per_node=4 tutorial/mnmc_ddp_launch.py
+    python -m torch.distributed.launch --nproc_per_node=2 tutorial/mnmc_ddp_launch.py
+    torchrun --nnodes=2 --nproc_per_node=4 --node_rank=0 --master_addr=HOST tutorial/mnmc_ddp_launch.py
+    torchrun --nnodes=2 --nproc_per_node=4 --node_rank=1 --master_addr=HOST tutorial/mnmc_ddp_launch.py
+Look at:
+    The table of `snsc.py`, number for number, whatever the number of processes. (The last two lines above are for two
+    nodes, a line on each; HOST is the name of the first. Try them in two terminals of one machine with HOST=localhost.)
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+EPOCHS, BATCH, LR = 3, 32, 0.01
+NORM = 19.197465  # of the weights after training, however many processes share the work
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions and a shortcut (He et al., 2015)."""
+
+    def __init__(self, width_in, width, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(4, width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(4, width)
+        self.shortcut = nn.Conv2d(width_in, width, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        out = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
+        return (out + self.shortcut(x)).relu()
+
+
+def build_model():
+    """Return a ResNet of 8 layers for 1 x 28 x 28 images and 10 classes."""
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU())
+    blocks = nn.Sequential(Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2))
+    return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def build_data(root=None, count=1024):
+    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    if root:
+        from torchvision.datasets import FashionMNIST
+
+        data = FashionMNIST(root)
+        return data.data[:count, None].float() / 255, data.targets[:count]
+    draw = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=draw)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+
+
+def one_epoch(model, loader, device, optimizer=None):
+    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        with torch.set_grad_enabled(optimizer is not None):
+            logits = model(images)
+            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        if optimizer:
+            optimizer.zero_grad()
+            losses.mean().backward()
+            optimizer.step()
+        hits = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
+    dist.all_reduce(sums)  # add up the sums of all processes, and only then divide
+    losses, hits, images = sums.tolist()
+    return losses / images, 100 * hits / images
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=os.environ["LOCAL_RANK"])
+    args = parser.parse_args()
+
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", args.local_rank) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
+    torch.set_num_threads(1)
+
+    images, labels = build_data(args.data, count=512 + 150)
+    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
+    train_sampler = DistributedSampler(train_set)  # image i goes to process i % world_size
+    train_loader = DataLoader(train_set, BATCH // world_size, sampler=train_sampler)
+    test_loader = DataLoader(test_set, BATCH // world_size, sampler=range(rank, len(test_set), world_size))
+
+    model = build_model().double().to(device)
+    replica = DistributedDataParallel(model)  # averages the gradients during backward()
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+
+    if rank == 0:
+        print(f"{device.type} x {world_size}: global batch {BATCH} = {world_size} x {BATCH // world_size}")
+        print("epoch  train loss  train top1  test loss  test top1  norm of weights")
+    for epoch in range(EPOCHS):
+        train_sampler.set_epoch(epoch)
+        train_loss, train_top1 = one_epoch(replica, train_loader, device, optimizer)
+        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        weights = parameters_to_vector(model.parameters()).detach()
+        row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
+        if rank == 0:
+            print(f"{epoch + 1:5d}  {row}")
+
+    assert test_top1 > (25 if args.data else 90), f"{test_top1:.1f} % of the test images are right, and it learns more"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
+    first = weights.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(weights, first), f"the weights of process {rank} differ from those of process 0"
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"ok: {world_size} replicas equal bit for bit; norm of weights {weights.norm():.6f}, as from one process")
+
+
+if __name__ == "__main__":
+    main()
