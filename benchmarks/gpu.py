@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Measure images a second on one GPU: our training loop, a bare one, timm's and torchvision's training scripts.
+
+Same model, same batch on the device, same optimizer, bfloat16, channels_last, torch.compile; nothing is loaded. Ours is
+`train_epoch` with its meter, log, checkpoints, learning rate and seeding. The others' scripts run their own
+`train_one_epoch`, from where you cloned them; the tags are those of the versions that are installed:
+
+    git clone --depth 1 --branch v$(python -c "import timm; print(timm.__version__)") \\
+        https://github.com/huggingface/pytorch-image-models REFS/timm
+    git clone --depth 1 --branch v$(python -c "import torchvision as tv; print(tv.__version__.split('+')[0])") \\
+        https://github.com/pytorch/vision REFS/vision
+    python benchmarks/gpu.py --timm REFS/timm/train.py --torchvision REFS/vision/references/classification/train.py
+
+All take turns in short blocks, in one process, each on a copy of the model. `control` is the bare loop again. After
+that ours runs in a process group of one, in turns with the bare loop, which tells what DDP costs. "of the card" is the
+share of what a large bfloat16 matrix product reaches in the same run, at three times the operations of a forward pass.
+"peak GiB" is a loop's own: its weights, optimizer and batch, and the most that its steps add.
+
+To try it without a GPU: --device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --no-compile
+"""
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from gpu_contestants import (
+    Batches,
+    Contestant,
+    bare_loop,
+    import_script,
+    speed_ratios,
+    take_turns,
+    timm_loop,
+    torchvision_loop,
+)
+from machine import describe_run
+from torch.utils.flop_counter import FlopCounterMode
+
+from distribuuuu import distributed as dist
+from distribuuuu.batching import BatchPlan
+from distribuuuu.config import load_cfg
+from distribuuuu.datasets.dummy import Dummy
+from distribuuuu.log import close_logging, set_up_logging
+from distribuuuu.loss import build_loss
+from distribuuuu.parallel import compile_model, wrap_model
+from distribuuuu.recipe import build_recipe
+from distribuuuu.stop import StopRequest
+from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+
+# Our images a second over those of the faster reference script must be at least this, on a GPU.
+BAR = 1.0
+MATRIX_SIDES = {"cuda": 8192, "cpu": 512}
+REFERENCES = ("timm", "torchvision")
+
+
+class MemoryLoader:
+    """One batch over and over, behind the part of TrainLoader that the training loop uses."""
+
+    def __init__(self, batches: Batches, num_classes: int):
+        images = batches.batch[0]
+        self.batch = batches.batch
+        self.num_steps = len(batches)
+        self.plan = BatchPlan(len(images), 1, 1)
+        self.device = images.device
+        self.images = Dummy(images.shape[-1], num_classes)
+
+    def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator:
+        """Return an iterator over micro-batches."""
+        return itertools.repeat(self.batch)
+
+    def take_wait_s(self) -> float:
+        """Return the seconds spent waiting for batches."""
+        return 0.0
+
+
+def make_cfg(args: argparse.Namespace, out_dir: Path):
+    """Return the config of the run; its learning rate is so low that the weights, and so the speed, stay the same."""
+    words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {args.classes} TRAIN.IM_SIZE {args.im_size} TRAIN.AMP bf16 "
+    words += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} DATA.NAME dummy "
+    words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
+    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
+    return load_cfg(None, words.split())
+
+
+def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant:
+    """Return our loop on a model of its own, wrapped by DDP in a process group."""
+    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
+    device, (images, labels) = loader.device, batches.batch
+    state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
+    recipe = build_recipe(cfg, loader.plan, device, state.precision)
+    model = wrap_model(state.model, device, images, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
+    compile_model(model, cfg.MODEL.COMPILE)
+    log, stop = stack.enter_context(open_log(cfg, state, loader)), StopRequest()
+
+    def run() -> None:
+        state.step = 0
+        train_epoch(cfg, state, model, loader, recipe, checkpoints, log, stop)
+
+    parameters = list(state.model.parameters())
+    buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.in_group()
+    return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), images, labels], buckets)
+
+
+def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
+    """Return another loop, on a copy of the model with the same optimizer, loss and autocast."""
+    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
+    state = build_state(cfg, loader.device, loader, pretrained=False)
+    compile_model(state.model, cfg.MODEL.COMPILE)
+    loop = build_loop(state.model, state.optimizer, build_loss(cfg), batches, state.precision.autocast)
+    held = [*state.model.parameters(), *state.model.buffers(), *batches.batch]
+    return Contestant(loop, state.optimizer, held)
+
+
+def build_contestants(args, cfg, batches: Batches, stack: contextlib.ExitStack) -> dict[str, Contestant]:
+    """Return those that the options name, by name, and first of all ours and the bare loop."""
+    contestants = {"bare": build_other(cfg, batches, bare_loop), "ours": build_ours(cfg, batches, stack)}
+    bare = contestants["bare"]
+    contestants["control"] = Contestant(bare.run, bare.optimizer, bare.held)
+    if args.timm:
+        script, log_file = import_script(args.timm, "timm_train"), Path(cfg.OUT_DIR) / "timm.log"
+        contestants["timm"] = build_other(cfg, batches, lambda *parts: timm_loop(script, *parts, log_file))
+    if args.torchvision:
+        script = import_script(args.torchvision, "torchvision_train")
+        contestants["torchvision"] = build_other(cfg, batches, lambda *parts: torchvision_loop(script, *parts))
+    return contestants
+
+
+def count_forward_flops(cfg, batches: Batches) -> int:
+    """Return the operations of a forward pass of one image; a product with its sum counts as two."""
+    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
+    model = build_state(cfg, loader.device, loader, pretrained=False).model.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(batches.batch[0][:1])
+    return counter.get_total_flops()
+
+
+def measure_matrix_rate(device: torch.device, num_blocks: int = 10, block: int = 10) -> float:
+    """Return the operations a second of the fastest block of large bfloat16 matrix products."""
+    side = MATRIX_SIDES[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(1 + num_blocks):
+        start = time.perf_counter()
+        for _ in range(block):
+            left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 * block / min(seconds[1:])
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """Be in a process group alone: one process joins none by itself."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def run_all(args: argparse.Namespace, folder: Path, device: torch.device) -> dict:
+    """Return the contestants, those of the process group, the operations of an image and the matrix rate."""
+    images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
+    labels = torch.arange(args.batch, device=device) % args.classes
+    batches = Batches((images.to(memory_format=torch.channels_last), labels), args.steps)
+    cfgs = [make_cfg(args, folder / name) for name in ("alone", "group")]
+    for cfg in cfgs:
+        Path(cfg.OUT_DIR).mkdir()
+    flops, rate = count_forward_flops(cfgs[0], batches), measure_matrix_rate(device)
+    with contextlib.ExitStack() as stack:
+        alone = build_contestants(args, cfgs[0], batches, stack)
+        take_turns(alone, args.blocks, device)
+        bare = alone["bare"]
+        stack.enter_context(group_of_one(device))
+        group = {"bare": Contestant(bare.run, bare.optimizer, bare.held), "ours": build_ours(cfgs[1], batches, stack)}
+        take_turns(group, args.blocks, device)
+    return {"alone": alone, "group": group, "flops": flops, "rate": max(rate, measure_matrix_rate(device))}
+
+
+def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
+    """Print a line for each contestant, the cost of DDP and the bar."""
+    alone, group, rate = result["alone"], result["group"], result["rate"]
+    step_images = args.batch * args.steps
+    rates = {name: step_images / statistics.median(one.seconds) for name, one in alone.items()}
+    fastest = max((name for name in alone if name in REFERENCES), key=rates.get, default=None)
+    print(f"{result['flops'] / 1e9:.3f} GFLOP forward an image; matrix products: {rate / 1e12:.3f} TFLOP/s\n")
+    reference = f"x {fastest or 'script'}"
+    print(f"loop             img/s   x bare (least to greatest)   {reference:<13}  of the card  peak GiB")
+    for name, one in alone.items():
+        share = f"{3 * result['flops'] * rates[name] / rate:.1%}"
+        to_fastest = f"{statistics.median(speed_ratios(one, alone[fastest])):.3f}" if fastest else "-"
+        peak = f"{one.peak_bytes / 2**30:.2f}" if one.peak_bytes else "-"
+        to_bare = show_spread(speed_ratios(one, alone["bare"]))
+        print(f"{name:<12} {rates[name]:>9.1f}   {to_bare:<26}   {to_fastest:<13} {share:>12} {peak:>9}")
+    in_group = speed_ratios(group["ours"], group["bare"])
+    cost = statistics.median(speed_ratios(alone["ours"], alone["bare"])) / statistics.median(in_group) - 1
+    peak = f", peak {group['ours'].peak_bytes / 2**30:.2f} GiB" if group["ours"].peak_bytes else ""
+    print(f"ours in a process group of one: {show_spread(in_group)} x bare; DDP costs {cost:.1%} of the time{peak}")
+    missing = [name for name in REFERENCES if name not in alone]
+    if missing:
+        print(f"left out: {' and '.join(missing)}; give the path of the script with --{' and --'.join(missing)}")
+    if fastest and device.type == "cuda":
+        ratio = statistics.median(speed_ratios(alone["ours"], alone[fastest]))
+        print(f"ours / {fastest}: {ratio:.3f}; the bar of {BAR:.2f} {'holds' if ratio >= BAR else 'DOES NOT HOLD'}")
+    else:
+        print("no bar: " + ("this is not a GPU" if fastest else "no reference script ran"))
+
+
+def show_spread(values: list[float]) -> str:
+    """Return the median with the least and the greatest."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timm", type=Path, metavar="PATH/train.py", help="timm's training script")
+    parser.add_argument("--torchvision", type=Path, metavar="PATH/train.py", help="torchvision's training script")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run")
+    parser.add_argument("--arch", default="resnet50", help="MODEL.ARCH")
+    parser.add_argument("--classes", type=int, default=1000, help="number of classes; at least 5")
+    parser.add_argument("--batch", type=int, default=256, help="images per step")
+    parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
+    parser.add_argument("--steps", type=int, default=30, help="steps per block")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks per loop after the warm-up")
+    parser.add_argument("--threads", type=int, help="threads of the process; unless given, torch's own choice")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the models")
+    args = parser.parse_args()
+    for path in filter(None, (args.timm, args.torchvision)):
+        if not path.is_file():
+            parser.error(f"{path}: is not there; --help tells how to clone it")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU; --device cpu with a small model tries it out")
+    if min(args.batch, args.im_size, args.steps, args.blocks) < 1 or args.classes < 5:
+        parser.error("--batch, --im-size, --steps and --blocks are at least 1, --classes at least 5")
+    return args
+
+
+def main() -> None:
+    """Measure and print; what the loops write goes to files, as in a batch job."""
+    args = parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = dist.pick_device(0) if args.device == "cuda" else torch.device("cpu")
+    torch.backends.cudnn.benchmark = True  # as ours and both scripts set it
+    print(describe_run())
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"device: {card}; torchvision {version('torchvision')}, timm {version('timm')}")
+    print(f"{args.arch}, {args.batch} images of {args.im_size} px, bfloat16, channels_last, "
+          f"{'compiled' if args.compile else 'not compiled'}; medians of {args.blocks} blocks of {args.steps} steps",
+          flush=True)  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(Path(folder) / "output", "w", encoding="utf-8") as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        set_up_logging(folder, "train.log")
+        result = run_all(args, Path(folder), device)
+        close_logging()
+    show(args, result, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
