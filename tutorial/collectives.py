@@ -20,7 +20,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 LIMIT = timedelta(seconds=10)
 WHOLE, ROW, COLUMN = (lambda x: x), (lambda x: x[:1]), (lambda x: x[:, :1])
@@ -76,7 +75,7 @@ def check(name, n, rank, device, group=None):
     """Perform an operation on the table; return the tables before and after, once our row is found to be right."""
     _, reads, meaning = OPERATIONS[name]
     part = reads(torch.arange(1, n + 1) * 10 ** torch.arange(n)[:, None])
-    before, after = (F.pad(x, (0, n - x.shape[1], 0, n - len(x))) for x in (part, meaning(part, n)))
+    before, after = (torch.nn.functional.pad(x, (0, n - x.shape[1], 0, n - len(x))) for x in (part, meaning(part, n)))
     row = perform(name, before[rank].to(device), n, rank, group).cpu()
     assert torch.equal(row, after[rank]), f"{name} gave rank {rank} {row.tolist()}, not {after[rank].tolist()}"
     return before, after
@@ -147,4 +146,5 @@ if __name__ == "__main__":
     nccl = cuda and show is show_pictures  # the matrix collects its votes with gloo
     dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
     show(n, rank, device, print if rank == 0 else lambda *_: None)
+    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
     dist.destroy_process_group()

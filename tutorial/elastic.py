@@ -80,9 +80,8 @@ def main():
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(
-        f"generation {generation}", store
-    )  # torchrun keeps the store; do not read the dead's letters
+    # torchrun keeps the store from one generation to the next: do not read the letters of the dead.
+    store = dist.PrefixStore(f"generation {generation}", store)
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
     torch.set_num_threads(1)
@@ -125,6 +124,7 @@ def main():
     difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     assert generation > 0, "somebody should have died"
     assert difference < 1e-5, f"the weights differ by {difference} from those of a run without the loss"
+    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
     dist.destroy_process_group()
     if rank == 0:
         os.remove(path)

@@ -89,14 +89,13 @@ def one_epoch(model, loader, device, optimizer=None):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", help="the folder that holds ImageNet's train/ and val/")
-    parser.add_argument("--checkpoint", default="/tmp/imagenet.pt")
+    parser.add_argument("--checkpoint", default="imagenet.pt")
     parser.add_argument("--stop-after", type=int, default=EPOCHS, help="stop early, as if killed after this epoch")
     args = parser.parse_args()
     env = os.environ
     if "RANK" not in env:  # under srun: set what torchrun would have set, and from there on the two are alike
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=env["SLURM_NTASKS"])
-        command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        hosts = subprocess.check_output(command, text=True).split()
+        hosts = subprocess.check_output(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]).decode().split()
         env.update(MASTER_ADDR=hosts[0], MASTER_PORT=str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
         env.update(LOCAL_WORLD_SIZE=str(-(-int(env["SLURM_NTASKS"]) // len(hosts))))  # rounded up
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -139,6 +138,7 @@ def main():
     first = weights.clone()
     dist.broadcast(first, src=0)
     assert torch.equal(weights, first), f"the weights of process {rank} differ from those of process 0"
+    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
     dist.destroy_process_group()
     if rank == 0:
         if args.stop_after == EPOCHS and not args.data:

@@ -139,9 +139,7 @@ def main():
     dist.all_reduce(error, dist.ReduceOp.MAX)
     assert error <= 1e-5, f"the stages are {error} off"
     if rank == 0:
-        print(
-            f"ok: after {STEPS} steps the stages equal one process to {error:.1e}; no two ranks ever computed at once"
-        )
+        print(f"ok: after {STEPS} steps the stages equal one process to {error:.1e}; no two ranks computed at once")
     dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
     dist.destroy_process_group()
 

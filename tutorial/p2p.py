@@ -1,4 +1,4 @@
-"""Lesson 1. Point to point: processes meet, pass a number to each other, and can wait for each other for ever.
+"""Point to point: processes meet, pass a number to each other, and can wait for each other for ever.
 
 A distributed program is one program started several times. Each copy has a rank (who am I?) and knows the world size
 (how many are we?); they share nothing, so what one knows another learns only from a message. Here are three ways to
@@ -124,8 +124,7 @@ def play(rank, *places):
         if dist.is_initialized():
             dist.destroy_process_group()
         meet(rank, place, **how)
-        ball = ping_pong(rank, device)
-        assert ball == 3
+        assert (ball := ping_pong(rank, device)) == 3
         where = f"rank {dist.get_rank()} of {dist.get_world_size()}, {dist.get_backend()}"
         say(f"{meet.__name__:14} {where}: 0 -> +1 -> 1 -> +2 -> 0 = {ball:.0f}")
     assert ping_pong_at_once(rank, device) == 3
@@ -136,6 +135,7 @@ def play(rank, *places):
             say(f"{exchange.__name__:14} rank {other} " + (f"hangs in {line}" if line else f"received {theirs:.0f}"))
             assert bool(line) == (exchange is not both_at_once) and (line or theirs == 10 + (1 - other))
     say("ok: 3 ways to meet, the ball came back as 3 blocking or not, 2 deadlocks caught on both ranks, 1 way out")
+    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
     dist.destroy_process_group()
 
 

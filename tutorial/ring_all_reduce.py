@@ -101,8 +101,8 @@ def check(algorithm, wire, size, device):
     assert error < 1e-5, f"{algorithm.__name__} of {size} floats on {wire.n} ranks is off by {error}"
     dist.all_gather_object(sent, wire.sent, group=wire.group)
     assert sum(sent) == 2 * (wire.n - 1) * x.nbytes  # bytes are integers: no tolerance
-    if algorithm is ring and size % wire.n == 0:
-        assert {wire.n * count for count in sent} == {2 * (wire.n - 1) * x.nbytes}
+    if algorithm is ring:
+        assert max(sent) <= 2 * x.nbytes and (size % wire.n or len(set(sent)) == 1)
     return error, [count / x.nbytes for count in sent]
 
 
@@ -142,7 +142,7 @@ def main():
         dist.barrier()  # the ranks that are not in this group wait here
     uneven = " ".join(f"{count:.4f}" for count in checks[2][1])
     say(f"\n1003 floats in 4 chunks: the ranks of the ring send {uneven} x, the mean is 1.5 x")
-    say(f"ok: equals dist.all_reduce to {worst:.1e} for N = 2, 3, 4; a rank of the ring sends exactly 2(N-1)/N x size")
+    say(f"ok: equals all_reduce to {worst:.1e} for N = 2, 3, 4; the ring's ranks send exactly 2(N-1)/N x on average")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Lesson 2. The store: a dictionary that every process can reach is enough to count, to meet and to give up waiting.
+"""The store: a dictionary that every process can reach is enough to count, to meet and to give up waiting.
 
 Before processes can talk they must find each other, and for that they need one place that all of them know: a key-value
 store behind one address. init_process_group opens the store used here, each rank writes "I listen there" into it and
@@ -76,11 +76,8 @@ def main():
     barrier(store, "start", rank, world)
     text, wait_ms = hear_from_first(store, rank)
     assert text == "hello from rank 0"
-    say(
-        "\n".join(
-            in_rank_order(store, "get", rank, world, f"get      rank {rank} read {text!r} after {wait_ms:.0f} ms")
-        )
-    )
+    line = f"get      rank {rank} read {text!r} after {wait_ms:.0f} ms"
+    say("\n".join(in_rank_order(store, "get", rank, world, line)))
 
     ticket = store.add("ticket", 1)
     say("\nadd      tickets drawn by ranks 0, 1, 2: " + " ".join(in_rank_order(store, "add", rank, world, str(ticket))))

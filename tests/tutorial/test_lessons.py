@@ -16,7 +16,7 @@ spec.loader.exec_module(run_all)
 outcome = functools.cache(run_all.run)
 
 TROUBLE = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
-MORE = [("model_parallel", 2), ("pipeline", 2), ("tensor_parallel", 4), ("zero", 4)]
+MORE = [("model_parallel", 2), ("zero", 4)]
 
 
 def check(command):
@@ -24,6 +24,8 @@ def check(command):
     if reason := run_all.why_not(command):
         pytest.skip(reason)
     status, out, err = outcome(command)
+    if needs := re.search(r"FSDP2 on a CPU needs torch .*", err):
+        pytest.skip(needs[0])
     assert status == 0, out + err
     assert run_all.claim_of(out), out
     assert out.splitlines()[-1] == run_all.claim_of(out), "the claim is not the last line"
