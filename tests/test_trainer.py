@@ -67,7 +67,7 @@ def reference(image_folder, tmp_path_factory):
 
 def test_a_run_leaves_what_it_should(reference):
     files = sorted(path.name for path in reference.iterdir())
-    assert files == ["best.pth.tar", "checkpoints", "config.yaml", "metrics.jsonl", "train.log"]
+    assert files == ["best.pth.tar", "checkpoints", "config.yaml", "metrics.jsonl", "results.json", "train.log"]
     content = newest(reference)
     assert (content["epoch"], content["step"], content["classes"]) == (1, 0, ["ant", "bee", "cat"])
     kinds = [(entry["kind"], entry["epoch"], entry["step"], entry["count"]) for entry in records(reference)]
