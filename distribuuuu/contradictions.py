@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from yacs.config import CfgNode
 
-from distribuuuu.registry import did_you_mean
+from distribuuuu.registry import did_you_mean, family_of
 
 # What AUG.POLICY may begin with: names of our own, then those of timm, which takes numbers after them.
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
@@ -14,7 +14,7 @@ POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
 
 def find_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for every contradiction; each names the remedy."""
-    of_data = (_in_images, _in_sizes, _in_augmentation)
+    of_data = (_in_images, _in_sizes, _in_augmentation, _in_multilabel)
     for find in (*of_data, _in_schedule, _in_loss, _in_finetuning, _in_distillation, _in_paths):
         yield from find(cfg)
 
@@ -63,6 +63,18 @@ def _in_augmentation(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     if aug.MIXUP and aug.CUTMIX and aug.CUTMIX_SHARE in (0, 1):
         never = "AUG.MIXUP" if aug.CUTMIX_SHARE else "AUG.CUTMIX"
         yield "AUG.CUTMIX_SHARE", f"{aug.CUTMIX_SHARE:g} leaves nothing to {never}; set {never} 0, or a share between"
+
+
+def _in_multilabel(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    if not family_of(cfg).multilabel:
+        return
+    several = f"DATA.NAME {cfg.DATA.NAME} gives an image any number of classes"
+    if cfg.LOSS.NAME != "bce":
+        yield "LOSS.NAME", f"{cfg.LOSS.NAME} is for one class an image, but {several}; set LOSS.NAME bce"
+    if cfg.DATA.SAMPLING != "uniform":
+        yield "DATA.SAMPLING", f"{cfg.DATA.SAMPLING} draws by an image's one class, but {several}; set it to uniform"
+    if cfg.DISTILL.TEACHER:
+        yield "DISTILL.TEACHER", f"teaches which one class an image is of, but {several}; leave it empty"
 
 
 def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:

@@ -84,7 +84,8 @@ _C.TEST.INTERPOLATION = "bilinear"
 _C.TEST.PRINT_FREQ = 10
 
 _C.DATA = CfgNode()
-# Data set: imagefolder, packed, cifar10, cifar100, mnist, fashion_mnist, shapes or dummy.
+# Data set: imagefolder, packed, cifar10, cifar100, mnist, fashion_mnist, shapes, dummy or multilabel (DATASET/SPLIT.csv
+# with the columns image and labels: any number of classes an image).
 _C.DATA.NAME = "imagefolder"
 # What feeds the device: host (workers read, decode and crop), device (the whole set lies and is cropped on the device).
 _C.DATA.LOADER = "host"
@@ -142,7 +143,8 @@ _C.AUG.CUTMIX_SHARE = 0.5
 _C.AUG.MIX_BY = "pair"
 
 _C.LOSS = CfgNode()
-# What training makes small: cross_entropy, bce (a yes or no for each class) or focal. Evaluation: always cross_entropy.
+# What training makes small: cross_entropy, bce (a yes or no for each class) or focal. Evaluation: always cross_entropy,
+# or bce where an image has any number of classes.
 _C.LOSS.NAME = "cross_entropy"
 # Share of each target that goes evenly to all classes, 0 to 1.
 _C.LOSS.LABEL_SMOOTHING = 0.0

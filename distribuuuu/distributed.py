@@ -194,6 +194,25 @@ def scaled_all_reduce(tensors: Sequence[torch.Tensor], scale: float | None = Non
     return tensors
 
 
+def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of every process, in the order of their ranks, on every process: (sum of N, ...).
+
+    Args:
+        tensor: (N, ...), N of this process, 0 too; the rest of the shape and the type are the same everywhere.
+    """
+    if not in_group():
+        return tensor
+    counts = torch.zeros(world_size(), dtype=torch.int64, device=tensor.device)
+    counts[rank()] = len(tensor)
+    torch_dist.all_reduce(counts)
+    most = int(counts.max())
+    padded = tensor.new_zeros((most, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in range(world_size())]
+    torch_dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+
+
 class _SummedOverProcesses(torch.autograd.Function):
     """A sum over the processes whose gradient is the sum of their gradients."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distribuuuu.datasets.loader import Loader
-from distribuuuu.metrics import ClassificationMeter
+from distribuuuu.metrics import ClassificationMeter, MultilabelMeter
 from distribuuuu.parallel import broadcast_buffers
 
 
@@ -16,12 +16,12 @@ def evaluate(
     model: nn.Module,
     loader: Loader,
     criterion: Callable,
-    meter: ClassificationMeter,
+    meter: ClassificationMeter | MultilabelMeter,
     progress: Callable = iter,
     autocast: Callable = contextlib.nullcontext,
     flip: bool = False,
 ) -> dict:
-    """Return count, loss, top1 and topk (percent) of a model over a whole set.
+    """Return what the meter reads of a model over a whole set: count, loss and its percentages.
 
     Args:
         model: the bare model, without a wrapper: processes may have different numbers of batches.

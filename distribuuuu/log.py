@@ -24,10 +24,8 @@ logger = logging.getLogger("distribuuuu")
 # Rows of the table of steps; a terminal shows a bar in their place.
 _steps = logging.getLogger("distribuuuu.steps")
 
-_HEADER = f"{'epoch':>7} {'step':>9} {'loss':>8} {'top1':>6} {{topk:>6}} {'lr':>8} {'img/s':>7} {'wait':>5} {'eta':>8}"
-_ROW = (
-    "{epoch:>7} {step:>9} {loss:>8.4f} {top1:>6.2f} {topk:>6.2f} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
-)
+_HEADER = f"{'epoch':>7} {'step':>9} {'loss':>8} {{measures}} {'lr':>8} {'img/s':>7} {'wait':>5} {'eta':>8}"
+_ROW = "{epoch:>7} {step:>9} {loss:>8.4f} {measures} {lr:>8.2g} {images_per_s:>7.0f} {wait:>5.0%} {eta:>8}"
 # Steps or seconds of a start before the share of waiting for data is looked at: of a handful of steps it is noise.
 # Within a long epoch it is looked at about once a minute: what the epoch's first batches cost is a small part of that.
 _NOISE_STEPS, _NOISE_S = 50, 20.0
@@ -124,7 +122,8 @@ class RunLog:
     Args:
         out_dir: the folder of the run.
         tensorboard: write events to out_dir/tensorboard.
-        topk: the k of the top-k in the metrics.
+        measures: the percentages among the metrics: name -> what it is called, e.g. {"top1": "top1", "topk": "top5"};
+            the first tells which evaluation is best.
         num_epochs: epochs of the run.
         num_steps: steps of an epoch.
         epoch, step: where this start begins; records of later positions, from a run that was killed, are removed.
@@ -135,13 +134,13 @@ class RunLog:
         out_dir: str | os.PathLike,
         *,
         tensorboard: bool,
-        topk: int,
+        measures: dict[str, str],
         num_epochs: int,
         num_steps: int,
         epoch: int = 0,
         step: int = 0,
     ):
-        self.topk = topk
+        self.measures, self.merit = measures, next(iter(measures))
         self.num_epochs = num_epochs
         self.num_steps = num_steps
         self._out_dir = Path(out_dir)
@@ -190,7 +189,7 @@ class RunLog:
         """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
         self._last_read = time.perf_counter()
         self._watched_s = self._waited_s = 0.0
-        _steps.info(_HEADER.format(topk=f"top{self.topk}"))
+        _steps.info(_HEADER.format(measures=" ".join(f"{called:>6}" for called in self.measures.values())))
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
         yield from self._bar
@@ -210,9 +209,11 @@ class RunLog:
         }
         self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, top1 {metrics['top1']:.1f}", refresh=False)
+        merit = f"{self.measures[self.merit]} {metrics[self.merit]:.1f}"
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {merit}", refresh=False)
         shown = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": lr}
-        _steps.info(_ROW.format(**shown, **metrics, **speed, eta=format_duration(speed["eta_s"])))
+        measures = " ".join(f"{metrics[name]:>6.2f}" for name in self.measures)
+        _steps.info(_ROW.format(**shown, **metrics, **speed, measures=measures, eta=format_duration(speed["eta_s"])))
 
     def _watch_wait(self, elapsed: float, wait_s: float, num_steps: int, ends_epoch: bool) -> None:
         """Warn once if an epoch, or a minute of it, is spent waiting for data; a start's first read is left out.
@@ -234,23 +235,23 @@ class RunLog:
                 " would help", 100 * share
             )  # fmt: skip
 
-    def evaluation(self, epoch: int, results: dict[str, dict], best_top1: dict[str, float]) -> None:
+    def evaluation(self, epoch: int, results: dict[str, dict], bests: dict[str, float]) -> None:
         """Record the evaluation at the end of an epoch; its seconds count from the last `train`.
 
         Args:
             epoch: from 0.
             results: what the meter read for each kind of weights, "raw" and "ema".
-            best_top1: the best of the run for each kind.
+            bests: the best of the run for each kind, of the first measure.
         """
-        seconds = time.perf_counter() - self._last_read
+        seconds, merit = time.perf_counter() - self._last_read, self.measures[self.merit]
         for weights, metrics in results.items():
             kind, label = ("eval", "") if weights == "raw" else (f"eval_{weights}", f"{weights} ")
-            best = best_top1[weights]
-            self._write(kind, epoch, self.num_steps, {**metrics, "best_top1": best, "seconds": seconds})
+            best = bests[weights]
+            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{merit}": best, "seconds": seconds})
+            measures = " ".join(f"{called} {metrics[name]:.2f}" for name, called in self.measures.items())
             logger.info(
-                "epoch %d/%d: %stop1 %.2f top%d %.2f loss %.4f of %d images; best top1 %.2f",
-                epoch + 1, self.num_epochs, label, metrics["top1"], self.topk, metrics["topk"], metrics["loss"],
-                metrics["count"], best,
+                "epoch %d/%d: %s%s loss %.4f of %d images; best %s %.2f",
+                epoch + 1, self.num_epochs, label, measures, metrics["loss"], metrics["count"], merit, best,
             )  # fmt: skip
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:
@@ -261,7 +262,7 @@ class RunLog:
             self._events.image(tag, make_grid(pixels, nrow=8), 0)
 
     def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
-        values = {f"top{self.topk}" if name == "topk" else name: value for name, value in values.items()}
+        values = {self.measures.get(name, name): value for name, value in values.items()}
         if self._records:
             time_s = round(time.time(), 3)
             self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})

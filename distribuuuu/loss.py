@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distribuuuu.registry import family_of
+
 
 class Loss(nn.Module):
     """What the losses share: precision, label smoothing and class weights.
@@ -124,13 +126,13 @@ LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "bce": BinaryCro
 
 
 def build_loss(cfg, train: bool = True) -> Loss:
-    """Return the criterion: LOSS.NAME to train with, plain cross-entropy to evaluate with.
+    """Return the criterion: LOSS.NAME to train with, plain cross-entropy to evaluate with; binary for several labels.
 
     What evaluation reports so compares over all runs, whatever they trained with. Class weights have to be moved to
     the device, as a model has.
     """
     if not train:
-        return CrossEntropy()
+        return BinaryCrossEntropy() if family_of(cfg).multilabel else CrossEntropy()
     loss = cfg.LOSS
     options = {
         "bce": {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum"},

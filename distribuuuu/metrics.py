@@ -5,7 +5,11 @@ import math
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed import scaled_all_reduce
+from distribuuuu.distributed import gather_rows, scaled_all_reduce
+from distribuuuu.registry import family_of
+
+# Scores that are sorted at a time: it bounds the memory that the average precision takes.
+_MOST_SCORES = 2**24
 
 
 class NonFiniteLoss(ConfigError):
@@ -30,9 +34,18 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def build_meter(cfg, device: torch.device) -> "ClassificationMeter":
-    """Return the counters for TRAIN.TOPK; with fewer classes, for their number."""
+def build_meter(cfg, device: torch.device) -> "ClassificationMeter | MultilabelMeter":
+    """Return the counters for TRAIN.TOPK; with fewer classes, for their number; those of several labels an image."""
+    if family_of(cfg).multilabel:
+        return MultilabelMeter(cfg.MODEL.NUM_CLASSES, device)
     return ClassificationMeter(min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES), device)
+
+
+def build_measures(cfg) -> dict[str, str]:
+    """Return the percentages that the meter of a config reads: name -> what it is called; the first is to be great."""
+    if family_of(cfg).multilabel:
+        return {"map": "map"}
+    return {"top1": "top1", "topk": f"top{min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}"}
 
 
 class ClassificationMeter:
@@ -72,3 +85,79 @@ class ClassificationMeter:
         count, loss, top1, topk = sums.tolist()
         share = 1 / count if count else float("nan")
         return {"count": int(count), "loss": loss * share, "top1": 100 * top1 * share, "topk": 100 * topk * share}
+
+
+class MultilabelMeter:
+    """Loss and mean average precision over everything seen since the last reset, where an image has several labels.
+
+    Average precision ranks all images by their scores: every logit is kept on the device until the read, 5 bytes for
+    each class of each image, and on a read every process gets those of all.
+
+    Args:
+        num_classes: columns of the logits.
+        device: where everything is kept.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device):
+        self._nothing = (torch.empty(0, num_classes, device=device),
+                         torch.empty(0, num_classes, dtype=torch.uint8, device=device))  # fmt: skip
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = torch.zeros(2, dtype=dtype, device=device)  # count, loss * count
+        self._batches = [self._nothing]
+
+    @torch.no_grad()
+    def update(self, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add one batch: its mean loss (), logits (N, classes), targets (N, classes) of 0 to 1. Waits for nothing.
+
+        Of a target between, as mixed images have, a class applies from a half on.
+        """
+        self._sums[0] += len(targets)
+        self._sums[1].add_(loss.detach(), alpha=len(targets))
+        # Copies: a compiled model may write its next logits to the same memory.
+        self._batches.append((logits.detach().to(torch.float32, copy=True), targets.ge(0.5).to(torch.uint8)))
+
+    def read(self) -> dict[str, float]:
+        """Return count, loss and map (percent) over all processes, and reset. Every process must call it.
+
+        map is the mean over the classes that apply to an image at all; not a number when there is none.
+        """
+        sums, batches = self._sums.clone(), self._batches
+        self._sums.zero_()
+        self._batches = [self._nothing]
+        scaled_all_reduce([sums], scale=1.0)
+        scores, applies = (gather_rows(torch.cat(parts)) for parts in zip(*batches, strict=True))
+        count, loss = sums.tolist()
+        precisions = average_precisions(scores, applies)
+        mean = precisions[~precisions.isnan()].mean()
+        return {"count": int(count), "loss": loss / count if count else float("nan"), "map": 100 * float(mean)}
+
+
+def average_precisions(scores: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:
+    """Return the average precision of each class, (classes,), of 1.0; not a number for a class that never applies.
+
+    The sum over thresholds of (recall - recall of the threshold before) * precision, as scikit-learn's
+    `average_precision_score` defines it: images of the same score share a threshold. No order of the images matters.
+
+    Args:
+        scores: float32 (N, classes); those that are not a number rank last.
+        applies: (N, classes), 1 where a class applies and else 0.
+    """
+    num = max(1, _MOST_SCORES // max(1, len(scores)))
+    parts = zip(scores.split(num, dim=1), applies.split(num, dim=1), strict=True)
+    return torch.cat([_average_precisions(*part) for part in parts])
+
+
+def _average_precisions(scores: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:
+    scores = torch.where(scores.isnan(), -torch.inf, scores).T
+    dtype = torch.float32 if scores.device.type == "mps" else torch.float64
+    if not scores.shape[1]:
+        return torch.full((len(scores),), torch.nan, dtype=dtype, device=scores.device)
+    ranked, order = scores.sort(dim=1, descending=True)
+    found = applies.T.gather(1, order).cumsum(1, dtype=torch.int64)
+    is_threshold = torch.ones_like(ranked, dtype=torch.bool)  # the last image of each score
+    is_threshold[:, :-1] = ranked[:, :-1] != ranked[:, 1:]
+    before = torch.zeros_like(found)
+    before[:, 1:] = torch.where(is_threshold, found, 0).cummax(1).values[:, :-1]
+    precision = found.to(dtype) / torch.arange(1, found.shape[1] + 1, device=found.device)
+    gained = torch.where(is_threshold, (found - before) * precision, 0)
+    return gained.sum(1) / found[:, -1]

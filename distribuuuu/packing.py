@@ -101,6 +101,8 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
 
     name, options = job.cfg.DATA.NAME, job.options
     images = DATASETS.get(name).from_cfg(job.cfg, train)
+    if images.multilabel:
+        raise ConfigError(f"DATA.NAME {name}: a pack has room for one class an image; train from the files")
     # A set of files has a folder; what is above it is left out of the names, so that they fit on any machine.
     root = str(getattr(images, "folder", Path()).parent)
     if not len(images):

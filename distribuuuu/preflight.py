@@ -9,7 +9,7 @@ from distribuuuu.batching import plan_batches
 from distribuuuu.config import Config, ConfigError, check_cfg, find_problems, with_origin
 from distribuuuu.launch import detect_launch
 from distribuuuu.ports import find_port_problem
-from distribuuuu.registry import DATASETS
+from distribuuuu.registry import family_of
 from distribuuuu.weights_file import PUBLISHED, find_weights_file
 
 
@@ -53,7 +53,7 @@ def resolve_num_classes(cfg: Config) -> Config:
     """
     if cfg.MODEL.NUM_CLASSES:
         return cfg
-    num_classes = _count_classes(cfg) or len(_family(cfg).from_cfg(cfg, train=True).classes)
+    num_classes = _count_classes(cfg) or len(family_of(cfg).from_cfg(cfg, train=True).classes)
     if not num_classes:
         problem = "0 asks the data, but dummy images have as many classes as it says; set it"
         raise ConfigError(f"{with_origin(cfg, 'MODEL.NUM_CLASSES')}: {problem}")
@@ -76,16 +76,11 @@ def _with_num_classes(cfg: Config, num_classes: int) -> Config:
 
 def _count_classes(cfg: Config) -> int:
     """Return the number of classes of the data if the config leaves it to the data and no image tells it, else 0."""
-    return 0 if cfg.MODEL.NUM_CLASSES else _family(cfg).count_classes(cfg)
-
-
-def _family(cfg: Config) -> type:
-    name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
-    return DATASETS.get(name if name in DATASETS else "dummy")
+    return 0 if cfg.MODEL.NUM_CLASSES else family_of(cfg).count_classes(cfg)
 
 
 def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
-    family = _family(cfg)
+    family = family_of(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):

@@ -94,3 +94,9 @@ class Registry:
 
 MODELS = Registry("MODELS", "model", "distribuuuu.models")
 DATASETS = Registry("DATASETS", "data set", "distribuuuu.datasets")
+
+
+def family_of(cfg) -> type:
+    """Return the data-set family of a config; for an unknown name, which is told elsewhere, that of random images."""
+    name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
+    return DATASETS.get(name if name in DATASETS else "dummy")

@@ -1,11 +1,13 @@
 """What a run comes to, in results.json: what is in it, writing it whole, and reading it back.
 
-Epochs count from 1, accuracies are percent; null stands for what is not known. `SHAPE` says what is where:
+Epochs count from 1, accuracies are percent; null stands for what is not known. `SHAPE` in result_shape.py says what is
+where:
 
 - `config`: the file, e.g. `fashion_mnist/resnet14`; `overrides`: what the command line changed in it;
   `config_hash`: the same for all seeds of one config, see `hash_config`.
 - `accuracy`: of the `raw` weights and, where there is one, of their average, `ema`; each of the last epoch and of the
-  best one, which was chosen by the same images, so that it flatters. `topk` is that of `evaluation.k`.
+  best one, which was chosen by the same images, so that it flatters. `topk` is that of `evaluation.k`. Where an image
+  may have several labels, `evaluation.multilabel` stands for `k`, and `map` for `top1` and `topk`.
 - `training.hours`: of all starts, evaluation included; `training.images_per_s`: of the last start's steps alone.
 - `peak_memory.mib`: the most that a process had allocated on its GPU (`of`: "cuda"), else the most that the main
   process had of the machine ("host"); of the last start.
@@ -25,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import Config, ConfigError, leaves
+from distribuuuu.registry import family_of
+from distribuuuu.result_shape import find_misfit
 
 logger = logging.getLogger(__name__)
 
@@ -39,35 +43,6 @@ SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AU
               "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS", "CHECKPOINT.KEEP_LAST",
               "CHECKPOINT.KEEP_EVERY")  # fmt: skip
 
-_NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
-_EVALUATION = {"epoch": int, "top1": _MAYBE_NUMBER, "topk": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
-SHAPE = {
-    "schema": int,
-    "kind": str,
-    "finished": bool,
-    "config": _MAYBE_TEXT,
-    "overrides": dict,
-    "config_hash": str,
-    "seed": int,
-    "model": {"arch": str, "params_m": _NUMBER},
-    "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
-    "evaluation": {"resize": int, "crop": int, "interpolation": str, "k": int, "count": int},
-    "accuracy": {"raw": {"last": _EVALUATION, "best": _EVALUATION}},
-    "training": {
-        "px": int,
-        "epochs_done": int,
-        "epochs_planned": int,
-        "global_batch": int,
-        "processes": int,
-        "hours": _NUMBER,
-        "images_per_s": _MAYBE_NUMBER,
-    },
-    "peak_memory": {"mib": _MAYBE_NUMBER, "of": str},
-    "hardware": str,
-    "versions": dict,
-    "commit": _MAYBE_TEXT,
-}
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -78,7 +53,7 @@ class Progress:
         hours: of training so far, over all starts, evaluation included.
         images_per_s: of the training steps; None: none were timed.
         peak_memory_mib: the most that was in use; None: not known.
-        bests: top-1 in percent and epoch, from 1, of the best evaluation of each kind of weights.
+        bests: top-1, or map, in percent and epoch, from 1, of the best evaluation of each kind of weights.
     """
 
     epochs: int
@@ -120,12 +95,13 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
-    """Return what evaluation does with an image, in pixels, and the k of its top-k."""
+    """Return what evaluation does with an image, in pixels, and the k of its top-k if it has one."""
+    measure = {"multilabel": True} if family_of(cfg).multilabel else {"k": min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}
     return {
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
         "interpolation": cfg.TEST.INTERPOLATION,
-        "k": min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES),
+        **measure,
     }
 
 
@@ -139,7 +115,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
         out_dir: the folder of the run.
         facts: what stays the same over the run (`run.describe_facts`).
         progress: how far it has come.
-        evaluations: count, loss, top1 and topk of each kind of weights, "raw" and maybe "ema".
+        evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
     """
     path = Path(out_dir) / FILE_NAME
     before = _read_loosely(path).get("accuracy", {})
@@ -184,14 +160,14 @@ def _measures(result: dict) -> dict:
 
 
 def _best(last: dict, best: tuple[float, int] | None, before: dict) -> dict:
-    """Return the best evaluation: the last one, or what the file says of an earlier epoch, or its top-1 alone."""
+    """Return the best evaluation: the last one, or what the file says of an earlier epoch, or its accuracy alone."""
     if best is None or best[1] == last["epoch"]:
         return last
-    known = before.get("best", {})
+    known, merit = before.get("best", {}), "map" if "map" in last else "top1"
     # A run that went back and took another path may have had another evaluation of that epoch.
-    if known.get("epoch") == best[1] and known.get("top1") == best[0]:
+    if known.get("epoch") == best[1] and known.get(merit) == best[0]:
         return known
-    return {**dict.fromkeys(last), "epoch": best[1], "top1": best[0]}
+    return {**dict.fromkeys(last), "epoch": best[1], merit: best[0]}
 
 
 def write_json(path: Path, record: dict) -> bool:
@@ -270,24 +246,6 @@ def read_results(path: str | os.PathLike) -> dict:
         raise ConfigError(f"{path}: has schema {record['schema']!r}; this version reads {SCHEMA}")
     if record.get("kind") != "training":
         raise ConfigError(f"{path}: is of an evaluation alone; name the results.json of a training run")
-    shape = SHAPE
-    if isinstance(record.get("accuracy"), dict) and "ema" in record["accuracy"]:
-        shape = {**SHAPE, "accuracy": dict.fromkeys(("raw", "ema"), SHAPE["accuracy"]["raw"])}
-    if problem := _find_misfit(record, shape):
+    if problem := find_misfit(record):
         raise ConfigError(f"{path}: {problem}")
     return record
-
-
-def _find_misfit(value: Any, shape: Any, where: str = "") -> str | None:
-    """Return what is missing in the value, or is of another type than the shape says."""
-    if not isinstance(shape, dict):
-        fits = isinstance(value, shape) and (not isinstance(value, bool) or shape is bool)
-        return None if fits else f"`{where}` is {value!r}"
-    if not isinstance(value, dict):
-        return f"`{where}` is {value!r}"
-    for key, inner in shape.items():
-        name = f"{where}.{key}" if where else key
-        problem = _find_misfit(value[key], inner, name) if key in value else f"lacks `{name}`"
-        if problem:
-            return problem
-    return None

@@ -18,6 +18,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.datasets.loader import Loader, TrainLoader
 from distribuuuu.launch import Launch
 from distribuuuu.log import close_logging, format_duration, set_up_logging
+from distribuuuu.metrics import build_measures
 from distribuuuu.models import count_parameters
 from distribuuuu.optim import describe_lr
 from distribuuuu.provenance import describe_hardware, find_commit, list_versions, peak_memory_mib
@@ -197,11 +198,11 @@ def write_test_results(cfg, device: torch.device, model: nn.Module, weights: str
         evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
     """
     facts = describe_facts(cfg, device, model)
-    crop, resize, k = (facts["evaluation"][name] for name in ("crop", "resize", "k"))
     for kind, result in evaluations.items():
         of = "" if kind == "raw" else f" ({kind})"
-        logger.info("top1 %.3f  top%d %.3f  loss %.4f  of %d images%s", result["top1"], k, result["topk"],
-                    result["loss"], result["count"], of)  # fmt: skip
-    logger.info("weights %s; resize %d, crop %d", weights, resize, crop)
+        measures = "  ".join(f"{called} {result[name]:.3f}" for name, called in build_measures(cfg).items())
+        logger.info("%s  loss %.4f  of %d images%s", measures, result["loss"], result["count"], of)
+    seen = facts["evaluation"]
+    logger.info("weights %s; resize %d, crop %d", weights, seen["resize"], seen["crop"])
     if dist.is_main():
         results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)

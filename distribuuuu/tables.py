@@ -15,7 +15,8 @@ EMPTY = "–"
 _BATCH_KEYS = ("TRAIN.BATCH_SIZE", "TRAIN.GLOBAL_BATCH_SIZE")
 # The first column is named after what the rows are named by.
 COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported", "top-5 reported", "reported by",
-           "top-1 here", "top-5 here", "hours", "images/s", "peak memory", "hardware", "commit")  # fmt: skip
+           "top-1 here", "top-5 here", "mAP here", "hours", "images/s", "peak memory", "hardware",
+           "commit")  # fmt: skip
 _DIGITS_OF_HASH = 8
 
 
@@ -132,7 +133,6 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
     kind = "ema" if all("ema" in record["accuracy"] for record in records) else "raw"
     evaluations = [record["accuracy"][kind][epoch] for record in records]
     count = f"(n = {len(group)}{', EMA' * (kind == 'ema')})"
-    top1, topk = (_spread([result[name] for result in evaluations]) for name in ("top1", "topk"))
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
     cells = {
         "params (M)": f"{first['model']['params_m']:.3f}",
@@ -140,8 +140,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         "epochs": str(plan["epochs_planned"]),
         "global batch": str(plan["global_batch"]),
         **_reported_cells(published),
-        "top-1 here": f"{top1} {count}",
-        "top-5 here": topk if seen["k"] == 5 else f"{topk} (top-{seen['k']})",
+        **_measured_cells(seen, evaluations, count),
         "hours": _mean([part["hours"] for part in training], ".3g"),
         "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
         "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
@@ -163,14 +162,14 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     name, optim, train = name_config(cfg), cfg.OPTIM, cfg.TRAIN
     published = reported.get(name, {})
     global_batch = train.GLOBAL_BATCH_SIZE or int(published.get("global_batch", 0))
-    params = str(published.get("params", EMPTY))
+    params, seen = str(published.get("params", EMPTY)), describe_evaluation(cfg)
     cells = {
         "params (M)": params,
-        "px": _pixels(train.IM_SIZE, describe_evaluation(cfg)),
+        "px": _pixels(train.IM_SIZE, seen),
         "epochs": str(optim.MAX_EPOCH),
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
-        "top-1 here": "not measured",
+        "mAP here" if "multilabel" in seen else "top-1 here": "not measured",
     }
     order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
     label = name if by == "config" and name else cfg.MODEL.ARCH
@@ -180,6 +179,14 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
 def _reported_cells(published: dict) -> dict[str, str]:
     names = {"top-1 reported": "top1", "top-5 reported": "top5", "reported by": "source"}
     return {column: str(published.get(name, EMPTY)) for column, name in names.items()}
+
+
+def _measured_cells(seen: dict, evaluations: Sequence[dict], count: str) -> dict[str, str]:
+    """Return the accuracies of one label an image, or of several."""
+    if "multilabel" in seen:
+        return {"mAP here": f"{_spread([result['map'] for result in evaluations])} {count}"}
+    top1, topk = (_spread([result[name] for result in evaluations]) for name in ("top1", "topk"))
+    return {"top-1 here": f"{top1} {count}", "top-5 here": topk if seen["k"] == 5 else f"{topk} (top-{seen['k']})"}
 
 
 def _pixels(train: int, seen: dict) -> str:

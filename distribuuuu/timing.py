@@ -101,6 +101,8 @@ class Step:
         # Noise: a GPU computes on zeros with less power, and so faster than on images.
         self.images = torch.randn_like(example)
         self.labels = torch.arange(len(example), device=device) % cfg.MODEL.NUM_CLASSES
+        if loader.images.multilabel:
+            self.labels = torch.nn.functional.one_hot(self.labels, cfg.MODEL.NUM_CLASSES).float()
 
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""

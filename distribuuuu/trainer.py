@@ -18,7 +18,7 @@ from distribuuuu.finetune import build_start, freeze_parts
 from distribuuuu.launch import detect_launch, is_restart
 from distribuuuu.log import RunLog, evaluation_bar
 from distribuuuu.loss import build_loss
-from distribuuuu.metrics import NonFiniteLoss, build_meter, finite
+from distribuuuu.metrics import NonFiniteLoss, build_measures, build_meter, finite
 from distribuuuu.models import build_model
 from distribuuuu.optim import build_optimizer, set_lr
 from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_model(cfg) -> float:
-    """Train from scratch or from the newest sound checkpoint; return the best top-1 in percent.
+    """Train from scratch or from the newest sound checkpoint; return the best top-1, or map, in percent.
 
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
@@ -66,7 +66,7 @@ def train_model(cfg) -> float:
                         roll_back(cfg, state, checkpoints, log, trouble)
                     else:
                         evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
-                        new_bests = state.finish_epoch({kind: read["top1"] for kind, read in evaluations.items()})
+                        new_bests = state.finish_epoch({kind: read[log.merit] for kind, read in evaluations.items()})
                         log.evaluation(state.epoch - 1, evaluations, state.best_top1)
                         results.write(state, log.images_per_s, evaluations)
                         checkpoints.save_in_background(state, new_bests)
@@ -74,7 +74,8 @@ def train_model(cfg) -> float:
             results.finish()
         for kind in state.models:
             best = state.bests[kind]
-            logger.info("done: best %stop1 %.2f, of epoch %d", "ema " * (kind == "ema"), best.top1, best.epoch + 1)
+            name = "ema " * (kind == "ema") + log.merit
+            logger.info("done: best %s %.2f, of epoch %d", name, best.top1, best.epoch + 1)
     return max(state.best_top1.values())
 
 
@@ -241,7 +242,7 @@ def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
     log = RunLog(
         cfg.OUT_DIR,
         tensorboard=cfg.LOG.TENSORBOARD,
-        topk=min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES),
+        measures=build_measures(cfg),
         num_epochs=cfg.OPTIM.MAX_EPOCH,
         num_steps=loader.num_steps,
         epoch=state.epoch,

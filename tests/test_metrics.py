@@ -1,12 +1,13 @@
 """Counters and reductions."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_processes
 
 from distribuuuu import distributed as dist
 from distribuuuu.launch import detect_launch
-from distribuuuu.metrics import ClassificationMeter, scaled_all_reduce
+from distribuuuu.metrics import ClassificationMeter, MultilabelMeter, average_precisions, scaled_all_reduce
 from distribuuuu.parallel import broadcast_buffers, wrap_model
 
 CPU = torch.device("cpu")
@@ -103,3 +104,88 @@ def fail_first() -> str:
 
 def test_when_the_first_fails_the_others_stop_with_its_reason():
     assert on_processes(2, fail_first) == ["own error", "division by zero"]
+
+
+def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
+    """Return the average precision of one class, threshold by threshold, as scikit-learn defines it."""
+    total = recall = 0.0
+    for threshold in sorted(set(scores.tolist()), reverse=True):
+        chosen = scores >= threshold
+        hits = int(applies[chosen].sum())
+        total += (hits / applies.sum() - recall) * hits / chosen.sum()
+        recall = hits / applies.sum()
+    return total
+
+
+def scored(num: int, seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores of few or many levels, so with many or few ties, and labels; the fourth class never applies."""
+    random = np.random.default_rng(seed)
+    scores = random.integers(-levels, levels, (num, 4)).astype(np.float32) / 8
+    applies = random.random((num, 4)) < [0.1, 0.5, 0.9, 0.0]
+    applies[0, :3] = True
+    return scores, applies
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 100])
+@pytest.mark.parametrize("levels", [1, 4, 10**6])
+def test_average_precision_is_that_of_the_definition(num, levels, monkeypatch):
+    for seed in range(5):
+        scores, applies = scored(num, seed, levels)
+        expected = [naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)]
+        found = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
+        assert found[:3].tolist() == pytest.approx(expected, abs=1e-12) and found[3].isnan()
+        with monkeypatch.context() as patch:
+            patch.setattr("distribuuuu.metrics._MOST_SCORES", 2 * num)
+            in_parts = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
+        assert torch.equal(in_parts.nan_to_num(), found.nan_to_num())
+
+
+def test_the_order_of_images_and_of_ties_changes_no_bit():
+    scores, applies = map(torch.from_numpy, scored(500, 0, 4))
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    one, other = average_precisions(scores, applies), average_precisions(scores[order], applies[order])
+    assert torch.equal(one[:3], other[:3])
+
+
+def test_known_values_and_scores_that_are_none():
+    def precision(scores: list, applies: list) -> float:
+        return float(average_precisions(torch.tensor([scores]).T, torch.tensor([applies]).T))
+
+    assert precision([0.9, 0.8, 0.1], [1, 1, 0]) == 1
+    assert precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == pytest.approx(5 / 6)  # scikit-learn's own example
+    assert precision([0.5] * 4, [1, 0, 0, 0]) == 0.25
+    assert precision([float("nan"), 0.0, 1.0], [1, 0, 0]) == pytest.approx(1 / 3)
+
+
+def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
+    scores, applies = scored(40, 3, 10)
+    targets = torch.from_numpy(applies).float()
+    meter = MultilabelMeter(4, CPU)
+    for part in (slice(0, 1), slice(1, 30), slice(30, 40)):
+        logits = torch.from_numpy(scores[part]).clone().requires_grad_()
+        meter.update(logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 applies, 0.3 does not
+        logits.data.zero_()  # the meter keeps a copy
+    expected = np.mean([naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)])
+    assert meter.read() == pytest.approx({"count": 40, "loss": (29 + 300) / 40, "map": 100 * expected})
+    empty = meter.read()
+    assert empty["count"] == 0 and np.isnan(empty["loss"]) and np.isnan(empty["map"])
+
+
+def read_scores_share() -> dict:
+    with dist.process_group(detect_launch(), CPU, 60):
+        meter = MultilabelMeter(4, CPU)
+        scores, applies = scored(41, 3, 10)
+        of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 sees nothing
+        if dist.rank():
+            logits, targets = torch.from_numpy(scores[of_rank]), torch.from_numpy(applies[of_rank]).float()
+            meter.update(torch.tensor(float(dist.rank())), logits, targets)
+        return meter.read()
+
+
+def test_map_over_processes_is_that_of_all_images():
+    meter, (scores, applies) = MultilabelMeter(4, CPU), scored(41, 3, 10)
+    meter.update(torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
+    expected = meter.read()
+    results = on_processes(3, read_scores_share)
+    assert [result["map"] for result in results] == [expected["map"]] * 3
+    assert results[0] == pytest.approx(expected)

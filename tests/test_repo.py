@@ -26,6 +26,7 @@ LAYERS = {
         "seeding",
         "signals",
         "ports",
+        "result_shape",
         "records",
         "ema",
         "precision",

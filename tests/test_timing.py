@@ -227,7 +227,8 @@ class Clock:
         handler.emit = lambda record: self.warnings.append(record.getMessage())
         monkeypatch.setattr(log.logger, "handlers", [handler])
         self.num_steps = num_steps
-        self.log = log.RunLog(out_dir, tensorboard=False, topk=5, num_epochs=100, num_steps=num_steps)
+        measures = {"top1": "top1", "topk": "top5"}
+        self.log = log.RunLog(out_dir, tensorboard=False, measures=measures, num_epochs=100, num_steps=num_steps)
 
     def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
         """Read the metrics every so many steps, with this share of the time spent waiting."""

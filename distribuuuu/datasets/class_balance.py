@@ -42,4 +42,5 @@ def build_balance(cfg, images: ImageSet) -> ClassBalance | None:
     """Return what draws as DATA.SAMPLING says; None for `uniform`, where each image comes once."""
     if cfg.DATA.SAMPLING not in POWERS:
         return None
+    assert not images.multilabel  # a contradiction of the config
     return ClassBalance([images.label(index) for index in range(len(images))], POWERS[cfg.DATA.SAMPLING])

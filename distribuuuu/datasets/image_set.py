@@ -21,6 +21,8 @@ class ImageSet:
     classes: tuple[str, ...] = ()
     # Number of classes when it is known before the data is read, else 0.
     num_classes: int = 0
+    # Whether an image may be of several classes, or of none.
+    multilabel: bool = False
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageSet":
@@ -50,8 +52,8 @@ class ImageSet:
         """
         raise TypeError(f"{type(self).__name__} must define read")
 
-    def label(self, index: int) -> int:
-        """Return the class of image `index`, from 0."""
+    def label(self, index: int) -> "int | np.ndarray":
+        """Return the class of image `index`, from 0; of a multilabel set float32 (classes,): 1 for each of its."""
         raise TypeError(f"{type(self).__name__} must define label")
 
     def where(self, index: int) -> str:

@@ -78,10 +78,7 @@ class ImageFolder(ImageSet):
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`, in memory of their own that may be written to."""
-        with open(self.where(index), "rb", opener=_open_at_once) as file:
-            data = bytearray(os.fstat(file.fileno()).st_size)
-            del data[file.readinto(data) :]
-        return data
+        return read_file(self.where(index))
 
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
@@ -94,6 +91,14 @@ class ImageFolder(ImageSet):
         label = self.label(index)
         before = self._ends[label - 1] if label else 0
         return self._index.path(self._firsts[label] + index - before)
+
+
+def read_file(path: str) -> bytearray:
+    """Return the bytes of an image file, in memory of their own that may be written to."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        del data[file.readinto(data) :]
+    return data
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -102,7 +102,7 @@ class Loader:
         return self.sampler.num_rounds
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (float32 (N, 3, H, W), int64 (N,)) on the device.
+        """Yield (float32 (N, 3, H, W), targets) on the device: int64 (N,), or of a multilabel set float32 (N, classes).
 
         Raises:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
@@ -110,7 +110,7 @@ class Loader:
         return map(self.to_device, self.host_batches())
 
     def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (uint8 (N, 3, H, W), int64 (N,)) as they come from the workers."""
+        """Yield (uint8 (N, 3, H, W), targets) as they come from the workers."""
         batches = iter(self._batches)
         while True:
             start = time.perf_counter()

@@ -12,7 +12,7 @@ from distribuuuu.datasets.draws import BatchDraws
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.picture import open_picture
 from distribuuuu.datasets.samplers import Batch as Positions
-from distribuuuu.datasets.samples import Batch, Samples, collate
+from distribuuuu.datasets.samples import Batch, Samples, as_targets, collate
 
 # Images that a thread decodes at a time.
 _CHUNK = 256
@@ -30,7 +30,7 @@ class ResidentImages(ImageSet):
     Attributes:
         same_size: all images, uint8 (N, C, H, W), when they are of one size and none is broken; else None. C is 1 for
             grey ones.
-        labels: int64 (N,) on the device.
+        labels: the targets of all images on the device: int64 (N,), or of a multilabel set float32 (N, classes).
 
     Raises:
         ConfigError: the device has too little memory.
@@ -39,6 +39,7 @@ class ResidentImages(ImageSet):
     def __init__(self, images: ImageSet, decoder: str, device: torch.device, num_threads: int):
         self._images = images
         self.classes, self.mean, self.std, self.crop = images.classes, images.mean, images.std, images.crop
+        self.multilabel = images.multilabel
         self._errors: dict[int, Exception] = {}
         pictures = self._read_all(decoder, num_threads)
         self._shapes = np.array([picture.shape for picture in pictures], dtype=np.int64).reshape(-1, 3)
@@ -49,7 +50,7 @@ class ResidentImages(ImageSet):
             raise ConfigError(
                 f"DATA.LOADER: the {self._offsets[-1] / 1e6:.0f} MB of the images do not fit on {device}; use host"
             ) from error
-        self.labels = torch.tensor([images.label(index) for index in range(len(images))]).to(device)
+        self.labels = as_targets([images.label(index) for index in range(len(images))]).to(device)
         is_one_size = not self._errors and (self._shapes == self._shapes[0]).all()
         self.same_size = self._pixels.view(-1, *self._shapes[0].tolist()) if is_one_size else None
 
@@ -79,8 +80,8 @@ class ResidentImages(ImageSet):
         pixels = self._pixels[self._offsets[index] : self._offsets[index + 1]]
         return pixels.view(*self._shapes[index].tolist()).expand(3, -1, -1)
 
-    def label(self, index: int) -> int:
-        """Return the class of image `index`, from 0."""
+    def label(self, index: int) -> int | np.ndarray:
+        """Return what the other set says of image `index`."""
         return self._images.label(index)
 
     def where(self, index: int) -> str:

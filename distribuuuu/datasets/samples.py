@@ -18,10 +18,10 @@ MAX_SUBSTITUTES = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One image on its way to a batch: uint8 (3, H, W), its label, and what went wrong before it was read."""
+    """One image on its way to a batch: uint8 (3, H, W), what `ImageSet.label` says, and what went wrong before."""
 
     pixels: torch.Tensor | None
-    label: int
+    label: "int | np.ndarray"
     broken: tuple[str, ...] = ()
 
 
@@ -67,7 +67,7 @@ Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Return (uint8 (N, 3, H, W), int64 (N,), messages); no images when one of them could not be had.
+    """Return (uint8 (N, 3, H, W), targets, messages); no images when one of them could not be had.
 
     The channels of a pixel lie side by side in memory, as decoders and resizing leave them.
     """
@@ -76,4 +76,10 @@ def collate(samples: list[Sample]) -> Batch:
         return None, torch.empty(0), broken
     # In a worker process this stacks right into the memory that it shares.
     pixels = default_collate([sample.pixels.permute(1, 2, 0) for sample in samples]).permute(0, 3, 1, 2)
-    return pixels, torch.from_numpy(np.array([sample.label for sample in samples], dtype=np.int64)), broken
+    return pixels, as_targets([sample.label for sample in samples]), broken
+
+
+def as_targets(labels: "list[int] | list[np.ndarray]") -> torch.Tensor:
+    """Return what `ImageSet.label` says of N images: int64 (N,), or of a multilabel set float32 (N, classes)."""
+    targets = np.array(labels)
+    return torch.from_numpy(targets if targets.ndim == 2 else targets.astype(np.int64, copy=False))
