@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint_file import CheckpointError
+from distribuuuu.sharding import Gathered
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ WARN_EVERY_S = 30.0
 
 def snapshot(value: Any) -> Any:
     """Return a copy of a nested content with every tensor on the CPU, which later steps do not change."""
+    if isinstance(value, Gathered):
+        return dict(value)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -15,7 +15,7 @@ POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
 def find_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for every contradiction; each names the remedy."""
     of_data = (_in_images, _in_sizes, _in_augmentation, _in_multilabel)
-    for find in (*of_data, _in_schedule, _in_loss, _in_finetuning, _in_distillation, _in_paths):
+    for find in (*of_data, _in_schedule, _in_loss, _in_finetuning, _in_distillation, _in_sharding, _in_paths):
         yield from find(cfg)
 
 
@@ -122,6 +122,31 @@ def _in_distillation(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "DISTILL.WEIGHTS", "is not set: name the teacher's file, or `pretrained`"
     if distill.WEIGHTS and not distill.TEACHER:
         yield "DISTILL.TEACHER", "is not set: name the model that DISTILL.WEIGHTS belong to"
+
+
+# The optimizers that give the same weights with FSDP as without, also with the suffixes. Others see more of a weight
+# than a process's rows of it, in ways that torch's sharded tensors do not work out.
+_FIT_FOR_FSDP = (
+    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "lamb", "laprop", "larc", "lars",
+    "lion", "madgrad", "momentum", "nadam", "nesterov", "nlarc", "nlars", "radabelief", "radam", "rmsprop", "rmsproptf",
+    "sgd",
+)  # fmt: skip
+# They scale a step by the norm of all gradients, or draw at random, with each process knowing its share only.
+_UNFIT_FOR_ZERO1 = ("clamb", "kron", "lamb")
+_SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
+
+
+def _in_sharding(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    shard, name = cfg.DIST.SHARD, cfg.OPTIM.NAME.lower()
+    if cfg.DIST.CPU_OFFLOAD and shard != "fsdp":
+        yield "DIST.CPU_OFFLOAD", f"needs DIST.SHARD fsdp, which is {shard}"
+    if shard == "fsdp" and name not in [base + suffix for base in _FIT_FOR_FSDP for suffix in _SUFFIXES]:
+        message = f"{name} does not go with DIST.SHARD fsdp; zero1 takes it, fsdp takes {', '.join(_FIT_FOR_FSDP)}"
+        yield "OPTIM.NAME", message
+    if shard == "zero1" and name.startswith(_UNFIT_FOR_ZERO1):
+        yield "OPTIM.NAME", f"{name} needs to see all gradients, not DIST.SHARD zero1's share; set fsdp or none"
+    if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":
+        yield "TRAIN.AMP", "fp16 does not go with DIST.SHARD fsdp: each process would judge its own gradients; use bf16"
 
 
 def _in_paths(cfg: CfgNode) -> Iterator[tuple[str, str]]:

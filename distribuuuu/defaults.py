@@ -20,6 +20,8 @@ _C.MODEL.SYNCBN = False
 _C.MODEL.WEIGHTS = None
 # Batch norm's statistics from so many training images, afresh before each evaluation; 0: their moving average.
 _C.MODEL.PRECISE_BN = 0
+# Compute the activations of each block again in the backward pass instead of keeping them: less memory, slower.
+_C.MODEL.ACT_CHECKPOINT = False
 # Compile the model (torch.compile): none, default, reduce-overhead (CUDA graphs) or max-autotune.
 _C.MODEL.COMPILE = "none"
 # Keep images and weights in the order that tensor cores like: (N, H, W, C) in memory, the same numbers.
@@ -265,6 +267,10 @@ _C.DIST.TIMEOUT_S = 300
 _C.DIST.BUCKET_MB = 25.0
 # Type that gradients are sent in: none (their own), bf16 or fp16.
 _C.DIST.COMPRESS = "none"
+# What the processes share out among them: none, zero1 (the optimizer's state) or fsdp (that, gradients and weights).
+_C.DIST.SHARD = "none"
+# Keep weights, gradients and the optimizer in the host's memory, with DIST.SHARD fsdp.
+_C.DIST.CPU_OFFLOAD = False
 
 _C.CUDNN = CfgNode()
 # Let cuDNN time its algorithms and take the fastest.

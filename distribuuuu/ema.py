@@ -24,13 +24,21 @@ class Ema:
     def __init__(self, model: nn.Module, half_life: float, ramp_up: float = 0.0, buffers: str = "average"):
         self.half_life = half_life
         self.ramp_up = ramp_up
+        self.buffers = buffers
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.pair_with(model)
+
+    def pair_with(self, model: nn.Module) -> None:
+        """Average a model from now on: call it when the tensors of either have been replaced, e.g. on another device.
+
+        Of sharded tensors each process averages its part.
+        """
         pairs = list(zip(self.model.parameters(), model.parameters(), strict=True))
         copied = []
         for pair in zip(self.model.buffers(), model.buffers(), strict=True):
-            averaged = buffers == "average" and pair[0].is_floating_point()
+            averaged = self.buffers == "average" and pair[0].is_floating_point()
             (pairs if averaged else copied).append(pair)
-        self._averages, self._currents = [a for a, _ in pairs], [b.detach() for _, b in pairs]
+        self._averages, self._currents = [_local(a) for a, _ in pairs], [_local(b) for _, b in pairs]
         self._copies, self._originals = [a for a, _ in copied], [b for _, b in copied]
 
     def decay(self, num_images: int, images_seen: int) -> float:
@@ -46,6 +54,12 @@ class Ema:
             torch._foreach_lerp_(self._averages, self._currents, share)
         if self._copies:
             torch._foreach_copy_(self._copies, self._originals)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a tensor, in the same memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def build_ema(cfg, model: nn.Module) -> Ema | None:

@@ -1,7 +1,7 @@
 """Evaluation: every image once, whatever the number of processes and the batch size."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -9,9 +9,28 @@ from torch import nn
 from distribuuuu.datasets.loader import Loader
 from distribuuuu.metrics import ClassificationMeter, MultilabelMeter
 from distribuuuu.parallel import broadcast_buffers
+from distribuuuu.sharding import inference, is_sharded
 
 
-@torch.inference_mode()
+class EqualRounds:
+    """An evaluation loader with as many batches on every process: a black image without labels where it has no more.
+
+    A sharded model needs it: each of its forward passes is every process's.
+    """
+
+    def __init__(self, loader: Loader):
+        self.num_rounds = loader.num_rounds
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return self.num_rounds
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        yield from self._loader
+        for _ in range(len(self._loader), self.num_rounds):
+            yield self._loader.black(1), None
+
+
 def evaluate(
     model: nn.Module,
     loader: Loader,
@@ -24,7 +43,7 @@ def evaluate(
     """Return what the meter reads of a model over a whole set: count, loss and its percentages.
 
     Args:
-        model: the bare model, without a wrapper: processes may have different numbers of batches.
+        model: the bare model, without a wrapper: processes may have different numbers of batches. May be sharded.
         loader: the evaluation loader; each process sees its share, and may see nothing.
         criterion: (logits, labels) to the mean loss.
         meter: the counters to use.
@@ -37,10 +56,12 @@ def evaluate(
     """
     broadcast_buffers(model)
     model.eval()
-    for images, labels in progress(loader):
-        with autocast():
-            logits = (model(images) + model(images.flip(-1))) / 2 if flip else model(images)
-        meter.update(criterion(logits, labels), logits, labels)
+    with inference(model):
+        for images, labels in progress(EqualRounds(loader) if is_sharded(model) else loader):
+            with autocast():
+                logits = (model(images) + model(images.flip(-1))) / 2 if flip else model(images)
+            if labels is not None:
+                meter.update(criterion(logits, labels), logits, labels)
     result = meter.read()
     if result["count"] != len(loader.images):
         raise RuntimeError(f"evaluation saw {result['count']} images of a set of {len(loader.images)}")

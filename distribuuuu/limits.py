@@ -26,6 +26,7 @@ CHOICES = {
     "TRAIN.AMP": ("none", "bf16", "fp16"),
     "DIST.BACKEND": ("auto", "nccl", "gloo"),
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
+    "DIST.SHARD": ("none", "zero1", "fsdp"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
     "LOSS.NAME": ("cross_entropy", "bce", "focal"),
     "TEST.INTERPOLATION": ("bilinear", "bicubic"),

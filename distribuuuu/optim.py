@@ -1,5 +1,6 @@
 """Optimizers, their learning rate by the size of the batch, and gradient clipping."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.param_groups import parameter_groups
 from distribuuuu.registry import did_you_mean
 from distribuuuu.schedule import build_schedule
+from distribuuuu.sharding import build_sharded_optimizer, clip_grad_norm, is_sharded
 
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its count of steps among its
 # settings, which a resumed run takes from the config.
@@ -33,26 +35,34 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     optim = cfg.OPTIM
     decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
     groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT)
-    lr, on_gpu = scaled_lr(cfg, global_batch), all(parameter.is_cuda for parameter in model.parameters())
-    if optim.NAME.lower() == "sgd":
-        optimizer = torch.optim.SGD(
-            groups,
-            lr=lr,
-            momentum=optim.MOMENTUM,
-            dampening=optim.DAMPENING,
-            nesterov=optim.NESTEROV,
-            **_fused(torch.optim.SGD, on_gpu),
-        )
-    else:
-        optimizer = _build_by_timm(cfg, groups, lr, on_gpu)
+    lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
+
+    def build(groups: list[dict]) -> torch.optim.Optimizer:
+        own = _build_sgd if optim.NAME.lower() == "sgd" else _build_by_timm
+        optimizer = own(cfg, groups, lr, kernels)
+        optimizer.register_load_state_dict_pre_hook(_fit_loaded)
+        return optimizer
+
+    optimizer = build_sharded_optimizer(cfg, groups, build)
     for key, value, setting in (("OPTIM.BETAS", optim.BETAS, "betas"), ("OPTIM.EPS", optim.EPS, "eps")):
         if value and setting not in optimizer.defaults:
             raise ConfigError(f"{with_origin(cfg, key)}: {optim.NAME} takes none; leave it at its default")
-    optimizer.register_load_state_dict_pre_hook(_fit_loaded)
     return optimizer
 
 
-def _build_by_timm(cfg, groups: list[dict], lr: float, on_gpu: bool) -> torch.optim.Optimizer:
+def _build_sgd(cfg, groups: list[dict], lr: float, kernels: Callable) -> torch.optim.Optimizer:
+    optim = cfg.OPTIM
+    return torch.optim.SGD(
+        groups,
+        lr=lr,
+        momentum=optim.MOMENTUM,
+        dampening=optim.DAMPENING,
+        nesterov=optim.NESTEROV,
+        **kernels(torch.optim.SGD),
+    )
+
+
+def _build_by_timm(cfg, groups: list[dict], lr: float, kernels: Callable) -> torch.optim.Optimizer:
     """Return an optimizer of timm's factory; each of its groups remembers its name, for `_fit_loaded`."""
     import timm.optim
 
@@ -69,7 +79,7 @@ def _build_by_timm(cfg, groups: list[dict], lr: float, on_gpu: bool) -> torch.op
         if hasattr(timm.optim, "get_optimizer_class"):
             optimizer_class = timm.optim.get_optimizer_class(name)
             _check_num_betas(cfg, optimizer_class)
-            settings |= _fused(optimizer_class, on_gpu)
+            settings |= kernels(optimizer_class)
         return timm.optim.create_optimizer_v2(
             groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **settings
         )
@@ -89,9 +99,17 @@ def _check_num_betas(cfg, optimizer_class: Callable) -> None:
         raise ConfigError(f"{with_origin(cfg, 'OPTIM.BETAS')}: {message}")
 
 
-def _fused(optimizer: Callable, on_gpu: bool) -> dict[str, bool]:
-    """Return the keyword for one kernel over all parameters, where the optimizer has it and they are on a GPU."""
-    return {"fused": True} if on_gpu and "fused" in inspect.signature(optimizer).parameters else {}
+def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:
+    """Return the keyword for one kernel over all parameters, where the optimizer has it and they are on a GPU.
+
+    For sharded parameters only Adam has one; the rest of torch's own then handle all of them in each operation.
+    """
+    known, on_gpu = inspect.signature(optimizer).parameters, all(weight.is_cuda for weight in model.parameters())
+    sharded = is_sharded(model)
+    if on_gpu and "fused" in known and (not sharded or optimizer in (torch.optim.Adam, torch.optim.AdamW)):
+        return {"fused": True}
+    is_torchs = getattr(optimizer, "__module__", "").startswith("torch.optim")
+    return {"foreach": True} if sharded and is_torchs and "foreach" in known else {}
 
 
 def _fit_loaded(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +177,6 @@ def build_clipper(cfg) -> Callable[[Iterable[nn.Parameter]], None]:
 
     def clip(parameters: Iterable[nn.Parameter]) -> None:
         if most > 0:
-            nn.utils.clip_grad_norm_(parameters, most, foreach=True)
+            clip_grad_norm(parameters, most)
 
     return clip

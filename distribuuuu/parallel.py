@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from distribuuuu.distributed import in_group
+from distribuuuu.sharding import is_sharded
 
 # Gradients travel in this type and are added up in it; the model's own stays as it is.
 COMPRESSIONS: dict[str, Callable | None] = {
@@ -23,7 +24,7 @@ COMPRESSIONS: dict[str, Callable | None] = {
 def wrap_model(
     model: nn.Module, device: torch.device, example: torch.Tensor, bucket_mb: float = 25, compress: str = "none"
 ) -> nn.Module:
-    """Return the model with gradients averaged over the processes; alone, the model itself.
+    """Return the model with gradients averaged over the processes; alone or sharded, the model itself.
 
     Buffers (batch norm's running statistics) are not exchanged at every step: see `broadcast_buffers`.
 
@@ -34,7 +35,7 @@ def wrap_model(
         bucket_mb: MiB of gradients that are sent at once.
         compress: the type they are sent in: one of COMPRESSIONS.
     """
-    if not in_group():
+    if not in_group() or is_sharded(model):
         return model
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     exchange = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.15
@@ -79,7 +80,10 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch whose gradients only accumulate, or of an ordinary one."""
+    """Return the context of a micro-batch whose gradients only accumulate, or of an ordinary one.
+
+    A sharded model sends them always: to keep them would take the memory of a whole model.
+    """
     return model.no_sync() if enabled and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 

@@ -18,17 +18,21 @@ class Precision:
     Args:
         name: one of TYPES.
         device: the device that computes.
+        cache: keep a weight's copy in the type for the whole forward pass, in case that it is used again.
     """
 
-    def __init__(self, name: str = "none", device: torch.device | str = "cpu"):
+    def __init__(self, name: str = "none", device: torch.device | str = "cpu", cache: bool = True):
         self._dtype = TYPES[name]
         self._device_type = torch.device(device).type
+        self._cache = cache
         # Without float16 it passes everything through.
         self._scaler = torch.amp.GradScaler(self._device_type, enabled=name == "fp16")
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context of a forward pass."""
-        return torch.autocast(self._device_type, self._dtype) if self._dtype else contextlib.nullcontext()
+        if not self._dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, self._dtype, cache_enabled=self._cache)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss (), scaled, to those of the parameters."""
@@ -56,4 +60,5 @@ class Precision:
 
 def build_precision(cfg, device: torch.device) -> Precision:
     """Return the precision of TRAIN.AMP, for training and evaluation."""
-    return Precision(cfg.TRAIN.AMP, device)
+    # With FSDP a weight is whole only while its block computes.
+    return Precision(cfg.TRAIN.AMP, device, cache=cfg.DIST.SHARD != "fsdp")

@@ -19,6 +19,7 @@ from distribuuuu.checkpoint_file import CheckpointError
 from distribuuuu.ema import Ema
 from distribuuuu.precision import Precision
 from distribuuuu.seeding import derive_seed
+from distribuuuu.sharding import load_whole_state_dict, whole_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +78,15 @@ class TrainState:
         return {"raw": self.model, "ema": self.ema.model} if self.ema else {"raw": self.model}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint. Every process must call it."""
+        """Return the content of a checkpoint, whole on the main process. Every process must call it."""
         averaged = {}
         if self.ema:
             best = self.bests["ema"]
-            averaged = {"ema_state_dict": self.ema.model.state_dict(), "best_ema_acc1": best.top1,
+            averaged = {"ema_state_dict": whole_state_dict(self.ema.model), "best_ema_acc1": best.top1,
                         "best_ema_epoch": best.epoch}  # fmt: skip
         return {
             **self._facts(),
-            "state_dict": self.model.state_dict(),
+            "state_dict": whole_state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
@@ -180,7 +181,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
     missing, extra = [key for key in mine if key not in state_dict], [key for key in state_dict if key not in mine]
     if not (different or missing or extra):
-        model.load_state_dict(state_dict)
+        load_whole_state_dict(model, state_dict)
         return
     if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
         key, (theirs, ours) = next(iter(different.items()))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distribuuuu import distributed as dist
+from distribuuuu.act_checkpoint import build_act_checkpoint
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
@@ -28,6 +29,7 @@ from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.recipe import Recipe, build_recipe
 from distribuuuu.run import RunResults, describe_model, describe_training, open_run, write_config, write_test_results
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
+from distribuuuu.sharding import build_placement
 from distribuuuu.signals import RunStopped
 from distribuuuu.state import TrainState, load_state_dict
 from distribuuuu.stop import StopRequest
@@ -144,7 +146,11 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, device)
     freeze_parts(cfg, model)
-    model = model.to(device)
+    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), build_placement(cfg, device)
+    place(model)
+    if ema:
+        place(ema.model)
+        ema.pair_with(model)
     return TrainState(
         model=model,
         optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
@@ -153,7 +159,7 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
         classes=loader.images.classes,
         global_batch=loader.plan.global_batch,
         precision=build_precision(cfg, device),
-        ema=build_ema(cfg, model),
+        ema=ema,
     )
 
 

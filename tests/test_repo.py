@@ -21,6 +21,7 @@ LAYERS = {
         "__init__",
         "defaults",
         "memory",
+        "blocks",
         "registry",
         "schedule",
         "seeding",
@@ -35,9 +36,10 @@ LAYERS = {
     ),
     1: ("limits", "watch", "contradictions"),
     2: ("config",),
-    3: ("launch", "batching", "param_groups", "weights_file", "results"),
+    3: ("act_checkpoint", "launch", "batching", "param_groups", "weights_file", "results"),
     4: ("rendezvous", "checkpoint_file", "nproc"),
     5: ("distributed",),
+    5.5: ("sharding",),
     6: (
         "parallel",
         "log",
@@ -89,19 +91,21 @@ def test_imports_go_down_only(path):
         assert other == own or LAYER_OF[other] < LAYER_OF[own], f"{own} imports {other}, which is not below it"
 
 
-def test_only_three_files_know_torch_distributed():
+def test_only_four_files_know_torch_distributed():
     users = [path for path in MODULES if re.search(r"torch\.distributed|DistributedDataParallel", path.read_text())]
     assert [path.name for path in users if path.name != "launch.py"] == [
         "distributed.py",
         "parallel.py",
         "rendezvous.py",
+        "sharding.py",
     ]
     assert not re.search(r"^(import|from) torch", (PACKAGE / "launch.py").read_text(), re.MULTILINE)
 
 
 def test_the_config_stops_at_the_builders():
     for name in ("metrics", "checkpoint", "checkpoint_file", "checkpoint_writer", "distributed", "log", "parallel",
-                 "records", "seeding", "signals", "state", "stop", "sync_batchnorm", "watch", "watch_hub"):  # fmt: skip
+                 "records", "seeding", "sharding", "signals", "state", "stop", "sync_batchnorm", "watch",
+                 "watch_hub"):  # fmt: skip
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("build_"):

@@ -135,6 +135,12 @@ class Loader:
             tensor.record_stream(main)
         return moved
 
+    def black(self, num: int) -> torch.Tensor:
+        """Return black images of the shape of those to come: float32 (num, 3, H, W) on the device."""
+        picture = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
+        shape = self.samples.transform(picture, Draws(0, 0)).shape
+        return self._normalize.empty((num, *shape)).zero_()
+
     def take_wait_s(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
         wait_s, self._wait_s = self._wait_s, 0.0
@@ -170,9 +176,7 @@ class TrainLoader(Loader):
 
     def example(self) -> torch.Tensor:
         """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
-        black = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
-        shape = self.samples.transform(black, Draws(0, 0)).shape
-        return self._normalize.empty((self.plan.micro_batch, *shape)).zero_()
+        return self.black(self.plan.micro_batch)
 
     def some_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
         """Yield the images (N, 3, H, W) of this process of an epoch's first steps, those of at least `num` in all."""

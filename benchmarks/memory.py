@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Measure the peak memory and the time of a step of a large model: DDP, ZeRO-1, FSDP, recomputation and offloading.
+
+Each row is a start of its own, in fresh processes, with AdamW, the same images and the same weights. Memory is that of
+the process that needs most, without what it needs before there is a model: on CUDA what tensors took at most, on a CPU
+the greatest private memory seen by a thread that looks every few milliseconds.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from machine import describe_run
+
+from distribuuuu import distributed as dist
+from distribuuuu.act_checkpoint import build_act_checkpoint
+from distribuuuu.config import load_cfg
+from distribuuuu.launch import Launch
+from distribuuuu.models import build_model, count_parameters
+from distribuuuu.optim import build_optimizer
+from distribuuuu.parallel import wrap_model
+from distribuuuu.ports import find_free_port
+from distribuuuu.precision import build_precision
+from distribuuuu.sharding import build_placement
+
+RECOMPUTED = "MODEL.ACT_CHECKPOINT True"
+ROWS = {
+    "DDP": "",
+    "DDP, recomputed": RECOMPUTED,
+    "ZeRO-1": "DIST.SHARD zero1",
+    "ZeRO-1, recomputed": f"DIST.SHARD zero1 {RECOMPUTED}",
+    "FSDP": "DIST.SHARD fsdp",
+    "FSDP, recomputed": f"DIST.SHARD fsdp {RECOMPUTED}",
+    "FSDP, recomputed, offloaded": f"DIST.SHARD fsdp {RECOMPUTED} DIST.CPU_OFFLOAD True",
+}
+MIB = 2**20
+LOOK_EVERY_S = 0.005
+
+
+class PrivateMemory(threading.Thread):
+    """Looks at this process's private memory until it is told to stop, and remembers the most (Linux)."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most_mib = 0.0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look again and again."""
+        while not self._ended.wait(LOOK_EVERY_S):
+            self.most_mib = max(self.most_mib, self.now_mib())
+
+    def finish(self) -> float:
+        """Return the most MiB that were seen."""
+        self._ended.set()
+        self.join()
+        return self.most_mib
+
+    @staticmethod
+    def now_mib() -> float:
+        """Return the MiB that are private now."""
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device, result: dict) -> Iterator[None]:
+    """Write into `result` the MiB that the block takes at most, beyond those that were taken before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        result["mib"] = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        return
+    before, watch = PrivateMemory.now_mib(), PrivateMemory()
+    watch.start()
+    yield
+    result["mib"] = watch.finish() - before
+
+
+def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[list[float], int]:
+    """Train for some steps; return the seconds of each but the first, and the number of parameters."""
+    torch.manual_seed(0)
+    model = build_act_checkpoint(cfg, build_model(cfg, False))
+    num_parameters = count_parameters(model)
+    model = build_placement(cfg, device)(model)
+    optimizer, precision = build_optimizer(cfg, model), build_precision(cfg, device)
+    images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
+    labels = torch.arange(args.batch, device=device)
+    wrapped, seconds = wrap_model(model, device, images), []
+    for _ in range(1 + args.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with precision.autocast():
+            logits = wrapped(images)
+        precision.backward(torch.nn.functional.cross_entropy(logits.float(), labels))
+        precision.step(optimizer, lambda parameters: None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:], num_parameters
+
+
+def run_process(rank: int, args: argparse.Namespace, words: str, port: int, folder: str) -> None:
+    """Be one process of a row; the first writes what was measured."""
+    torch.set_num_threads(args.threads)
+    launch, result = Launch("benchmark", rank, rank, args.processes, "127.0.0.1", port), {}
+    device = dist.pick_device(rank)
+    words += f" MODEL.ARCH {args.arch} TRAIN.IM_SIZE {args.im_size} TEST.IM_SIZE {args.im_size} TRAIN.AMP {args.amp}"
+    cfg = load_cfg(None, f"{words} OPTIM.NAME adamw OPTIM.BASE_LR 1e-4 OUT_DIR {folder}".split())
+    with dist.process_group(launch, device, 600):
+        with peak_memory(device, result):
+            seconds, num = take_steps(cfg, args, device)
+        (most,) = dist.greatest([result["mib"]])
+    if rank == 0:
+        measured = {"mib": most, "step_s": statistics.median(seconds), "parameters": num}
+        (Path(folder) / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+
+
+def measure(args: argparse.Namespace, words: str) -> dict:
+    """Return what a row measures, in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_process, (args, words, find_free_port(), folder), nprocs=args.processes)
+        return json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Measure every row and print it beside DDP."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="vit_large_patch16_224" if on_gpu else "vit_small_patch16_224")
+    parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if on_gpu else 2)
+    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4, help="images per process and step")
+    parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
+    parser.add_argument("--amp", default="bf16" if on_gpu else "none", help="TRAIN.AMP")
+    parser.add_argument("--steps", type=int, default=20 if on_gpu else 3, help="timed steps; one more comes before")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    args = parser.parse_args()
+    # What is freed goes back to the system at once, so that a CPU's peak is that of what is in use.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    print(describe_run())
+    first = None
+    for name, words in ROWS.items():
+        row = measure(args, words)
+        if first is None:
+            first = row
+            print(f"{args.arch}, {row['parameters'] / 1e6:.1f} M parameters, {args.processes} processes, {args.batch} "
+                  f"images of {args.im_size} px each, AdamW, TRAIN.AMP {args.amp}")  # fmt: skip
+            print(f"{'':<29}{'peak MiB':>9}{'/ DDP':>8}{'step s':>9}{'/ DDP':>8}")
+        shares = [row[key] / first[key] for key in ("mib", "step_s")]
+        print(f"{name:<29}{row['mib']:>9.0f}{shares[0]:>8.2f}{row['step_s']:>9.3f}{shares[1]:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
