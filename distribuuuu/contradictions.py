@@ -145,6 +145,8 @@ def _in_sharding(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "OPTIM.NAME", message
     if shard == "zero1" and name.startswith(_UNFIT_FOR_ZERO1):
         yield "OPTIM.NAME", f"{name} needs to see all gradients, not DIST.SHARD zero1's share; set fsdp or none"
+    if cfg.MODEL.ACT_CHECKPOINT and cfg.MODEL.COMPILE != "none":
+        yield "MODEL.ACT_CHECKPOINT", "does not go with MODEL.COMPILE, which decides by itself what to compute again"
     if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":
         yield "TRAIN.AMP", "fp16 does not go with DIST.SHARD fsdp: each process would judge its own gradients; use bf16"
 
