@@ -101,6 +101,7 @@ def describe_evaluation(cfg: Config) -> dict[str, Any]:
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
         "interpolation": cfg.TEST.INTERPOLATION,
+        **({"flip": True} if cfg.TEST.FLIP else {}),  # averaged with its mirror image
         **measure,
     }
 

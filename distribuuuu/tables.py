@@ -192,6 +192,7 @@ def _measured_cells(seen: dict, evaluations: Sequence[dict], count: str) -> dict
 def _pixels(train: int, seen: dict) -> str:
     """Return the side of a training image, then what evaluation resizes and crops to."""
     how = "" if seen["interpolation"] == "bilinear" else f" {seen['interpolation']}"
+    how += " + mirrored" if seen.get("flip") else ""
     return f"{train} → {seen['resize']}/{seen['crop']}{how}"
 
 
