@@ -42,7 +42,7 @@ ROWS = {
     "FSDP, recomputed, offloaded": f"DIST.SHARD fsdp {RECOMPUTED} DIST.CPU_OFFLOAD True",
 }
 MIB = 2**20
-LOOK_EVERY_S = 0.005
+LOOK_EVERY_S = 0.02
 
 
 class PrivateMemory(threading.Thread):
@@ -139,14 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="vit_large_patch16_224" if on_gpu else "vit_small_patch16_224")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if on_gpu else 2)
-    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4, help="images per process and step")
+    parser.add_argument("--batch", type=int, default=64 if on_gpu else 2, help="images per process and step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
     parser.add_argument("--amp", default="bf16" if on_gpu else "none", help="TRAIN.AMP")
     parser.add_argument("--steps", type=int, default=20 if on_gpu else 3, help="timed steps; one more comes before")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     args = parser.parse_args()
     # What is freed goes back to the system at once, so that a CPU's peak is that of what is in use.
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
     print(describe_run())
     first = None
     for name, words in ROWS.items():
