@@ -185,7 +185,9 @@ def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path):
     (tmp_path / "reported.yaml").write_text('fashion_mnist/resnet14: {top1: "93.10", source: somebody}')
     save(tmp_path / "a" / "results.json")
     save(tmp_path / "b" / "results.json", config_hash="b", overrides={"OPTIM.MAX_EPOCH": 9})
-    rows = make(tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs" / "fashion_mnist")[1]
+    rows = make(
+        tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/fashion_mnist/resnet14.yaml"
+    )[1]
     assert [(row["top-1 reported"], row["top-1 here"]) for row in rows if "," not in row["config"]] == [
         ("93.10", "93.00 (n = 1)")
     ]
