@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, with_origin
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,20 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
         f"{f'is not divisible by {world_size} processes' if rest else why} (TRAIN.BATCH_SIZE {batch_size}); "
         f"{' or '.join(map(str, _nearest_that_fit(batch_size, global_batch_size, world_size)))} would fit"
     )
+
+
+def check_pairs(cfg, plan: BatchPlan) -> None:
+    """Check that micro-batches fall into pairs where a config mixes images.
+
+    Raises:
+        ConfigError: they are of an odd number of images.
+    """
+    mixing = [with_origin(cfg, f"AUG.{key}") for key in ("MIXUP", "CUTMIX") if cfg.AUG[key]]
+    if mixing and plan.micro_batch % 2:
+        raise ConfigError(
+            f"{', '.join(mixing)}: images are mixed in pairs, but {plan.micro_batch} at a time are odd ({plan}); set"
+            " TRAIN.BATCH_SIZE, or TRAIN.GLOBAL_BATCH_SIZE, so that they are even"
+        )
 
 
 def _divide(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan | None:

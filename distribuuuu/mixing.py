@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from distribuuuu import distributed as dist
-from distribuuuu.batching import BatchPlan
-from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.batching import BatchPlan, check_pairs
 from distribuuuu.seeding import derive_seed
 
 # (images, labels, seed, epoch, step, micro) -> (images, targets)
@@ -133,12 +132,7 @@ def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
     aug = cfg.AUG
     if not aug.MIXUP and not aug.CUTMIX:
         return keep
-    if plan.micro_batch % 2:
-        keys = ", ".join(with_origin(cfg, f"AUG.{key}") for key in ("MIXUP", "CUTMIX") if aug[key])
-        raise ConfigError(
-            f"{keys}: images are mixed in pairs, but {plan.micro_batch} at a time are odd ({plan}); set"
-            " TRAIN.BATCH_SIZE, or TRAIN.GLOBAL_BATCH_SIZE, so that they are even"
-        )
+    check_pairs(cfg, plan)
     return PairMixer(
         plan,
         dist.rank() if rank is None else rank,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.batching import plan_batches
+from distribuuuu.batching import check_pairs, plan_batches
 from distribuuuu.config import Config, ConfigError, check_cfg, find_problems, with_origin
 from distribuuuu.launch import detect_launch
 from distribuuuu.ports import find_port_problem
@@ -37,7 +37,7 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             problems.append(problem)
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
-            plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
+            check_pairs(cfg, plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size))
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -88,7 +88,8 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not Path(path).is_file():
-            yield key, f"no such file: {path}"
+            what = "a folder, not a file" if Path(path).is_dir() else "no such file"
+            yield key, f"{what}: {path}"
     if train:
         yield from _finetune_problems(cfg)
     yield from _out_dir_problems(Path(cfg.OUT_DIR))

@@ -33,7 +33,7 @@ class Best:
 
     def beaten_by(self, top1: float, epoch: int) -> bool:
         """Take in an evaluation, and tell whether it is the best."""
-        is_best = top1 > self.top1 or self.top1 == 0
+        is_best = top1 > self.top1 or not self.top1 > 0  # it may be no number: nothing to rank
         if is_best:
             self.top1, self.epoch = top1, epoch
         return is_best

@@ -239,5 +239,8 @@ def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
     assert [state.finish_epoch({"raw": top1}) for top1 in (0.0, 20.0, 10.0, 30.0)] == [["raw"], ["raw"], [], ["raw"]]
     assert (state.bests["raw"], state.epoch, state.step) == (Best(30.0, 3), 4, 0)
     assert state.finish_epoch({"raw": 30.0, "ema": 29.0}) == ["ema"], "each kind of weights has a best of its own"
+    assert state.finish_epoch({"ema": float("nan")}) == [], "no number beats none"
+    state = make_state()
+    assert [state.finish_epoch({"raw": map_}) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
     resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
     assert not resumed.finish_epoch({"raw": 33.0}) and resumed.best_top1["raw"] == 33.5

@@ -123,3 +123,19 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
     assert "set MODEL.WEIGHTS null, or leave this one empty" in first
     assert "set MODEL.PRETRAINED False, or leave this one empty" in second
     assert finetune_problems(image_folder, *both, train=False) == []
+
+
+def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tmp_path):
+    words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
+    cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])
+    assert find_run_problems(cfg, train=True, nproc=3) == find_run_problems(cfg, train=False) == []
+    [problem] = find_run_problems(cfg, train=True, nproc=2)
+    assert problem.startswith("AUG.MIXUP (command line): images are mixed in pairs, but 3 at a time are odd")
+
+
+@pytest.mark.parametrize("key, others", [("MODEL.WEIGHTS", ()), ("DISTILL.WEIGHTS", ("DISTILL.TEACHER", "resnet18"))])
+def test_a_folder_is_not_a_file_of_weights(image_folder, tmp_path, key, others):
+    words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
+    cfg = load_cfg(None, [*words, *others, key, str(image_folder)])
+    [problem] = find_run_problems(cfg, train=True)
+    assert problem == f"{key} (command line): a folder, not a file: {image_folder}"

@@ -39,8 +39,8 @@ LAYERS = {
     3: ("act_checkpoint", "launch", "batching", "param_groups", "weights_file", "results"),
     4: ("rendezvous", "checkpoint_file", "nproc"),
     5: ("distributed",),
-    5.5: ("sharding",),
-    6: (
+    6: ("sharding",),
+    7: (
         "parallel",
         "log",
         "metrics",
@@ -57,10 +57,10 @@ LAYERS = {
         "mixing",
         "provenance",
     ),
-    7: ("checkpoint", "evaluator", "cli", "finetune", "distill", "tables"),
-    8: ("run", "pack_words", "recipe", "table_words"),
-    9: ("trainer", "packing"),
-    10: ("timing",),
+    8: ("checkpoint", "evaluator", "cli", "finetune", "distill", "tables"),
+    9: ("run", "pack_words", "recipe", "table_words"),
+    10: ("trainer", "packing"),
+    11: ("timing",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 

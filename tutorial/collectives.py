@@ -1,9 +1,8 @@
 """Collectives: write what the ranks hold as a table, and every operation is one line of indexing.
 
 Rank r holds row r: (1, 2, 3, 4) x 10^r, printed as a1 a2 a3 a4 for rank 0, b1 b2 b3 b4 for rank 1 and so on; ab1 is
-a1 + b1, and Σ1 the sum of all. Each line of OPERATIONS says what becomes of the table, and every result is checked
-against it. All members of a group make the same calls in the same order, or all hang (lesson 1). Object versions carry
-what can be pickled: no tensors, no strangers' data. Sources: the MPI standard; torch.distributed's documentation.
+a1 + b1, Σ1 the sum of all. Each line of OPERATIONS says what becomes of the table, and results are held against it.
+All make the same calls in the same order, or hang. Object versions pickle: no strangers' data. From the MPI standard.
 
 Run:
     torchrun --standalone --nproc_per_node=4 tutorial/collectives.py
@@ -99,15 +98,16 @@ def show_pictures(n, rank, device, say):
     pictures = [draw(name, *check(name, n, rank, device)) for name in names]
     for start in range(0, len(names), 3):
         say("\n".join("".join(line).rstrip() for line in zip(*pictures[start : start + 3], strict=True)) + "\n")
-    config, stamps = [{"sleep_s": 0.1} if rank == 0 else None], [None] * n
-    dist.broadcast_object_list(config, src=0)
-    time.sleep(config[0]["sleep_s"] * rank)
+    unit, own, stamps = [{"nap_s": 0.1} if rank == 0 else None], [None], [None] * n
+    dist.broadcast_object_list(unit, src=0)
+    dist.scatter_object_list(own, [{"naps": r} for r in range(n)] if rank == 0 else None, src=0)
+    time.sleep(unit[0]["nap_s"] * own[0]["naps"])
     came = time.monotonic()  # one clock for all processes of a machine
     dist.barrier()
     dist.all_gather_object(stamps, (came, time.monotonic()))
     all_came, all_left = zip(*stamps, strict=True)
     assert min(all_left) >= max(all_came)
-    say(f"objects, barrier: all got {config[0]}, the last came {max(all_came) - min(all_came):.1f} s late, all waited")
+    say(f"objects, barrier: all got {unit[0]}, the last came {max(all_came) - min(all_came):.1f} s late, all waited")
     say(f"ok: {len(names)} operations gave each of {n} ranks the row that indexing the table predicts")
 
 
