@@ -49,8 +49,10 @@ def shard_model(
         offload: keep the parts in the host's memory.
 
     Raises:
-        ConfigError: a weight has no dimension to cut.
+        ConfigError: a weight has no dimension to cut, or torch is too old.
     """
+    if device.type == "cpu" and torch.__version__ < (2, 7):
+        raise ConfigError(f"DIST.SHARD: fsdp on a CPU needs torch 2.7, this is {torch.__version__}; use zero1")
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(f"DIST.SHARD: fsdp cannot cut {name}, a single number; use zero1")

@@ -28,6 +28,8 @@ ALL_ON = (
     "OPTIM.BASE_LR", 2e-3, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0.0, "OPTIM.LAYER_DECAY", 0.8,
     "OPTIM.CLIP_NORM", 0.5, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 9,
 )  # fmt: skip
+needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a CPU needs torch 2.7")
+SHARDED = ["zero1", pytest.param("fsdp", marks=needs_fsdp)]
 DROPS = ("MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2)
 KINDS = {
     "ddp": (),
@@ -78,7 +80,7 @@ def run(image_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("num", [2, 3])
-@pytest.mark.parametrize("kind", list(KINDS)[1:])
+@pytest.mark.parametrize("kind", [*SHARDED, pytest.param("fsdp, recomputed, offloaded", marks=needs_fsdp)])
 def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
     if num == 3 and "," in kind:
         pytest.skip("2 processes tell")
@@ -90,7 +92,7 @@ def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
         assert_same_content(newest(got), newest(expected), 0)
 
 
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", SHARDED)
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)
@@ -98,6 +100,7 @@ def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     assert_same_content(newest(cfg.OUT_DIR), newest(run(kind, 2, *DROPS)), 0)
 
 
+@needs_fsdp
 @pytest.mark.parametrize(
     ("first", "second"),
     [(("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("zero1", 2), ("fsdp", 3)), (("fsdp", 3), ("zero1", 2))],
@@ -115,6 +118,7 @@ def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
 
 
+@needs_fsdp
 @pytest.mark.parametrize(
     ("words", "tolerance"),
     [
@@ -169,7 +173,7 @@ def measure_parts(cfg) -> dict:
         }
 
 
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", SHARDED)
 def test_each_process_holds_its_part_and_only_the_main_one_gathers(small_cfg, kind):
     words = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.CLIP_NORM", 0.5)
     parts = on_processes(2, measure_parts, small_cfg(*words, *KINDS[kind]))
@@ -182,6 +186,7 @@ def test_each_process_holds_its_part_and_only_the_main_one_gathers(small_cfg, ki
         assert [part["saved"] for part in parts] == [len(build_model(small_cfg(*words), False).state_dict()), 0]
 
 
+@needs_fsdp
 def test_gathered_tensors_have_no_more_memory_than_they_need(run):
     content = read_checkpoint(sorted((run("fsdp", 3, "TRAIN.BATCH_SIZE", 2, *DROPS) / "checkpoints").iterdir())[-1])
     for tensor in [*content["state_dict"].values(), content["optimizer"]["state"][0]["exp_avg"]]:
@@ -203,7 +208,7 @@ def fail_to_load(cfg, content: dict) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", SHARDED)
 def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
     cfg = small_cfg(*KINDS[kind])
     content = build_optimizer(cfg, build_model(cfg, False)).state_dict()
@@ -237,6 +242,7 @@ def shard_a_single_number(cfg) -> str:
         return str(whole_state_dict(model).keys())
 
 
+@needs_fsdp
 def test_a_weight_that_cannot_be_cut_is_answered(small_cfg):
     assert "0.scale" in on_processes(2, shard_a_single_number, small_cfg("DIST.SHARD", "fsdp"))[0]
 
@@ -255,6 +261,20 @@ def evaluate_twice(cfg) -> tuple[float, float]:
         return tuple(found)
 
 
+@needs_fsdp
 def test_an_evaluation_sees_what_the_weights_have_become(small_cfg):
     for before, after in on_processes(2, evaluate_twice, small_cfg("DIST.SHARD", "fsdp")):
         assert before != 7 and after == 7
+
+
+def refuse_old_torch(cfg, monkeypatch) -> str:
+    with dist.process_group(detect_launch(), CPU, 60), monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0"))
+        with pytest.raises(ConfigError) as caught:
+            build_placement(cfg, CPU)(build_model(cfg, False))
+        return str(caught.value)
+
+
+def test_a_torch_that_cannot_shard_on_a_cpu_is_answered(small_cfg, monkeypatch):
+    for message in on_processes(2, refuse_old_torch, small_cfg("DIST.SHARD", "fsdp"), monkeypatch):
+        assert message == "DIST.SHARD: fsdp on a CPU needs torch 2.7, this is 2.6.0; use zero1"
