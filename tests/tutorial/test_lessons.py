@@ -16,6 +16,8 @@ spec.loader.exec_module(run_all)
 outcome = functools.cache(run_all.run)
 
 TROUBLE = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
+# What torch 2.6 says of itself.
+HARMLESS = re.compile(r".*UserWarning: DTensor random operators may not have complete support on cpu.*\n.*\n")
 MORE = [("model_parallel", 2), ("zero", 4)]
 
 
@@ -29,7 +31,7 @@ def check(command):
     assert status == 0, out + err
     assert run_all.claim_of(out), out
     assert out.splitlines()[-1] == run_all.claim_of(out), "the claim is not the last line"
-    assert not TROUBLE.search(err), err
+    assert not TROUBLE.search(HARMLESS.sub("", err)), err
 
 
 @pytest.mark.parametrize("name", run_all.LESSONS)
