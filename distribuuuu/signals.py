@@ -80,8 +80,8 @@ def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(fd_before)
-        for signum, handler_before in before.items():
-            signal.signal(signum, handler_before)
+        for signum, handler_before in before.items():  # the error is printed after this, by Python itself
+            signal.signal(signum, signal.SIG_IGN if SignalBox.is_ending else handler_before)
         kernels.shutdown(socket.SHUT_RDWR)
         kernels.close()
         listener.join()

@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -96,3 +97,18 @@ def test_signals_are_heard_while_the_main_thread_waits():
         assert came.wait(5)
     assert heard == ["inner", (signal.SIGUSR1, False)]
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
+    lines = (
+        "import os, signal",
+        "from distribuuuu.signals import SignalBox, end_at_once, handled_by",
+        "try:",
+        "    with handled_by(end_at_once):",
+        "        SignalBox.is_ending = True",
+        "        raise ArithmeticError('the flux has run out')",
+        "finally:",
+        "    os.kill(os.getpid(), signal.SIGTERM)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ArithmeticError: the flux has run out")
