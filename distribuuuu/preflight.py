@@ -88,7 +88,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not Path(path).is_file():
-            what = "a folder, not a file" if Path(path).is_dir() else "no such file"
+            what = "not a file" if Path(path).exists() else "no such file"
             yield key, f"{what}: {path}"
     if train:
         yield from _finetune_problems(cfg)

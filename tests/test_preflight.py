@@ -138,4 +138,4 @@ def test_a_folder_is_not_a_file_of_weights(image_folder, tmp_path, key, others):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, *others, key, str(image_folder)])
     [problem] = find_run_problems(cfg, train=True)
-    assert problem == f"{key} (command line): a folder, not a file: {image_folder}"
+    assert problem == f"{key} (command line): not a file: {image_folder}"
