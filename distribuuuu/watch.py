@@ -100,6 +100,9 @@ class Watch(threading.Thread):
     def _heed(self, message: dict) -> None:
         if "end" in message:
             self._end(**message["end"])
+        elif "stacks" in message:
+            self._write_stacks()
+            self._lines.send({"wrote": True})
         else:
             self._hosts = message["hosts"]
 
@@ -117,8 +120,7 @@ class Watch(threading.Thread):
             self._may_raise.set()
             return
         if stacks:
-            path = self._write_stacks()
-            message = f"{message}; every process wrote its stacks to {path.parent}"
+            message = f"{message}; every process wrote its stacks to {self._stacks_file.parent}"
         if says and message:
             logger.error("%s", message.replace(LAST_STEP, self._position))
         for thread in threading.enumerate():  # as Python itself would: a checkpoint that is being written is still good
@@ -126,8 +128,12 @@ class Watch(threading.Thread):
                 thread.join(SAVE_S)
         os._exit(status)
 
-    def _write_stacks(self) -> Path:
-        path = self._report_dir / "stacks" / f"rank_{self.rank}.txt"
+    @property
+    def _stacks_file(self) -> Path:
+        return self._report_dir / "stacks" / f"rank_{self.rank}.txt"
+
+    def _write_stacks(self) -> None:
+        path = self._stacks_file
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
@@ -135,4 +141,3 @@ class Watch(threading.Thread):
                 file.write(f" {time.monotonic() - self._marked_at:.0f} s ago\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        return path

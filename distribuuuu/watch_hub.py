@@ -164,6 +164,8 @@ class Hub(threading.Thread):
         if self._over.is_set():
             return
         self._over.set()
+        if stuck:
+            self._collect_stacks()
         speaker = min((m for m in self._members if m is not culprit), key=lambda m: m.rank, default=culprit)
         end: dict[str, Any] = {"status": 1, "message": describe_end(culprit, stuck, self._timeout_s), "stacks": stuck}
         if culprit.failed:
@@ -177,6 +179,23 @@ class Hub(threading.Thread):
             raises = main is culprit and main.failed is not None
             main.lines.send({"end": {**end, "says": main is speaker, "raises": raises}})
         # A culprit elsewhere prints its error when the hub is gone.
+
+    def _collect_stacks(self) -> None:
+        """Have every process write where it is while all are still there: a peer's end would move the others on."""
+        waiting = list(self._members)
+        for member in waiting:
+            member.lines.send({"stacks": True})
+        deadline = time.monotonic() + FAREWELL_S
+        while waiting and time.monotonic() < deadline:
+            for key, _ in self._selector.select(timeout=0.1):
+                if key.fileobj is self._server:
+                    continue
+                messages = key.data.lines.receive()
+                if messages is None:
+                    self._drop(key.data)
+                has_answered = messages is None or any("wrote" in message for message in messages)
+                if has_answered and key.data in waiting:
+                    waiting.remove(key.data)
 
     def _await_farewells(self, members: list[_Member]) -> None:
         deadline = time.monotonic() + FAREWELL_S

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from distribuuuu.watch import Watch
-from distribuuuu.watch_hub import Hub, describe_end
+from distribuuuu.watch_hub import Hub, Lines, describe_end
 
 
 @pytest.fixture
@@ -56,6 +56,31 @@ def test_strangers_are_not_heard(hub, tmp_path, words):
     time.sleep(0.5)
     assert hub.is_alive() and watch.is_alive()
     watch.close()
+
+
+def test_nobody_is_ended_before_all_have_written_their_stacks(hub):
+    """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
+    members = {rank: Lines(socket.create_connection(("localhost", hub.port), timeout=10)) for rank in (1, 0)}
+    for rank, lines in members.items():
+        lines.send({"token": "secret", "rank": rank, "host": "here"})
+        lines.send({"at": "epoch 1, step 3", "age_s": 61.0})
+    assert told(members[0], "stacks") and told(members[1], "stacks")
+    members[1].send({"wrote": True})
+    members[1].connection.settimeout(1.0)
+    assert not told(members[1], "end")
+    members[0].send({"wrote": True})
+    members[1].connection.settimeout(10)
+    assert told(members[1], "end")
+    members[1].connection.close()
+    assert told(members[0], "end")
+
+
+def told(lines: Lines, what: str) -> bool:
+    """Tell whether a message comes, until the connection's time is over; skip those before it."""
+    while messages := lines.receive():
+        if any(what in message for message in messages):
+            return True
+    return False
 
 
 def test_what_is_said(hub):
