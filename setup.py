@@ -30,6 +30,6 @@ setup(
     extras_require={
         "simplejpeg": ["simplejpeg>=1.7"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
-        "dev": ["pytest>=8", "pytest-xdist>=3", "ruff>=0.6", "simplejpeg>=1.7"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.7", "ruff>=0.6", "simplejpeg>=1.7"],
     },
 )

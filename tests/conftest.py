@@ -28,8 +28,11 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """Skip the tests on real data where there is none."""
+    """Keep a file on one process, and what runs on a cluster on another; long ones first. Skip what lacks its data."""
+    items.sort(key=lambda item: ("slurm" not in item.nodeid.lower(), "tutorial" not in item.nodeid))
     for item in items:
+        on_cluster = "slurm" in item.nodeid.lower()
+        item.add_marker(pytest.mark.xdist_group("cluster" if on_cluster else item.path.stem))
         if item.get_closest_marker("real_data") and not os.environ.get("DATA_ROOT"):
             item.add_marker(pytest.mark.skip(reason="DATA_ROOT is not set to a folder with FashionMNIST/"))
 
