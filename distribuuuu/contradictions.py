@@ -79,7 +79,7 @@ def _in_multilabel(cfg: CfgNode) -> Iterator[tuple[str, str]]:
 
 def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     optim = cfg.OPTIM
-    if optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
+    if optim.NAME.lower() == "sgd" and optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
         yield "OPTIM.NESTEROV", "needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0; or set OPTIM.NESTEROV False"
     if optim.LR_POLICY == "steps" and not optim.STEPS:
         yield "OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; give the epochs, e.g. [30, 60, 90]"
@@ -98,6 +98,12 @@ def _in_loss(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "LOSS.CLASS_WEIGHTS", message
     if loss.CLASS_WEIGHTS and (min(loss.CLASS_WEIGHTS) < 0 or max(loss.CLASS_WEIGHTS) == 0):
         yield "LOSS.CLASS_WEIGHTS", f"must be 0 or more, and not all 0; the least is {min(loss.CLASS_WEIGHTS)}"
+    for key, off, is_on in (
+        ("BCE_TARGET_THRESHOLD", 0, loss.BCE_TARGET_THRESHOLD > 0),
+        ("BCE_REDUCTION", "mean", loss.BCE_REDUCTION == "sum"),
+    ):
+        if is_on and loss.NAME != "bce":
+            yield f"LOSS.{key}", f"is for LOSS.NAME bce, which is {loss.NAME}; set that to bce, or this one to {off}"
     # A threshold that the target of every class, or of none, is above would leave nothing to learn.
     least = loss.LABEL_SMOOTHING / max(1, num_classes)
     most = 1 - loss.LABEL_SMOOTHING + least

@@ -15,6 +15,9 @@ from distribuuuu.registry import did_you_mean
 from distribuuuu.schedule import build_schedule
 from distribuuuu.sharding import build_sharded_optimizer, clip_grad_norm, is_sharded
 
+# torch's optimizers that have one kernel for all parameters, on every GPU and in every torch; sharded ones too.
+_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = (torch.optim.SGD, *_FUSED_SHARDED)
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its count of steps among its
 # settings, which a resumed run takes from the config.
 _UNFIT = ("adahessian", "lookahead")
@@ -51,15 +54,25 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
 
 
 def _build_sgd(cfg, groups: list[dict], lr: float, kernels: Callable) -> torch.optim.Optimizer:
-    optim = cfg.OPTIM
-    return torch.optim.SGD(
-        groups,
-        lr=lr,
-        momentum=optim.MOMENTUM,
-        dampening=optim.DAMPENING,
-        nesterov=optim.NESTEROV,
-        **kernels(torch.optim.SGD),
+    optim, how = cfg.OPTIM, kernels(torch.optim.SGD)
+    if optim.DAMPENING:  # not that of the first step, which `_begin_momentum` cannot tell from others
+        how = {key: value for key, value in how.items() if key != "fused"}
+    optimizer = torch.optim.SGD(
+        groups, lr=lr, momentum=optim.MOMENTUM, dampening=optim.DAMPENING, nesterov=optim.NESTEROV, **how
     )
+    if how.get("fused") and optim.MOMENTUM:
+        _begin_momentum(optimizer)
+    return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.SGD) -> None:
+    """Let every momentum begin with 0, which gives the same first step.
+
+    torch's fused SGD would begin with what it finds in the memory when float16 leaves the first step out.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
 
 
 def _build_by_timm(cfg, groups: list[dict], lr: float, kernels: Callable) -> torch.optim.Optimizer:
@@ -104,12 +117,11 @@ def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:
 
     For sharded parameters only Adam has one; the rest of torch's own then handle all of them in each operation.
     """
-    known, on_gpu = inspect.signature(optimizer).parameters, all(weight.is_cuda for weight in model.parameters())
     sharded = is_sharded(model)
-    if on_gpu and "fused" in known and (not sharded or optimizer in (torch.optim.Adam, torch.optim.AdamW)):
+    if optimizer in (_FUSED_SHARDED if sharded else _FUSED) and all(weight.is_cuda for weight in model.parameters()):
         return {"fused": True}
     is_torchs = getattr(optimizer, "__module__", "").startswith("torch.optim")
-    return {"foreach": True} if sharded and is_torchs and "foreach" in known else {}
+    return {"foreach": True} if sharded and is_torchs and "foreach" in inspect.signature(optimizer).parameters else {}
 
 
 def _fit_loaded(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -13,7 +14,16 @@ from torch import nn
 
 from distribuuuu.checkpoint_file import CheckpointError
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.optim import build_clipper, build_lr, build_optimizer, describe_lr, scaled_lr, set_lr
+from distribuuuu.optim import (
+    _build_sgd,
+    _kernels,
+    build_clipper,
+    build_lr,
+    build_optimizer,
+    describe_lr,
+    scaled_lr,
+    set_lr,
+)
 from distribuuuu.param_groups import is_norm_layer, parameter_groups, parameter_kinds
 from distribuuuu.schedule import build_schedule
 from distribuuuu.state import load_optimizer
@@ -226,6 +236,44 @@ def test_on_the_cpu_the_optimizer_is_the_plain_one_of_torch(name):
     assert (group["fused"], group["foreach"]) == (None, None)
 
 
+def test_the_kernel_for_all_is_asked_of_those_that_have_it_everywhere():
+    class OnGpu(nn.Module):
+        def parameters(self, recurse=True):
+            return [SimpleNamespace(is_cuda=True)]
+
+    kernels = {kind.__name__: _kernels(kind, OnGpu()) for kind in (torch.optim.SGD, torch.optim.AdamW)}
+    assert kernels == {"SGD": {"fused": True}, "AdamW": {"fused": True}}
+    assert _kernels(torch.optim.Adagrad, OnGpu()) == {}, "it refuses a GPU before torch 2.7"
+    assert _kernels(torch.optim.SGD, nn.Linear(1, 1)) == {}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_first_step_that_float16_leaves_out_leaves_no_trace_in_fused_sgd(nesterov):
+    cfg = make_cfg("OPTIM.BASE_LR", 0.1, "OPTIM.NESTEROV", nesterov)
+    weights = {}
+    for how in ({"fused": True}, {}):
+        weight = nn.Parameter(torch.ones(64))
+        optimizer = _build_sgd(cfg, [{"params": [weight]}], 0.1, lambda kind, how=how: how)
+        if how:  # what torch would leave uninitialised
+            assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(64))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale((weight * (step + 1)).sum()).backward()
+            if step == 0:
+                weight.grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        weights[bool(how)] = weight.detach()
+    torch.testing.assert_close(weights[True], weights[False])
+
+
+def test_fused_sgd_is_not_used_with_dampening():
+    cfg = make_cfg("OPTIM.NESTEROV", False, "OPTIM.DAMPENING", 0.5)
+    optimizer = _build_sgd(cfg, [{"params": [nn.Parameter(torch.ones(1))]}], 0.1, lambda kind: {"fused": True})
+    assert not optimizer.defaults["fused"] and not optimizer.state
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name):
@@ -278,6 +326,12 @@ def test_what_does_not_fit_is_said_with_its_key(words, said):
 def test_values_out_of_range_are_refused_when_the_config_is_read(words, key):
     with pytest.raises(ConfigError, match=key):
         make_cfg(*words)
+
+
+def test_settings_of_sgd_mean_nothing_to_others():
+    make_cfg("OPTIM.NAME", "rmsprop", "OPTIM.MOMENTUM", 0)
+    with pytest.raises(ConfigError, match="OPTIM.NESTEROV: needs OPTIM.MOMENTUM above 0"):
+        make_cfg("OPTIM.MOMENTUM", 0)
 
 
 def test_without_scaling_the_learning_rate_is_the_schedule_to_the_bit():
@@ -356,7 +410,7 @@ def test_a_run_stopped_and_resumed_is_the_uninterrupted_run(small_cfg, tmp_path,
 
 def test_another_optimizer_is_refused_on_resuming(small_cfg):
     train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
-    with pytest.raises(CheckpointError, match="of OPTIM.NAME sgd, here it is adamw; TRAIN.LOAD_OPT"):
+    with pytest.raises(CheckpointError, match="of OPTIM.NAME sgd, here it is adamw; .* TRAIN.LOAD_OPT"):
         train_model(small_cfg("OPTIM.NAME", "adamw"))
     with pytest.raises(CheckpointError, match="parameter groups"):
         train_model(small_cfg(*NO_DECAY))
