@@ -38,12 +38,7 @@ class ProcessBatchNorm(_BatchNorm):
         axes, given = [0, *range(2, images.dim())], images.dtype
         # As batch norm of one process: half precision (autocast) comes in and goes out, but nothing is summed in it.
         images = images.to(torch.promote_types(given, torch.float32))
-        mean, mean_of_squares = images.mean(axes), images.square().mean(axes)
-        count = images.new_full((1,), images.numel() / images.shape[1])
-        sums = dist.differentiable_sum(torch.cat([mean * count, mean_of_squares * count, count]))
-        total = sums[-1].detach()
-        mean, mean_of_squares = (sums[:-1] / total).chunk(2)
-        var = (mean_of_squares - mean.square()).clamp_min(0)
+        mean, var, total = _statistics_of_group(images, axes)
         self._track(mean.detach(), (var.detach() * total / (total - 1)))
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
@@ -59,6 +54,22 @@ class ProcessBatchNorm(_BatchNorm):
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean, momentum)
         self.running_var.lerp_(unbiased_var, momentum)
+
+
+def _statistics_of_group(images: torch.Tensor, axes: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return mean (C,), biased variance (C,) and count () of all processes' images, by one differentiable sum.
+
+    Each process takes its own variance around its own mean (Chan et al., 1979): from sums of squares over all nothing
+    would be left of a variance that is small beside the mean. What is left to take from squares is in float64.
+    """
+    wide = torch.float32 if images.device.type == "mps" else torch.float64
+    own_var, own_mean = (value.to(wide) for value in torch.var_mean(images, axes, correction=0))
+    count = own_mean.new_full((1,), images.numel() / images.shape[1])
+    sums = dist.differentiable_sum(torch.cat([own_mean * count, (own_var + own_mean.square()) * count, count]))
+    total = sums[-1].detach()
+    mean, mean_of_squares = (sums[:-1] / total).chunk(2)
+    var = (mean_of_squares - mean.square()).clamp_min(0)
+    return mean.to(images.dtype), var.to(images.dtype), total.to(images.dtype)
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

@@ -53,6 +53,30 @@ def test_it_equals_batch_norm_over_the_whole_batch(momentum):
         assert share[6] == 1
 
 
+def norm_far_from_zero(mean: float, std: float) -> tuple[torch.Tensor, ...]:
+    with dist.process_group(detect_launch(), CPU, 60):
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(3, momentum=1.0).train(), CPU)
+        images = ((make_images() - 5) / 3 * std + mean)[slice(0, 4) if dist.rank() == 0 else slice(4, 6)]
+        images.requires_grad_()
+        out = layer(images)
+        (out**3).sum().backward()
+        return out.detach(), images.grad, layer.running_var
+
+
+@pytest.mark.parametrize("mean, std", [(100, 0.1), (30, 0.01), (300, 1)])
+def test_a_variance_that_is_small_beside_the_mean_is_not_lost(mean, std):
+    images = ((make_images() - 5) / 3 * std + mean).double().requires_grad_()  # rounded as the processes see them
+    exact = nn.BatchNorm2d(3, momentum=1.0).double()
+    expected = exact(images)
+    (expected**3).sum().backward()
+    shares = on_processes(2, norm_far_from_zero, mean, std)
+    out, grad = (torch.cat([share[number] for share in shares]).double() for number in (0, 1))
+    tolerance = 20 * mean / std * torch.finfo(torch.float32).eps  # of the rounded mean
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(grad, images.grad, rtol=0, atol=tolerance * images.grad.abs().max().item())
+    torch.testing.assert_close(shares[1][2].double(), exact.running_var, rtol=1e-3, atol=0)
+
+
 def norm_of_half_precision() -> tuple[torch.Tensor, torch.Tensor]:
     with dist.process_group(detect_launch(), CPU, 60):
         layer = convert_sync_batchnorm(nn.BatchNorm2d(3).train(), CPU)
