@@ -49,7 +49,7 @@ class Training:
     def time_block(self, checkpoints: CheckpointFolder) -> float:
         """Return the seconds a step of one block."""
         start, self.state.step = time.perf_counter(), 0
-        recipe = build_recipe(self.cfg, self.loader.plan, self.loader.device, self.state.precision)
+        recipe = build_recipe(self.cfg, self.loader, self.loader.device, self.state.precision)
         train_epoch(self.cfg, self.state, self.state.model, self.loader, recipe, checkpoints, self.log, StopRequest())
         checkpoints.wait()
         return (time.perf_counter() - start) / self.loader.num_steps

@@ -95,7 +95,7 @@ def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
     device, (images, labels) = loader.device, batches.batch
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
-    recipe = build_recipe(cfg, loader.plan, device, state.precision)
+    recipe = build_recipe(cfg, loader, device, state.precision)
     model = wrap_model(state.model, device, images, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
     compile_model(model, cfg.MODEL.COMPILE)
     log, stop = stack.enter_context(open_log(cfg, state, loader)), StopRequest()

@@ -84,7 +84,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     has_features = cfg.EMA.HALF_LIFE > 0
     loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1 + has_features, dist.world_size()), device)
     state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
-    recipe, criterion = build_recipe(cfg, loader.plan, device, state.precision), build_loss(cfg)
+    recipe, criterion = build_recipe(cfg, loader, device, state.precision), build_loss(cfg)
     model = wrap_model(state.model, device, images)
     log, stop = open_log(cfg, state, loader), StopRequest()
     average = copy.deepcopy(state.model)

@@ -67,6 +67,20 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
         )
 
 
+def check_accumulation(cfg, plan: BatchPlan) -> None:
+    """Check that no gradients are to accumulate over replays of a CUDA graph, whose memory the next replay takes.
+
+    Raises:
+        ConfigError: they are.
+    """
+    mode = cfg.MODEL.COMPILE
+    if plan.num_micro > 1 and mode in ("reduce-overhead", "max-autotune"):
+        raise ConfigError(
+            f"{with_origin(cfg, 'MODEL.COMPILE')}: {mode} replays CUDA graphs, over which gradients do not accumulate"
+            f" ({plan}); set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"
+        )
+
+
 def _divide(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan | None:
     share, rest = divmod(global_batch_size, world_size)
     if rest or not share:

@@ -9,7 +9,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ from distribuuuu.config import ConfigError
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; names the file and the reason."""
+
+
+def find_other_class(content: dict[str, Any], classes: Sequence[str]) -> str | None:
+    """Return which of as many classes the weights in a file were trained on in the place of one of these.
+
+    None: the same, or another number of them, or the file does not say.
+    """
+    pairs = zip(content.get("classes") or (), classes, strict=False)
+    different = [f"{theirs!r} where the data has {ours!r}" for theirs, ours in pairs if theirs != ours]
+    return different[0] if different and len(content["classes"]) == len(classes) else None
 
 
 def write_atomically(path: Path, content: dict[str, Any]) -> None:

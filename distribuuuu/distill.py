@@ -1,14 +1,14 @@
 """What a step makes small: the loss against the targets, and with a teacher also that against its answers."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.loss import Loss, build_loss
 from distribuuuu.models import build_model
@@ -66,25 +66,29 @@ class Distillation:
         return scale**2 * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
 
 
-def build_objective(cfg, device: torch.device, autocast: Callable = contextlib.nullcontext) -> Objective:
+def build_objective(
+    cfg, classes: Sequence[str], device: torch.device, autocast: Callable = contextlib.nullcontext
+) -> Objective:
     """Return the loss of LOSS.NAME, shared with the teacher of DISTILL.TEACHER if there is one.
 
+    Args:
+        cfg: the config.
+        classes: the names of the data's classes.
+        device: where the loss is computed.
+        autocast: the context of the teacher's forward pass.
+
     Raises:
-        ConfigError: the teacher cannot be built, or its weights do not fit.
+        ConfigError: the teacher cannot be built, or its weights do not fit or are those of other classes.
     """
     criterion, settings = build_loss(cfg).to(device), cfg.DISTILL
     if not settings.TEACHER:
         return lambda images, logits, targets: criterion(logits, targets)
-    teacher = build_teacher(cfg).to(device)
+    teacher = build_teacher(cfg, classes).to(device)
     return Distillation(criterion, teacher, settings.KIND, settings.ALPHA, settings.TEMPERATURE, autocast)
 
 
-def build_teacher(cfg) -> nn.Module:
-    """Return the model of DISTILL.TEACHER with its weights.
-
-    Raises:
-        ConfigError: an unknown name or keyword, or weights that cannot be had or do not fit.
-    """
+def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
+    """Return the model of DISTILL.TEACHER with its weights; raises and asks as `build_objective`."""
     settings = cfg.DISTILL
     own = cfg.clone()
     own.defrost()
@@ -100,6 +104,9 @@ def build_teacher(cfg) -> nn.Module:
     try:
         content = read_checkpoint(settings.WEIGHTS)
         load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], settings.WEIGHTS)
+        if other := find_other_class(content, classes):
+            remedy = "if they mean the same, give a file with the state dict alone"
+            raise CheckpointError(f"{settings.WEIGHTS}: was trained on other classes: {other}; {remedy}")
     except CheckpointError as error:
         raise ConfigError(
             [f"{with_origin(cfg, 'DISTILL.WEIGHTS')}: {problem}" for problem in error.problems]

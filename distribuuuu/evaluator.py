@@ -59,7 +59,9 @@ def evaluate(
     with inference(model):
         for images, labels in progress(EqualRounds(loader) if is_sharded(model) else loader):
             with autocast():
-                logits = (model(images) + model(images.flip(-1))) / 2 if flip else model(images)
+                logits = model(images)
+                if flip:  # a compiled model's second answer may take the place of its first
+                    logits = (logits.clone() + model(images.flip(-1))) / 2
             if labels is not None:
                 meter.update(criterion(logits, labels), logits, labels)
     result = meter.read()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.models import build_model, count_parameters, find_head, finetune_problems
 from distribuuuu.models.freeze import count_frozen, freeze
@@ -122,15 +122,9 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         logger.warning("%d tensors below the head start fresh: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "
                        "TRAIN.IM_SIZE?", transfer.num_misfits, made_by)  # fmt: skip
     if not settings.HEAD_RESET:
-        _compare_classes(content.get("classes", classes), classes)
-
-
-def _compare_classes(theirs: Sequence[str], ours: Sequence[str]) -> None:
-    """Warn of a head that fits in number only; the 2021 distribuuuu did not write down the classes."""
-    different = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
-    if different and len(theirs) == len(ours):
-        logger.warning("the head was trained on other classes: %r where the data has %r; FINETUNE.HEAD_RESET True "
-                       "starts it fresh", *different[0])  # fmt: skip
+        other = find_other_class(content, classes)
+        if other:
+            logger.warning("the head was trained on other classes: %s; FINETUNE.HEAD_RESET True starts it fresh", other)
 
 
 def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False) -> Transfer:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as torch_dist
@@ -22,7 +22,12 @@ COMPRESSIONS: dict[str, Callable | None] = {
 
 
 def wrap_model(
-    model: nn.Module, device: torch.device, example: torch.Tensor, bucket_mb: float = 25, compress: str = "none"
+    model: nn.Module,
+    device: torch.device,
+    example: torch.Tensor,
+    bucket_mb: float = 25,
+    compress: str = "none",
+    unused: Sequence[str] = (),
 ) -> nn.Module:
     """Return the model with gradients averaged over the processes; alone or sharded, the model itself.
 
@@ -34,6 +39,7 @@ def wrap_model(
         example: images (N, 3, H, W) on `device`, like those to come.
         bucket_mb: MiB of gradients that are sent at once.
         compress: the type they are sent in: one of COMPRESSIONS.
+        unused: the parameters that get no gradient on any process; DDP then looks for such in each step.
     """
     if not in_group() or is_sharded(model):
         return model
@@ -44,11 +50,12 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
+        find_unused_parameters=bool(unused),
         **{exchange: False},
     )
     if COMPRESSIONS[compress]:
         wrapped.register_comm_hook(None, COMPRESSIONS[compress])
-    _settle_buckets(wrapped, example)
+    _settle_buckets(wrapped, example[:2])  # two are enough for batch norm, and take little memory
     return wrapped
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.batching import check_pairs, plan_batches
+from distribuuuu.batching import check_accumulation, check_pairs, plan_batches
 from distribuuuu.config import Config, ConfigError, check_cfg, find_problems, with_origin
 from distribuuuu.launch import detect_launch
 from distribuuuu.ports import find_port_problem
@@ -37,7 +37,9 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             problems.append(problem)
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
-            check_pairs(cfg, plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size))
+            plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
+            check_pairs(cfg, plan)
+            check_accumulation(cfg, plan)
     except ConfigError as error:
         problems += error.problems
     return problems

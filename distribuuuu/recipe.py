@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distribuuuu.batching import BatchPlan
+from distribuuuu.datasets.loader import TrainLoader
 from distribuuuu.distill import Objective, build_objective
 from distribuuuu.mixing import Mixer, build_mixer
 from distribuuuu.optim import build_clipper, build_lr
@@ -30,15 +30,16 @@ class Recipe:
     clip: Callable[[Iterable[nn.Parameter]], None]
 
 
-def build_recipe(cfg, plan: BatchPlan, device: torch.device, precision: Precision) -> Recipe:
-    """Return the recipe of a config for steps of a plan.
+def build_recipe(cfg, loader: TrainLoader, device: torch.device, precision: Precision) -> Recipe:
+    """Return the recipe of a config for the steps of a loader.
 
     Raises:
-        ConfigError: the batches cannot be mixed, or the teacher cannot be had.
+        ConfigError: the batches cannot be mixed, or the teacher cannot be had or knows other classes.
     """
+    plan = loader.plan
     return Recipe(
         lr_at=build_lr(cfg, plan.global_batch),
         mix=build_mixer(cfg, plan),
-        objective=build_objective(cfg, device, precision.autocast),
+        objective=build_objective(cfg, loader.images.classes, device, precision.autocast),
         clip=build_clipper(cfg),
     )

@@ -1,27 +1,31 @@
 """What a run is made of: the one place that says what a checkpoint holds and how a run goes on from it.
 
 A checkpoint is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
-`optimizer`, `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`, `global_batch`, `seconds`, and where the run has
-them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`. The 2021 distribuuuu wrote the first five without
-`step`, and means the same by them.
+`optimizer`, `optimizer_names` (of its parameters, by group), `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`,
+`global_batch`, `seconds`, and where the run has them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`.
+The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, and means the same by them.
 """
 
 import logging
 import os
 import time
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint_file import CheckpointError
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class
 from distribuuuu.ema import Ema
 from distribuuuu.precision import Precision
 from distribuuuu.seeding import derive_seed
 from distribuuuu.sharding import load_whole_state_dict, whole_state_dict
 
 logger = logging.getLogger(__name__)
+
+# What helps when all of a checkpoint does not fit.
+_WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
 
 @dataclass
@@ -88,6 +92,7 @@ class TrainState:
             **self._facts(),
             "state_dict": whole_state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_names": self._optimizer_names(),
             "step": self.step,
             "seconds": self.seconds,
             "scaler": self.precision.state_dict(),
@@ -107,6 +112,18 @@ class TrainState:
             "global_batch": self.global_batch,
         }
 
+    def start_from(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Take the weights of a file, and nothing else; their moving average begins with them.
+
+        Raises:
+            CheckpointError: they do not fit the model.
+        """
+        for model in self.models.values():
+            load_state_dict(model, content["state_dict"], path)
+        other = find_other_class(content, self.classes)
+        if other:
+            logger.warning("%s: was trained on other classes: %s", path, other)
+
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Continue where a checkpoint of ours or of the 2021 distribuuuu stopped.
 
@@ -118,6 +135,7 @@ class TrainState:
         self._check_classes(content, path)
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
+        self._check_groups(content, path)
         self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
         self.bests["raw"] = Best(float(content.get("best_acc1", 0.0)), int(content.get("best_epoch", -1)))
         self.bests["ema"] = Best(float(content.get("best_ema_acc1", 0.0)), int(content.get("best_ema_epoch", -1)))
@@ -135,12 +153,26 @@ class TrainState:
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        classes = tuple(content.get("classes", self.classes))
-        if len(classes) == len(self.classes) and classes != self.classes:
-            mine, theirs = next(pair for pair in zip(self.classes, classes, strict=True) if pair[0] != pair[1])
+        other = find_other_class(content, self.classes)
+        if other:
+            raise CheckpointError(f"{path}: was trained on other classes: {other}; {_WEIGHTS_ONLY}")
+
+    def _optimizer_names(self) -> list[list[str]]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def _check_groups(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Raise CheckpointError if the optimizer, which knows parameters by number, has taken them for others."""
+        mine = self._optimizer_names()
+        theirs = content.get("optimizer_names", mine)
+        if theirs != mine:
+            pairs = zip_longest(chain.from_iterable(theirs), chain.from_iterable(mine))
+            names = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            example = f", e.g. {' in the place of '.join(map(str, names))}" if names else ""
+            settings = "FINETUNE.LR_MULT or FREEZE, OPTIM.LAYER_DECAY or a weight decay"
             raise CheckpointError(
-                f"{path}: was trained on other classes: {theirs!r} where the data has {mine!r};"
-                f" TRAIN.LOAD_OPT False with MODEL.WEIGHTS takes only its weights"
+                f"{path}: its optimizer has the parameters in other groups{example}: it was made with another"
+                f" {settings}; set it back, or {_WEIGHTS_ONLY}"
             )
 
     def _convert_step(self, old_batch: int) -> None:
@@ -203,7 +235,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], pa
     try:
         optimizer.load_state_dict(content)
     except (ValueError, KeyError, TypeError) as error:
-        remedy = "TRAIN.LOAD_OPT False takes only the weights"
-        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {remedy}") from error
+        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {_WEIGHTS_ONLY}") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

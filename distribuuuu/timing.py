@@ -25,6 +25,7 @@ from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_mode
 from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.provenance import own_peak_bytes
 from distribuuuu.recipe import build_recipe
+from distribuuuu.rehearsal import rehearse
 from distribuuuu.run import describe_model, open_run
 from distribuuuu.seeding import derive_seed, seed_step
 from distribuuuu.trainer import build_state
@@ -91,10 +92,11 @@ class Step:
         self.device = device
         self.num_micro = loader.plan.num_micro
         self.state = build_state(cfg, device, loader, pretrained=False)
-        self.recipe = build_recipe(cfg, loader.plan, device, self.state.precision)
+        self.recipe = build_recipe(cfg, loader, device, self.state.precision)
         self.meter = build_meter(cfg, device)
         example = loader.example()
-        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
+        unused = rehearse(cfg, self.state.model, example, example[:1])
+        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
         compile_model(self.model, cfg.MODEL.COMPILE)
         set_lr(self.state.optimizer, 0.0)
         self.model.train()

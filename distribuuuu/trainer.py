@@ -11,7 +11,7 @@ from torch import nn
 from distribuuuu import distributed as dist
 from distribuuuu.act_checkpoint import build_act_checkpoint
 from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.ema import build_ema
 from distribuuuu.evaluator import evaluate
@@ -27,6 +27,7 @@ from distribuuuu.precise_bn import compute_precise_statistics
 from distribuuuu.precision import build_precision
 from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.recipe import Recipe, build_recipe
+from distribuuuu.rehearsal import rehearse, rehearse_evaluation
 from distribuuuu.run import RunResults, describe_model, describe_training, open_run, write_config, write_test_results
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.sharding import build_placement
@@ -54,8 +55,9 @@ def train_model(cfg) -> float:
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=latest is None)
         restore(cfg, state, latest)
-        recipe = build_recipe(cfg, train_loader.plan, device, state.precision)
-        model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
+        recipe = build_recipe(cfg, train_loader, device, state.precision)
+        unused = rehearse(cfg, state.model, train_loader.example(), val_loader.black(1))
+        model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
         compile_model(model, cfg.MODEL.COMPILE)
         describe_training(cfg, state, train_loader, val_loader)
         results = RunResults(cfg, device, state, train_loader, val_loader)
@@ -239,7 +241,7 @@ def load_weights(cfg, state: TrainState) -> None:
         state.load_dict(content, path)
         logger.info("continued from %s: epoch %d; TRAIN.LOAD_OPT False takes only its weights", path, state.epoch + 1)
     else:
-        load_state_dict(state.model, content["state_dict"], path)
+        state.start_from(content, path)
         logger.info("started from the weights in %s", path)
 
 
@@ -275,9 +277,9 @@ def test_model(cfg) -> dict:
         if weights != "pretrained":
             content = read_checkpoint(weights)
             load_state_dict(model, content["state_dict"], weights)
-            classes = content.get("classes")
-            if classes and list(loader.images.classes) != classes:
-                raise CheckpointError(f"{weights}: was trained on the classes {classes}, the data has other ones")
+            if other := find_other_class(content, loader.images.classes):
+                raise CheckpointError(f"{weights}: was trained on other classes: {other}")
+        rehearse_evaluation(cfg, model, loader.black(1))
         describe_model(cfg, model)
         criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
         autocast = build_precision(cfg, device).autocast

@@ -9,7 +9,8 @@ from torch import nn
 
 from distribuuuu.registry import MODELS
 
-# Passes that are made before the first step, to settle the buckets of DDP.
+# Passes in training mode that are made before the first step: a rehearsal, and in a group two to settle DDP's buckets.
+NUM_BEFORE = 1
 NUM_SETTLING = 2
 
 
@@ -20,7 +21,8 @@ class Odd(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
         self.oddity, self.num_passes = oddity, 0
         own_rank = int(os.environ.get("RANK", -1))
-        self.odd_pass = step + NUM_SETTLING * (own_rank >= 0) if rank in (-1, own_rank) else 0
+        before = NUM_BEFORE + NUM_SETTLING * (own_rank >= 0)
+        self.odd_pass = step + before if rank in (-1, own_rank) else 0
 
     def forward(self, images):
         self.num_passes += self.training

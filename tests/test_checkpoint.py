@@ -216,6 +216,24 @@ def test_other_classes_and_other_optimizers_are_errors(tmp_path):
         make_state().load_dict(content, path)
 
 
+def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):
+    """torch knows parameters by their number: groups of the same sizes would take each other's momentum."""
+
+    def state_with(*words) -> TrainState:
+        state = make_state()
+        state.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        state.optimizer = build_optimizer(load_cfg(None, [str(word) for word in words]), state.model)
+        return state
+
+    path = CheckpointFolder(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
+    state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
+    with pytest.raises(CheckpointError, match="other groups, e.g. 2.weight in the place of 1.weight: .*LR_MULT"):
+        state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
+    old = read_checkpoint(path)
+    del old["optimizer_names"]  # as they were written before
+    state_with("FINETUNE.LR_MULT.1", 2.0).load_dict(old, path)
+
+
 def test_another_global_batch_keeps_the_images_seen(tmp_path):
     path = CheckpointFolder(tmp_path).save(make_state(epoch=1, step=6))
     other = make_state()

@@ -10,6 +10,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distill import Distillation, build_objective
 from distribuuuu.loss import CrossEntropy
+from distribuuuu.models import build_model
 from distribuuuu.trainer import train_model
 
 
@@ -87,13 +88,25 @@ def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, t
     torch.save({"w": torch.ones(1)}, weights)
     device, given = torch.device("cpu"), ("DISTILL.WEIGHTS", weights)
     with pytest.raises(ConfigError, match=r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet88", *given), device)
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet88", *given), (), device)
     with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 takes no such keyword; did you mean width"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), device)
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), (), device)
     with pytest.raises(ConfigError, match=r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", *given), device)
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", *given), (), device)
     with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*resnet8 has no published weights"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), device)
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), (), device)
+
+
+def test_a_teacher_of_other_classes_is_refused(small_cfg, tmp_path):
+    weights, cpu = tmp_path / "teacher.pth", torch.device("cpu")
+    cfg = small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", weights)
+    content = {"state_dict": build_model(cfg).state_dict(), "classes": ["ant", "wasp", "cat"]}
+    torch.save(content, weights)
+    with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*other classes: 'wasp' where the data has 'bee'"):
+        build_objective(cfg, ("ant", "bee", "cat"), cpu)
+    build_objective(cfg, ("ant", "wasp", "cat"), cpu)
+    torch.save(content["state_dict"], weights)
+    build_objective(cfg, ("ant", "bee", "cat"), cpu)
 
 
 def test_half_a_teacher_is_a_contradiction():

@@ -125,6 +125,17 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
     assert finetune_problems(image_folder, *both, train=False) == []
 
 
+def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_path):
+    words = ("TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE", "reduce-overhead")
+    cfg = load_cfg(None, small_words(image_folder, tmp_path / "out", *words))
+    assert find_run_problems(cfg, train=True, nproc=2) == []
+    [problem] = find_run_problems(cfg, train=True, nproc=1)
+    assert problem.startswith("MODEL.COMPILE (command line): reduce-overhead replays CUDA graphs")
+    assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
+    cfg = load_cfg(None, small_words(image_folder, tmp_path / "out", *words[:3], "default"))
+    assert find_run_problems(cfg, train=True, nproc=1) == []
+
+
 def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tmp_path):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])

@@ -90,7 +90,7 @@ def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     loader = build_loader(cfg, launch, device, train=True)
     state = build_state(cfg, device, loader, pretrained=False)
     before = [parameter.detach().clone() for parameter in state.model.parameters()]
-    recipe = build_recipe(cfg, loader.plan, device, state.precision)
+    recipe = build_recipe(cfg, loader, device, state.precision)
     meter = []
     with open_log(cfg, state, loader) as log, StopRequest() as stop:
         log.train = lambda *record: meter.append(record[3])

@@ -57,7 +57,7 @@ LAYERS = {
         "mixing",
         "provenance",
     ),
-    8: ("checkpoint", "evaluator", "cli", "finetune", "distill", "tables"),
+    8: ("checkpoint", "evaluator", "cli", "finetune", "distill", "rehearsal", "tables"),
     9: ("run", "pack_words", "recipe", "table_words"),
     10: ("trainer", "packing"),
     11: ("timing",),

@@ -53,7 +53,8 @@ class Construction:
         """
         arguments = {"num_classes": self.num_classes, **self.im_size, **self.kwargs, **more}
         try:
-            return self.arch.builder(**arguments)
+            model = self.arch.builder(**arguments)
+            return model if "aux_logits" in self.kwargs else without_auxiliary_heads(model)
         except TypeError as error:
             if not self.kwargs:
                 raise
@@ -75,6 +76,16 @@ class Construction:
         keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
         given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
         return ConfigError(f"{', '.join(keys)}: {self.arch.name} refuses {given}: {str(error) or type(error).__name__}")
+
+
+def without_auxiliary_heads(model: nn.Module) -> nn.Module:
+    """Return torchvision's GoogLeNet or Inception without what else they answer in training; others as they are."""
+    if getattr(model, "aux_logits", False) is True:
+        model.aux_logits = False
+        for name, _ in list(model.named_children()):
+            if name.lower().startswith("aux"):
+                setattr(model, name, None)
+    return model
 
 
 def plan_construction(

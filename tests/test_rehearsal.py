@@ -1,0 +1,104 @@
+"""What a model would fail at is said before the first step; and a rehearsal leaves nothing behind."""
+
+import pytest
+import torch
+from conftest import on_processes
+from test_trainer import assert_close, newest
+from torch import nn
+
+from distribuuuu.config import ConfigError
+from distribuuuu.models import build_model
+from distribuuuu.models.construction import without_auxiliary_heads
+from distribuuuu.registry import MODELS
+from distribuuuu.rehearsal import rehearse_evaluation, rehearse_training
+from distribuuuu.trainer import train_model
+
+
+class Idle(nn.Module):
+    """A net with a layer that nobody calls."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.used = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+        self.idle = nn.Linear(5, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.used(images)
+
+
+class TwoHeads(Idle):
+    """A net that answers twice in training."""
+
+    def forward(self, images: torch.Tensor):
+        return (self.used(images), 0) if self.training else self.used(images)
+
+
+@pytest.fixture(autouse=True)
+def odd_models(monkeypatch):
+    assert "resnet8" in MODELS  # so that the table is filled
+    for name, model in (("idle", Idle), ("two_heads", TwoHeads)):
+        monkeypatch.setitem(MODELS._table, name, lambda num_classes, model=model: model(num_classes))
+
+
+def test_a_rehearsal_leaves_no_trace(small_cfg):
+    model = build_model(small_cfg())
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert rehearse_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == []
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "words, num, px, said",
+    [
+        (
+            ("MODEL.ARCH", "resnet18"),
+            1,
+            32,
+            r"MODEL.ARCH \(command line\).*: resnet18 fails on images, 1 of 32 x 32 px",
+        ),
+        (("MODEL.ARCH", "torchvision/inception_v3"), 2, 40, "torchvision/inception_v3 fails .* 2 of 40 x 40 px"),
+        (("MODEL.ARCH", "timm/test_vit"), 4, 40, "timm/test_vit fails on images, 4 of 40 x 40 px at a time"),
+        (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads answers a tuple, not logits \(2, 3\); heads beside the last"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_what_a_step_would_fail_at_is_said(small_cfg, words, num, px, said):
+    cfg = small_cfg(*words)
+    with pytest.raises(ConfigError, match=said):
+        rehearse_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
+
+
+def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64,
+                    "TEST.CROP_SIZE", 48)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*48 x 48 px"):
+        train_model(cfg)
+    cfg = small_cfg("MODEL.ARCH", "two_heads")
+    rehearse_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
+    model = build_model(cfg)
+    assert not any("aux" in name for name in model.state_dict())
+    assert rehearse_training(cfg, model, torch.zeros(2, 3, 64, 64)) == []
+    asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
+    with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
+        rehearse_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
+    plain = nn.Linear(2, 2)
+    assert without_auxiliary_heads(plain) is plain
+
+
+def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_path):
+    """Alone, and with DDP, which waits for the gradient of every parameter that it has not been told of."""
+    words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
+    for num in (1, 2):
+        cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{num}")
+        on_processes(num, train_model, cfg) if num > 1 else train_model(cfg)
+        log = (tmp_path / f"{num}" / "train.log").read_text()
+        assert "2 parameters take no part in the answer and are not trained: idle.weight, idle.bias" in log
+    one, two = newest(tmp_path / "1"), newest(tmp_path / "2")
+    assert_close(one, two, 1e-5)
+    assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4
