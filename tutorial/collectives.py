@@ -20,8 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-LIMIT = timedelta(seconds=10)
-WHOLE, ROW, COLUMN = (lambda x: x), (lambda x: x[:1]), (lambda x: x[:, :1])
+LIMIT, WHOLE, ROW, COLUMN = timedelta(seconds=10), (lambda x: x), (lambda x: x[:1]), (lambda x: x[:, :1])
 OPERATIONS = {  # name: what it does, the part of the table that it reads, and what it makes of that part
     "broadcast": ("copy row 0 to all", ROW, lambda x, n: x.expand(n, n)),
     "scatter": ("stand row 0 up", ROW, lambda x, n: x.T),
@@ -94,6 +93,7 @@ def draw(name, before, after):
 
 def show_pictures(n, rank, device, say):
     """Perform every operation once, and draw it."""
+    assert n == 4, f"the two groups and the letters are those of 4 ranks, not of {n} (--matrix takes others)"
     names = [name for name in OPERATIONS if name not in ("send_recv", "barrier")]
     pictures = [draw(name, *check(name, n, rank, device)) for name in names]
     for start in range(0, len(names), 3):

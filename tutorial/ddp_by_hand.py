@@ -7,7 +7,7 @@ of backward(). Small buckets pay for many messages, one big one hides nothing; D
 Run:
     torchrun --standalone --nproc_per_node=2 tutorial/ddp_by_hand.py
 Look at:
-    The time line: when each bucket left. All but the last left while backward() still had gradients to compute.
+    The time line: when each bucket left (on a GPU: was queued). All but the last left with gradients still to come.
 """
 
 import os
@@ -117,10 +117,10 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
     torch.set_num_threads(1)
 
-    images, labels = (x.to(device) for x in build_data(count=STEPS * 2 * BATCH))
-    images, labels = images.view(STEPS, 2, BATCH, 1, 28, 28), labels.view(STEPS, 2, BATCH)
+    images, labels = (x.to(device).unflatten(0, (STEPS, 2, BATCH)) for x in build_data(count=STEPS * 2 * BATCH))
     mine = images[:, :, rank::world_size], labels[:, :, rank::world_size]
     model = build_model().to(device)
     model[-1].weight.data *= rank == 0  # all zero but on process 0; the broadcast has to mend this

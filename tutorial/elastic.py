@@ -108,6 +108,8 @@ def main():
                 os.kill(os.getpid(), signal.SIGKILL)
         try:
             take_step(replica, optimizer, images, labels, step, rank, world_size)
+            if cuda:
+                torch.cuda.synchronize(device)  # nccl only queues: no step is printed or saved before it is done
         except RuntimeError:  # the others' side of a death: the connection breaks (with nccl torchrun has to kill us)
             sys.exit(1)
         if rank == 0:

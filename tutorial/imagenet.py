@@ -102,12 +102,12 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
     torch.set_num_threads(1)
     train_set, test_set = build_data(args.data, count=512 + 150)
     train_sampler = DistributedSampler(train_set)  # image i goes to process i % world_size
     train_loader = DataLoader(train_set, BATCH // world_size, sampler=train_sampler)
     test_loader = DataLoader(test_set, BATCH // world_size, sampler=range(rank, len(test_set), world_size))
-
     model = build_model()
     model[-1] = nn.Linear(64, len(test_set.classes)) if args.data else model[-1]  # or a model of your own
     model = model.double().to(device)

@@ -17,7 +17,8 @@ Also:
     torchrun --nnodes=2 --nproc_per_node=4 --node_rank=1 --master_addr=HOST tutorial/mnmc_ddp_launch.py
 Look at:
     The table of `snsc.py`, number for number, whatever the number of processes. (The last two lines above are for two
-    nodes, a line on each; HOST is the name of the first. Try them in two terminals of one machine with HOST=localhost.)
+    nodes, a line on each; HOST is the name of the first. Try them in two terminals of one machine with HOST=localhost;
+    if it has cards put `CUDA_VISIBLE_DEVICES=` before both commands, as nccl refuses two processes on one card.)
 """
 
 import argparse

@@ -16,7 +16,7 @@ Also:
     python tutorial/mnmc_ddp_mp.py --nodes 2 --node 1 --address HOST --port 29500
 Look at:
     The same table again. (The last two lines are for two nodes, a line on each; HOST is the name of the first. Try them
-    in two terminals of one machine with HOST=localhost.)
+    in two terminals of one machine with HOST=localhost; if it has cards put `CUDA_VISIBLE_DEVICES=` before both.)
 """
 
 import argparse

@@ -58,9 +58,11 @@ def build_optimizer(model):
 @contextmanager
 def computing(kind, spans):
     """Append (start, end, kind) of a block; a GPU is waited for, as its kernels outlive the call that started them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # nccl's recv only queues: wait for the message outside of the span
     start = time.monotonic()
     yield
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     spans.append((start, time.monotonic(), kind))
 
@@ -117,8 +119,7 @@ def draw(spans_of):
 def main():
     device = join()
     rank, size = dist.get_rank(), dist.get_world_size()
-    count = LAYERS // size
-    mine = slice(rank * count, (rank + 1) * count)
+    mine = slice(rank * LAYERS // size, (rank + 1) * LAYERS // size)
     stage = nn.Sequential(*build_layers()[mine]).to(device)
     optimizer, spans = build_optimizer(stage), []
     for step in range(STEPS):
@@ -129,7 +130,7 @@ def main():
     spans_of = [None] * size
     dist.all_gather_object(spans_of, spans)
     if rank == 0:
-        print(f"{LAYERS} layers of {WIDTH} x {WIDTH} on {size} ranks, {count} a rank, on {device.type}")
+        print(f"{LAYERS} layers of {WIDTH} x {WIDTH} on {size} ranks, {LAYERS / size:.3g} a rank, on {device.type}")
         draw([spans[-2:] for spans in spans_of])
     in_order = sorted(span for spans in spans_of for span in spans)
     assert all(before[1] <= after[0] for before, after in pairwise(in_order)), "two ranks computed at once"

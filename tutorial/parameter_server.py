@@ -93,6 +93,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    assert 3 <= world <= len(WORK_MS), f"needs 2 or 3 workers, so 3 or 4 processes, not {world}"
     everyone = range(1, world)
     ways = {
         "synchronous, rate 1.5": {"wait_for": len(everyone)},

@@ -140,7 +140,7 @@ def main():
             bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(2 * max(0, math.log10(speed))))] for speed in speeds)
             say(f" {n}  {algorithm.__name__:12}{sent:17}  {bars:7}" + "".join(f"{speed:8.1f}" for speed in speeds))
         dist.barrier()  # the ranks that are not in this group wait here
-    uneven = " ".join(f"{count:.4f}" for count in checks[2][1])
+    uneven = " ".join(f"{count:.4f}" for count in (checks[2][1] if rank < n else ()))
     say(f"\n1003 floats in 4 chunks: the ranks of the ring send {uneven} x, the mean is 1.5 x")
     say(f"ok: equals all_reduce to {worst:.1e} for N = 2, 3, 4; the ring's ranks send exactly 2(N-1)/N x on average")
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Single node, many cards, one process: DataParallel changes one line, and sends everything through the first card.
 
 At every step DataParallel scatters the batch, copies all weights to every card, runs one thread a card, gathers the
-logits, and adds up the gradients on card 0: 2(N-1) times the weights pass it, where DDP's ring moves 4(N-1)/N through
-each card, always less than 4. And N threads share one interpreter and its lock, and cannot leave the node. So use DDP.
-Without GPUs DataParallel just calls the module; `by_hand` has all "cards" on one device, and the bytes are the same.
+logits, and adds up the gradients on card 0. Copied card by card, 2(N-1) times the weights pass it, where DDP's ring
+moves 4(N-1)/N through each card. (With NCCL torch broadcasts and reduces along a ring as well, but in every step, with
+nothing to hide behind.) And N threads share one interpreter and its lock, on one node only. So use DDP. Without GPUs
+DataParallel just calls the module; `by_hand` has all "cards" on one device, and the bytes are the same.
 
 Run:
     python tutorial/snmc_dp.py
@@ -124,7 +125,6 @@ def main():
     train_sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, BATCH, sampler=train_sampler)
     test_loader = DataLoader(test_set, BATCH)
-
     model = build_model().double().to(device)
     replicas = nn.DataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)

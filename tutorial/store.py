@@ -80,7 +80,8 @@ def main():
     say("\n".join(in_rank_order(store, "get", rank, world, line)))
 
     ticket = store.add("ticket", 1)
-    say("\nadd      tickets drawn by ranks 0, 1, 2: " + " ".join(in_rank_order(store, "add", rank, world, str(ticket))))
+    tickets = " ".join(in_rank_order(store, "add", rank, world, str(ticket)))
+    say(f"\nadd      tickets drawn by ranks {', '.join(map(str, range(world)))}: {tickets}")
     if ticket == 1:  # exactly one process sees 1, so this happens once: whoever comes first sets up for the others
         store.set("set", "0")
     for count in (count_with_add, count_with_set):

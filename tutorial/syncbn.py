@@ -108,6 +108,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert world_size == len(SIZES[0]), f"SIZES is for {len(SIZES[0])} processes, not for {world_size}"
     torch.set_num_threads(1)
 
     kinds = [SyncBatchNormByHand] + ([nn.SyncBatchNorm] if cuda else [])

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -121,7 +120,7 @@ def train(block, device):
 
 def distance(part, whole):
     """Return how far a parameter is from this rank's part of the whole one."""
-    part = part.to_local() if isinstance(part, DTensor) else part
+    part = part.to_local() if isinstance(part, dist.tensor.DTensor) else part
     for dim in range(part.dim()):
         whole = part_of(whole, dim) if part.shape[dim] < whole.shape[dim] else whole
     return (part - whole).detach().abs().max()
@@ -130,6 +129,7 @@ def distance(part, whole):
 def main():
     device = join()
     size, say = dist.get_world_size(), print if dist.get_rank() == 0 else lambda *_: None
+    assert HEADS % size == 0, f"{HEADS} heads do not divide by {size} ranks"
     train(alone := Block().to(device), device)
     for split in (split_by_hand, split_by_dtensor):
         split(block := Block().to(device))

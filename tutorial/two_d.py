@@ -1,4 +1,4 @@
-"""Two dimensions: on a mesh of 2 x 2 ranks TP cuts each layer one way and FSDP the other, and four ranks equal one.
+"""Two dimensions: on a 2 x 2 mesh TP cuts each layer along one axis, FSDP its part along the other; four equal one.
 
 A device mesh names the ranks by two coordinates. Along its rows ("tp") a layer is cut as in lesson 23: its ranks work
 on the same samples and add up activations four times in each block, so they belong together on the fastest link, the

@@ -81,8 +81,7 @@ class Meter(TorchDispatchMode):
             rounds = 2 if func is torch.ops.c10d.allreduce_.default else 1  # each sends (N-1)/N of the tensor
             self.sent += rounds * max(tensor.nbytes for tensor in given)
         known = {tensor.untyped_storage()._cdata for tensor in given}  # of views and of what was changed in place
-        made = (tensor.untyped_storage() for tensor in made)
-        self.storages += [weakref.ref(storage) for storage in made if storage._cdata not in known]
+        self.storages += [weakref.ref(x.untyped_storage()) for x in made if x.untyped_storage()._cdata not in known]
         return out
 
     def held(self):
@@ -124,12 +123,13 @@ def train(way, device):
 def main():
     on_cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+    torch.cuda.set_device(device if on_cuda else -1)  # where FSDP2 puts its parameters; -1 does nothing
     dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None)
     n, worst, expected = dist.get_world_size(), 0.0, train("one process", device)[0]
+    assert WIDTH * (WIDTH + 1) % n == BATCH % n == 0, f"a layer or a batch does not divide by {n} processes"
     ways = {"DDP": (4, 2), "stage 1": (2 + 2 / n, 2), "stage 2": (1 + 3 / n, 2), "stage 3": (4 / n, 3)}
-    ways |= {"ZeroRedundancyOptimizer": (2 + 2 / n, 3), "FSDP2": (4 / n, 3)}
-    if not on_cuda and not hasattr(torch.cpu.Stream, "record_event"):
-        del ways["FSDP2"]
+    has_fsdp2 = on_cuda or hasattr(torch.cpu.Stream, "record_event")
+    ways |= {"ZeroRedundancyOptimizer": (2 + 2 / n, 3)} | ({"FSDP2": (4 / n, 3)} if has_fsdp2 else {})
     table = [f"{n} processes on {device.type}; 1 = {len(expected)} parameters = {expected.nbytes / 1e3:.1f} kB\n"]
     table += [f"{'':<25}  memory held    sent in a step   off one process"]
     for way, (memory, rounds) in ways.items():
@@ -138,7 +138,7 @@ def main():
         worst = max(worst, off.abs().max().item())
         table += [f"{way:<25}{memory:.3f} | {held:.3f}    {wire:.3f} | {sent:.3f}      {off.abs().max():.1e}"]
         assert worst < 1e-5 and abs(held / memory - 1) < 0.01 and abs(sent / wire - 1) < 0.01, table[-1]
-    table += ["FSDP2                    not tried: on a CPU it needs torch 2.7"] if "FSDP2" not in ways else []
+    table += ["FSDP2                    not tried: on a CPU it needs torch 2.7"] if not has_fsdp2 else []
     table += [f"ok: {len(ways)} ways end {worst:.1e} from one process's weights; memory and bytes as predicted to 1%"]
     if dist.get_rank() == 0:
         print("\n".join(table))

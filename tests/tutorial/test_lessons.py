@@ -1,6 +1,7 @@
 """Every lesson of the tutorial, run as its docstring says; and the READMEs, which must say the same."""
 
 import ast
+import difflib
 import functools
 import importlib.util
 import re
@@ -18,7 +19,7 @@ outcome = functools.cache(run_all.run)
 TROUBLE = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
 # What torch 2.6 says of itself.
 HARMLESS = re.compile(r".*UserWarning: DTensor random operators may not have complete support on cpu.*\n.*\n")
-MORE = [("model_parallel", 2), ("zero", 4)]
+MORE = [("model_parallel", 2), ("model_parallel", 3), ("ring_all_reduce", 5), ("zero", 4)]
 
 
 def check(command):
@@ -102,6 +103,20 @@ def test_both_readmes_have_the_same_headings_figures_commands_and_outputs():
         assert lines_of("", pattern) == lines_of(".zh", pattern)
     for kind in ("bash", "text", "diff"):
         assert blocks_of("", kind) == blocks_of(".zh", kind)
+
+
+def changes_in(name):
+    """Return what a lesson changes of lesson 6 below the docstring, but for blank lines."""
+    texts = [(TUTORIAL / f"{lesson}.py").read_text() for lesson in ("snsc", name)]
+    bodies = [text.splitlines()[ast.parse(text).body[0].end_lineno :] for text in texts]
+    _, _, *lines = difflib.unified_diff(*bodies, n=0, lineterm="")
+    return [line for line in lines if line[0] in "+-" and line[1:]]
+
+
+def test_the_diffs_of_the_readme_are_the_real_ones():
+    some, *shown = [block.splitlines() for block in blocks_of("", "diff")]
+    assert [line for line in changes_in("snmc_dp") if line in some] == some
+    assert shown == [changes_in(f"mnmc_ddp_{name}") for name in ("launch", "mp", "slurm")] + [changes_in("imagenet")]
 
 
 @pytest.mark.parametrize("language", ["", ".zh"])

@@ -120,12 +120,12 @@ def activation_checkpointing() -> Picture:
     picture.words(52, 320, "price: one more forward pass,\n4 forward passes' worth of work instead of 3", 10, at="left")
 
     axes = picture.plot(480, 206, 370, 130, x_label="segments k", y_label="values kept")
-    inside, numbers = 14, [1, 2, 4, 8, 16, 32]
+    inside, numbers = 11, [1, 2, 4, 8, 16, 32]
     axes.plot(numbers, [k + inside * blocks / k for k in numbers], "o-", color=DARK[0], ms=5)
     best = math.sqrt(inside * blocks)
     axes.axvline(best, color=BAD, ls="--", lw=1)
-    axes.text(best * 0.94, 330, r"least at $\sqrt{cL}$", color=BAD, ha="right", size=10)
-    axes.text(1.25, 420, "k + cL/k", size=10, color=DARK[0])
+    axes.text(best * 0.94, 260, r"least at $\sqrt{cL}$", color=BAD, ha="right", size=10)
+    axes.text(1.25, 330, "k + cL/k", size=10, color=DARK[0])
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, numbers)
     return picture

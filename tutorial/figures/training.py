@@ -32,7 +32,7 @@ def snmc_dp() -> Picture:
         picture.arrow((x + 54, 206), (middle + 8, 116), color=DARK[card])
     picture.words(96, 140, "weights out", 9.5, GREY)
     picture.words(358, 140, "gradients in", 9.5)
-    picture.words(225, 302, "through card 0: 2(N - 1) x weights", 11, BAD, bold=True)
+    picture.words(225, 302, "copied card by card: 2(N - 1) x weights", 11, BAD, bold=True)
     picture.words(225, 326, "one process, N threads, one Python lock", 9.5, GREY)
     picture.line([450, 450], [30, 340], "#d0d7de", 1)
     picture.words(675, 32, "DDP: a ring of equals", 12, bold=True)
