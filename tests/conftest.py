@@ -27,12 +27,15 @@ sys.path.append(str(ROOT / "benchmarks"))  # training_process: a run to be signa
 torch.set_num_threads(1)
 
 
+# Files are handed to two processes in this order: long ones early, and those that share a cluster far from each other.
+FIRST, LAST = ("test_elastic", "test_lessons", "test_sbatch"), "test_srun"
+
+
 def pytest_collection_modifyitems(items):
-    """Keep a file on one process, and what runs on a cluster on another; long ones first. Skip what lacks its data."""
-    items.sort(key=lambda item: ("slurm" not in item.nodeid.lower(), "tutorial" not in item.nodeid))
+    """Put the tests in order, and skip those on real data where there is none."""
+    place = {name: number for number, name in enumerate(FIRST)} | {LAST: len(FIRST) + 1}
+    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
     for item in items:
-        on_cluster = "slurm" in item.nodeid.lower()
-        item.add_marker(pytest.mark.xdist_group("cluster" if on_cluster else item.path.stem))
         if item.get_closest_marker("real_data") and not os.environ.get("DATA_ROOT"):
             item.add_marker(pytest.mark.skip(reason="DATA_ROOT is not set to a folder with FashionMNIST/"))
 
