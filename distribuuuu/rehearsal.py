@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Enough for batch norm, and little to compute.
 MOST_IMAGES = 2
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
 def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> list[str]:

@@ -57,7 +57,12 @@ def test_a_rehearsal_leaves_no_trace(small_cfg):
             32,
             r"MODEL.ARCH \(command line\).*: resnet18 fails on images, 1 of 32 x 32 px",
         ),
-        (("MODEL.ARCH", "torchvision/inception_v3"), 2, 40, "torchvision/inception_v3 fails .* 2 of 40 x 40 px"),
+        (
+            ("MODEL.ARCH", "torchvision/inception_v3"),
+            2,
+            40,
+            r"torchvision/inception_v3 fails .* 2 of 40 x 40 px .*\(torchvision/models/inception.py:\d+\)$",
+        ),
         (("MODEL.ARCH", "timm/test_vit"), 4, 40, "timm/test_vit fails on images, 4 of 40 x 40 px at a time"),
         (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads answers a tuple, not logits \(2, 3\); heads beside the last"),
     ],
