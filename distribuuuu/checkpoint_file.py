@@ -26,11 +26,13 @@ class CheckpointError(ConfigError):
 def find_other_class(content: dict[str, Any], classes: Sequence[str]) -> str | None:
     """Return which of as many classes the weights in a file were trained on in the place of one of these.
 
-    None: the same, or another number of them, or the file does not say.
+    None: the same, or another number of them, or the file does not name them (others may keep their number there).
     """
-    pairs = zip(content.get("classes") or (), classes, strict=False)
-    different = [f"{theirs!r} where the data has {ours!r}" for theirs, ours in pairs if theirs != ours]
-    return different[0] if different and len(content["classes"]) == len(classes) else None
+    theirs = content.get("classes")
+    if not isinstance(theirs, (list, tuple)) or len(theirs) != len(classes):
+        return None
+    different = (pair for pair in zip(theirs, classes, strict=True) if pair[0] != pair[1])
+    return next((f"{other!r} where the data has {own!r}" for other, own in different), None)
 
 
 def write_atomically(path: Path, content: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
     except Exception as error:
         if _watch and not getattr(error, "on_all_processes", False):
             known, SignalBox.is_ending = isinstance(error, ConfigError), True
-            _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or _is_broken_talk(error))
+            _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or is_broken_talk(error))
             if known:
                 error.one_process = True
         raise
@@ -125,7 +125,7 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
             hub.close()
 
 
-def _is_broken_talk(error: Exception) -> bool:
+def is_broken_talk(error: Exception) -> bool:
     """Tell whether an error may only say that another process has gone."""
     text = str(error).lower()
     return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))

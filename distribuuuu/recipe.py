@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from distribuuuu.batching import check_accumulation
 from distribuuuu.datasets.loader import TrainLoader
 from distribuuuu.distill import Objective, build_objective
 from distribuuuu.mixing import Mixer, build_mixer
@@ -34,9 +35,10 @@ def build_recipe(cfg, loader: TrainLoader, device: torch.device, precision: Prec
     """Return the recipe of a config for the steps of a loader.
 
     Raises:
-        ConfigError: the batches cannot be mixed, or the teacher cannot be had or knows other classes.
+        ConfigError: the batches cannot be mixed or accumulated, or the teacher cannot be had or knows other classes.
     """
     plan = loader.plan
+    check_accumulation(cfg, plan)
     return Recipe(
         lr_at=build_lr(cfg, plan.global_batch),
         mix=build_mixer(cfg, plan),

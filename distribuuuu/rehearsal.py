@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.sharding import inference
 
@@ -77,6 +78,8 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        if dist.is_broken_talk(error):
+            raise
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"
         about = ", ".join(with_origin(cfg, key) for key in ("MODEL.ARCH", *keys))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint import CheckpointFolder, checkpoint_name
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint, write_atomically
 from distribuuuu.config import load_cfg
 from distribuuuu.optim import build_optimizer
 from distribuuuu.state import Best, TrainState, load_state_dict
@@ -214,6 +214,21 @@ def test_other_classes_and_other_optimizers_are_errors(tmp_path):
     content["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(CheckpointError, match="its optimizer does not fit"):
         make_state().load_dict(content, path)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"classes": ["a", "x"]}, "'x' where the data has 'b'"),
+        ({"classes": ["a", "b"]}, None),
+        ({"classes": ["a"]}, None),
+        ({"classes": 2}, None),
+        ({"classes": None}, None),
+        ({}, None),
+    ],
+)
+def test_which_class_is_another_one_if_the_file_names_them(content, said):
+    assert find_other_class(content, ("a", "b")) == said
 
 
 def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):

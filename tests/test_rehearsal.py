@@ -96,6 +96,25 @@ def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     assert without_auxiliary_heads(plain) is plain
 
 
+def test_a_model_of_ones_own_keeps_what_is_named_like_an_auxiliary_head(small_cfg, monkeypatch):
+    class Own(Idle):
+        def __init__(self, num_classes: int):
+            super().__init__(num_classes)
+            self.aux_logits, self.auxiliary = True, nn.Linear(2, 2)
+
+    monkeypatch.setitem(MODELS._table, "own", lambda num_classes: Own(num_classes))
+    assert build_model(small_cfg("MODEL.ARCH", "own")).auxiliary is not None
+
+
+def test_a_lost_connection_is_not_the_models_fault(small_cfg):
+    class Lost(Idle):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        rehearse_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
+
+
 def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_path):
     """Alone, and with DDP, which waits for the gradient of every parameter that it has not been told of."""
     words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)

@@ -54,7 +54,8 @@ class Construction:
         arguments = {"num_classes": self.num_classes, **self.im_size, **self.kwargs, **more}
         try:
             model = self.arch.builder(**arguments)
-            return model if "aux_logits" in self.kwargs else without_auxiliary_heads(model)
+            has_more_heads = self.arch.source == "torchvision" and "aux_logits" not in self.kwargs
+            return without_auxiliary_heads(model) if has_more_heads else model
         except TypeError as error:
             if not self.kwargs:
                 raise
