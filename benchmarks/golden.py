@@ -1,0 +1,191 @@
+"""Golden runs: eight small trainings whose weights and metrics must stay the same, bit by bit, through a refactoring.
+
+    python benchmarks/golden.py             compare with golden.json; exit status 1 on a difference
+    python benchmarks/golden.py --write     replace golden.json, after a change that is meant to change results
+    python benchmarks/golden.py --resume FOLDER
+                                            also resume the unfinished runs that --leave FOLDER of another commit left
+
+Floating-point results depend on the versions of torch, torchvision and timm and on the instruction set of the CPU: with
+other ones than those of golden.json there is nothing to compare, and the script says so and exits with status 0.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = Path(__file__).with_name("golden.json")
+# Keys of a record of metrics.jsonl that measure time.
+TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
+CLASSES = ("ant", "bee", "cat")
+BASE = {
+    "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "TRAIN.BATCH_SIZE": 8,
+    "TEST.BATCH_SIZE": 16, "TRAIN.WORKERS": 2, "TRAIN.PRINT_FREQ": 2, "OPTIM.MAX_EPOCH": 3, "OPTIM.WARMUP_EPOCHS": 1,
+    "OPTIM.BASE_LR": 0.05, "OPTIM.LR_UPDATE": "step", "CHECKPOINT.EVERY_STEPS": 3, "CHECKPOINT.KEEP_LAST": 100,
+    "LOG.TENSORBOARD": False, "RNG_SEED": 7,
+}  # fmt: skip
+
+
+def draw_images(root: Path) -> None:
+    """Write 48 + 37 PNGs of noise in three classes, and a CSV of several labels an image for each split."""
+    rng = np.random.default_rng(0)
+    for split, num in (("train", 48), ("val", 37)):
+        rows = ["image,labels"]
+        for index in range(num):
+            label = index % 3
+            path = root / split / CLASSES[label] / f"{index:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            base = np.full(3, 70) + 70 * (np.arange(3) == label)
+            pixels = np.clip(base + rng.normal(0, 40, (5, 6, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).resize((36, 30), Image.NEAREST).save(path)
+            labels = {CLASSES[label], CLASSES[index // 3 % 3]} if index % 5 else set()
+            rows.append(f"{path.relative_to(root)},{';'.join(sorted(labels))}")
+        (root / f"{split}.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def run_tool(tool: str, words: list[str], env: dict[str, str] | None = None) -> None:
+    """Run tools/TOOL; raise RuntimeError with its output if it fails."""
+    command = [sys.executable, str(ROOT / "tools" / tool), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+
+
+def golden_runs(root: Path) -> dict[str, dict]:
+    """Return the options of each run by name, in the order to run them; `nproc` is the number of processes."""
+    folder = {"TRAIN.DATASET": root}
+    teacher = root / "out" / "mixed" / "best.pth.tar"
+    many = {"DATA.NAME": "multilabel", "TRAIN.SPLIT": "train", "TEST.SPLIT": "val", "LOSS.NAME": "bce"}
+    tuned = {"FINETUNE.WEIGHTS": teacher, "FINETUNE.FREEZE": "stem", "FINETUNE.LR_MULT.fc": 10}
+    return {
+        "mixed": {
+            **folder, "AUG.MIXUP": 0.4, "AUG.CUTMIX": 1.0, "EMA.HALF_LIFE": 40, "TRAIN.GLOBAL_BATCH_SIZE": 16,
+            "TRAIN.AMP": "bf16", "AUG.POLICY": "rand-m7-mstd0.5-inc1", "AUG.ERASING": 0.5, "OPTIM.CLIP_NORM": 1.0,
+            "LOSS.LABEL_SMOOTHING": 0.1,
+        },
+        "multilabel": {**folder, **many},
+        "distilled": {**folder, "DISTILL.TEACHER": "resnet8", "DISTILL.WEIGHTS": teacher, "DISTILL.TEMPERATURE": 2.0},
+        "finetuned": {**folder, **tuned},
+        "device_loader": {**folder, "DATA.LOADER": "device", "OPTIM.NAME": "adamw", "OPTIM.BASE_LR": 0.002},
+        "packed": {"DATA.NAME": "packed", "TRAIN.DATASET": root / "packed", "DATA.WORKER_KIND": "thread"},
+        "two_processes": {
+            **folder, "nproc": 2, "MODEL.SYNCBN": True, "OPTIM.LR_POLICY": "steps", "OPTIM.STEPS": "[0, 2]",
+        },
+        "zero1": {**folder, "nproc": 2, "DIST.SHARD": "zero1", "OPTIM.NAME": "adamw", "OPTIM.BASE_LR": 0.002},
+    }  # fmt: skip
+
+
+def train(out_dir: Path, options: dict) -> None:
+    """Train one golden run into out_dir."""
+    settings = {**BASE, **options, "OUT_DIR": out_dir}
+    processes = ["--nproc", str(settings.pop("nproc"))] if "nproc" in settings else []
+    run_tool("train_net.py", processes + [str(word) for pair in settings.items() for word in pair])
+
+
+def hash_tensors(content: object) -> str:
+    """Return the SHA-256 of all tensors in a nested content, in order, with their places, types and shapes."""
+    digest = hashlib.sha256()
+
+    def add(value: object, place: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add(item, f"{place}/{key}")
+        elif isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                add(item, f"{place}/{number}")
+        elif isinstance(value, torch.Tensor):
+            digest.update(f"{place} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    add(content, "")
+    return digest.hexdigest()
+
+
+def fingerprint(out_dir: Path) -> dict[str, str]:
+    """Return the hashes of the tensors of the last checkpoint and of the figures of metrics.jsonl."""
+    last = sorted((out_dir / "checkpoints").glob("ckpt_ep_???.pth.tar"))[-1]
+    content = torch.load(last, map_location="cpu", weights_only=True)
+    records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    figures = [{key: record[key] for key in sorted(record) if key not in TIMES} for record in records]
+    parts = {key: hash_tensors(content[key]) for key in ("state_dict", "ema_state_dict", "optimizer") if key in content}
+    return {**parts, "metrics": hashlib.sha256(json.dumps(figures).encode()).hexdigest()}
+
+
+def find_environment() -> dict[str, str]:
+    """Return what floating-point results depend on."""
+    packages = ("torch", "torchvision", "timm", "numpy", "pillow")
+    return {"cpu": torch.backends.cpu.get_cpu_capability(), **{name: version(name) for name in packages}}
+
+
+def keep_first_epoch(out_dir: Path) -> None:
+    """Make a finished run one that was killed in its second epoch: remove its later checkpoints."""
+    for path in (out_dir / "checkpoints").iterdir():
+        if path.name > "ckpt_ep_001_step_000003.pth.tar":
+            path.unlink()
+
+
+def run_all(root: Path, leave: Path | None) -> dict[str, dict[str, str]]:
+    """Train every golden run below root and return their fingerprints; with `leave`, keep them unfinished."""
+    draw_images(root)
+    run_tool("pack_dataset.py", [str(root / "packed"), "TRAIN.DATASET", str(root)])
+    found = {}
+    for name, options in golden_runs(root).items():
+        train(root / "out" / name, options)
+        found[name] = fingerprint(root / "out" / name)
+        print(f"{name:14} {found[name]['state_dict'][:16]} {found[name]['metrics'][:16]}", flush=True)
+    if leave:
+        for name in found:
+            if name != "mixed":  # the teacher of others
+                keep_first_epoch(root / "out" / name)
+    return found
+
+
+def compare(expected: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> int:
+    """Print what differs; return the number of differences."""
+    places = [(name, part) for name in expected for part in expected[name]]
+    different = [f"{name}: {part}" for name, part in places if found.get(name, {}).get(part) != expected[name][part]]
+    for line in different:
+        print(f"DIFFERENT {line}")
+    print(f"{len(places) - len(different)} of {len(places)} fingerprints are equal")
+    return len(different)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--leave", type=Path, metavar="FOLDER", help="keep runs that stop in their second epoch here")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="resume the runs that --leave kept here")
+    args = parser.parse_args()
+    environment = find_environment()
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+    if not args.write and golden.get("environment") != environment:
+        print(f"skipped: made with {golden.get('environment')}, here is {environment}")
+        return 0
+    if args.resume:
+        found = {}
+        for name, options in golden_runs(args.resume).items():
+            train(args.resume / "out" / name, options)
+            found[name] = fingerprint(args.resume / "out" / name)
+        return bool(compare(golden["runs"], found))
+    with tempfile.TemporaryDirectory() as temporary:
+        root = args.leave.absolute() if args.leave else Path(temporary)
+        found = run_all(root, args.leave)
+    if args.write:
+        GOLDEN.write_text(json.dumps({"environment": environment, "runs": found}, indent=2) + "\n", encoding="utf-8")
+        return 0
+    return bool(compare(golden["runs"], found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
