@@ -60,6 +60,9 @@ _C.TRAIN.PIN_MEMORY = True
 _C.TRAIN.PRINT_FREQ = 30
 # What the model computes in: none (float32), bf16 or fp16 (with loss scaling); weights stay float32.
 _C.TRAIN.AMP = "none"
+# Precision of float32 matrix products on CUDA: highest (float32), high (TF32: 10 of 23 bits of the fraction) or medium
+# (bfloat16 where torch has it, else TF32). Convolutions of cuDNN use TF32 with each of them.
+_C.TRAIN.MATMUL_PRECISION = "high"
 # When the loss is not finite: stop, or rollback (to the newest checkpoint, from there on with other randomness).
 _C.TRAIN.ON_NAN = "stop"
 # Rollbacks of a run after which it stops nevertheless.

@@ -24,6 +24,7 @@ CHOICES = {
     "EMA.BUFFERS": ("average", "copy"),
     "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
     "TRAIN.AMP": ("none", "bf16", "fp16"),
+    "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),
     "DIST.BACKEND": ("auto", "nccl", "gloo"),
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "DIST.SHARD": ("none", "zero1", "fsdp"),

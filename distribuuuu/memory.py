@@ -1,6 +1,12 @@
-"""How this process's memory is handed out."""
+"""Host memory: freed blocks that are kept for reuse, and page-locked copies on their way to a GPU."""
+
+from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # Names of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -22,3 +28,13 @@ def keep_freed_memory() -> None:
     if not mallopt(_M_MMAP_THRESHOLD, _LARGE):
         mallopt(_M_MMAP_THRESHOLD, _LARGE_IN_OLD_GLIBC)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device without waiting for the work that a GPU still has.
+
+    A copy from pageable memory would wait for it. torch's allocator keeps the page-locked copy until the transfer ends.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

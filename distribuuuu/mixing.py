@@ -13,6 +13,7 @@ import torch
 
 from distribuuuu import distributed as dist
 from distribuuuu.batching import BatchPlan, check_pairs
+from distribuuuu.memory import copy_to_device
 from distribuuuu.seeding import derive_seed
 
 # (images, labels, seed, epoch, step, micro) -> (images, targets)
@@ -97,7 +98,8 @@ class PairMixer:
         """
         first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
         weights = self.draw(seed, epoch, step).weights(*images.shape[-2:])
-        weights = _to(images.device, weights if self.by_step else weights[first : first + len(images) // 2])
+        weights = weights if self.by_step else weights[first : first + len(images) // 2]
+        weights = copy_to_device(torch.from_numpy(weights), images.device)
         inside = _spread(weights, *images.shape[-2:]) if self.cutmix else weights[:, :1, None, None]
         blend_pairs(images, inside.to(images.dtype))
         targets = soften(labels, self.num_classes)
@@ -170,9 +172,3 @@ def _spread(weights: torch.Tensor, height: int, width: int) -> torch.Tensor:
     rows = torch.arange(height, device=weights.device).view(-1, 1)
     columns = torch.arange(width, device=weights.device)
     return inside * ((rows >= top) & (rows < bottom)) * ((columns >= left) & (columns < right))
-
-
-def _to(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    """Return an array as a tensor on a device, without waiting for what the device still computes."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -34,7 +34,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str) -> Iterat
     Raises:
         ConfigError: OUT_DIR cannot be made.
     """
-    set_backends(cfg)
+    set_backends(cfg, device)
     with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S, cfg.DIST.BACKEND, cfg.OUT_DIR):
         start = time.perf_counter()
         make_out_dir(cfg.OUT_DIR)
@@ -47,8 +47,10 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str) -> Iterat
             close_logging()
 
 
-def set_backends(cfg) -> None:
-    """Apply CUDNN.BENCHMARK and CUDNN.DETERMINISTIC."""
+def set_backends(cfg, device: torch.device) -> None:
+    """Apply CUDNN.BENCHMARK, CUDNN.DETERMINISTIC and, on CUDA, TRAIN.MATMUL_PRECISION."""
+    if device.type == "cuda":  # torch applies it to some CPUs too, whose results are to stay bitwise the same
+        torch.set_float32_matmul_precision(cfg.TRAIN.MATMUL_PRECISION)
     deterministic = cfg.CUDNN.DETERMINISTIC
     torch.backends.cudnn.benchmark = cfg.CUDNN.BENCHMARK and not deterministic
     torch.backends.cudnn.deterministic = deterministic

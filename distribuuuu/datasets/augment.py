@@ -56,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Augmented:
-    """A crop, and what comes after it; on the CPU, wherever the picture lies.
+    """A crop, and what comes after it, of a picture on the CPU.
 
     Attributes:
         crop: gives uint8 (3, H, W), flipped or not.
@@ -72,7 +72,7 @@ class Augmented:
 
     def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
         """Return uint8 (3, H, W)."""
-        pixels = self.crop(picture, draws).cpu()
+        pixels = self.crop(picture, draws)
         policy_seed, colour_seed, place_seed = draws.seed(), draws.seed(), draws.seed()
         if self.policy or self.jitter:
             image = Image.fromarray(pixels.permute(1, 2, 0).numpy())

@@ -9,7 +9,7 @@ import torch
 
 from distribuuuu.batching import BatchPlan, plan_batches
 from distribuuuu.config import ConfigError
-from distribuuuu.datasets.augment import build_augmentation
+from distribuuuu.datasets.augment import Augmented, build_augmentation
 from distribuuuu.datasets.class_balance import build_balance
 from distribuuuu.datasets.draws import Draws
 from distribuuuu.datasets.image_set import ImageSet, contradiction
@@ -21,6 +21,7 @@ from distribuuuu.datasets.samples import Batch, Samples
 from distribuuuu.datasets.transforms import CentreCrop, Transform, train_transform
 from distribuuuu.datasets.workers import count_workers, start_workers
 from distribuuuu.launch import Launch
+from distribuuuu.memory import copy_to_device
 from distribuuuu.registry import DATASETS
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,11 @@ class Loader:
         self.num_broken = 0
         self._batches = batches
         self._normalize = normalize
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            # It reads what the current stream has yet to compute: the constants of `normalize`.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._wait_s = 0.0
 
     def __len__(self) -> int:
@@ -123,12 +128,15 @@ class Loader:
             yield pixels, labels
 
     def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring a batch to the device; on CUDA on a stream of its own, while the step before is still computed."""
+        """Normalize a batch on the device; from the host to CUDA on a side stream, while the last step is computed.
+
+        Pixels that are on CUDA come from the current stream, so they stay on it.
+        """
         pixels, labels = batch
-        if not self._stream:
-            return self._normalize(pixels), labels.to(self.device)
+        if not self._stream or pixels.device.type == "cuda":
+            return self._normalize(pixels), copy_to_device(labels, self.device)
         with torch.cuda.stream(self._stream):
-            moved = self._normalize(pixels), labels.to(self.device, non_blocking=True)
+            moved = self._normalize(pixels), copy_to_device(labels, self.device)
         main = torch.cuda.current_stream(self.device)
         main.wait_stream(self._stream)
         for tensor in moved:  # taken from the side stream's memory, used on the main one
@@ -201,7 +209,9 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
     sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
     num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
     if cfg.DATA.LOADER == "device":
-        images = ResidentImages(images, cfg.DATA.DECODER, device, num_workers)
+        # Augmentations are computed on the host, so a copy on the device would come back image by image.
+        place = torch.device("cpu") if isinstance(transform, Augmented) else device
+        images = ResidentImages(images, cfg.DATA.DECODER, place, num_workers)
     samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip")
     if cfg.DATA.LOADER == "device":
         batches = ResidentBatches(samples, sampler)

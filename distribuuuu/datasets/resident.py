@@ -13,6 +13,7 @@ from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.picture import open_picture
 from distribuuuu.datasets.samplers import Batch as Positions
 from distribuuuu.datasets.samples import Batch, Samples, as_targets, collate
+from distribuuuu.memory import copy_to_device
 
 # Images that a thread decodes at a time.
 _CHUNK = 256
@@ -108,7 +109,7 @@ class ResidentBatches:
             if self._all is None:
                 yield collate([self._samples[position] for position in positions])
             else:
-                chosen = torch.tensor([index for _, index, *_ in positions]).to(self._all.device)
+                chosen = copy_to_device(torch.tensor([index for _, index, *_ in positions]), self._all.device)
                 _, _, *size = positions[0]  # one size for the whole batch
                 transform = self._transform.at_size(*size) if size else self._transform
                 pixels = transform.of_batch(self._all[chosen], BatchDraws(positions))

@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate, pad
 
 from distribuuuu.datasets.draws import BatchDraws, Draws
 from distribuuuu.datasets.picture import Box, Picture
+from distribuuuu.memory import copy_to_device
 
 Transform = Callable[[Picture, Draws], torch.Tensor]
 
@@ -87,7 +88,7 @@ class PaddedCrop:
         span = np.arange(self.size)
         columns = np.where(flips[:, None], span[::-1], span) + left.astype(np.int64)[:, None]
         rows = span + top.astype(np.int64)[:, None]
-        rows, columns = (torch.from_numpy(at + self.padding).to(pixels.device) for at in (rows, columns))
+        rows, columns = (copy_to_device(torch.from_numpy(at + self.padding), pixels.device) for at in (rows, columns))
         padded = pad(pixels, [self.padding] * 4)
         which = torch.arange(len(pixels), device=pixels.device)[:, None, None]
         return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

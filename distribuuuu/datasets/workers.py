@@ -151,4 +151,6 @@ class ThreadWorkers:
 
     def _make(self, positions: Positions) -> Batch:
         pixels, labels, broken = collate([self._samples[position] for position in positions])
-        return (pixels.pin_memory() if self._pin_memory and pixels is not None else pixels), labels, broken
+        if self._pin_memory and pixels is not None:
+            pixels, labels = pixels.pin_memory(), labels.pin_memory()
+        return pixels, labels, broken

@@ -1,0 +1,225 @@
+"""The order of operations on a GPU: with fake tensors and streams anywhere, with real ones where there is a GPU."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
+
+from distribuuuu.datasets.loader import Loader, Normalizer, TrainLoader, build_loader
+from distribuuuu.datasets.resident import ResidentBatches, ResidentImages
+from distribuuuu.datasets.samples import Samples
+from distribuuuu.datasets.workers import ThreadWorkers
+from distribuuuu.launch import Launch
+from distribuuuu.memory import copy_to_device
+from distribuuuu.optim import build_optimizer
+from distribuuuu.precision import build_precision
+from distribuuuu.recipe import build_recipe
+from distribuuuu.run import set_backends
+from distribuuuu.trainer import build_state, train_epoch, train_model
+
+ALONE, CPU = Launch("alone"), torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def make_normalizer(device: torch.device) -> Normalizer:
+    return Normalizer(device, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), channels_last=True)
+
+
+def pinned_batches(num: int, size: int = 16) -> list[tuple]:
+    """Return batches of twelve images of three classes, as workers make them with TRAIN.PIN_MEMORY."""
+    pixels = torch.arange(12 * 3 * size * size).remainder(251).to(torch.uint8).view(12, 3, size, size)
+    return [(pixels.pin_memory(), (torch.arange(12) % 3).pin_memory(), ())] * num
+
+
+def read_all(loader: Loader, timeline: Timeline) -> list[int]:
+    """Read every batch as a step would; return how many operations of the main stream each side copy came after."""
+    after = []
+    for images, targets in loader:
+        assert images.is_cuda and targets.is_cuda and images.dtype is torch.float32
+        (images * 2).sum() + targets.sum()
+        after.append(loader._stream.seen.get(timeline.main, 0))
+    return after
+
+
+def test_the_timeline_sees_races_and_waits(monkeypatch):
+    with fake_cuda(monkeypatch) as timeline:
+        side, made = torch.cuda.Stream(), torch.zeros(3, device=CUDA)
+        with torch.cuda.stream(side):
+            made + 1
+        assert timeline.races == ["add"]
+        side.wait_stream(timeline.main)
+        with torch.cuda.stream(side):
+            made.add_(1)
+        assert timeline.races == ["add"]
+        made * 2
+        assert timeline.races == ["add", "mul"] and timeline.waits == []
+        torch.zeros(3).to(CUDA, non_blocking=True)  # from pageable memory
+        torch.zeros(3).pin_memory().to(CUDA)
+        torch.zeros(3).pin_memory().to(CUDA, non_blocking=True)
+        made.to("cpu", non_blocking=True)
+        made.cpu()
+        assert timeline.waits == ["_to_copy from cpu"] * 2 + ["_to_copy from cuda"] * 2
+
+
+def test_batches_of_the_host_are_copied_beside_the_step_before(small_cfg, monkeypatch):
+    parts = build_loader(small_cfg(), ALONE, CPU, train=False)
+    with fake_cuda(monkeypatch) as timeline:
+        loader = Loader(parts.samples, parts.sampler, pinned_batches(3), make_normalizer(CUDA))
+        timeline.waits.clear()
+        after = read_all(loader, timeline)
+    assert timeline.races == timeline.waits == []
+    assert after == after[:1] * 3, "a copy waited for a step"
+    assert timeline.recorded == [timeline.main] * 6, "images and targets of each batch"
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+@pytest.mark.parametrize("train", [True, False])
+def test_crops_on_the_device_are_normalized_after_they_are_made(small_cfg, monkeypatch, crop, train):
+    parts = build_loader(small_cfg("DATA.CROP", crop, "MODEL.DUMMY_INPUT", True), ALONE, CPU, train)
+    positions = list(parts.sampler)[:3]
+    with fake_cuda(monkeypatch) as timeline:
+        images = ResidentImages(parts.images, "auto", CUDA, num_threads=0)
+        samples = Samples(images, parts.samples.transform, "auto", skip_broken=False)
+        loader = Loader(samples, parts.sampler, ResidentBatches(samples, positions), make_normalizer(CUDA))
+        timeline.waits.clear()
+        assert len(read_all(loader, timeline)) == 3
+    assert timeline.races == timeline.waits == []
+
+
+@pytest.mark.parametrize(
+    "words, place", [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu")]
+)
+def test_a_set_on_the_device_stays_on_the_host_where_it_is_augmented(small_cfg, words, place):
+    words = ("DATA.LOADER", "device", "MODEL.DUMMY_INPUT", True, *words)
+    loader = build_loader(small_cfg(*words), ALONE, torch.device("meta"), train=True)
+    assert loader.images.read(0).device.type == loader.images.labels.device.type == place
+
+
+def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    parts = build_loader(small_cfg(), ALONE, CPU, train=False)
+    pixels, labels, _ = next(iter(ThreadWorkers(parts.samples, parts.sampler, 1, pin_memory=True)))
+    assert pixels.in_locked_pages and labels.in_locked_pages
+
+
+def prepare(cfg) -> tuple:
+    """Return a config, its training loader and its state, on the CPU."""
+    loader = build_loader(cfg, ALONE, CPU, train=True)
+    return cfg, loader, build_state(cfg, CPU, loader, pretrained=False)
+
+
+def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callable[[], object]):
+    """Train for less than an epoch, so that no metric is read; `begin` is called after the first two steps."""
+    loader = TrainLoader(parts.samples, parts.sampler, pinned_batches(num), make_normalizer(device))
+    state = dataclasses.replace(state, model=state.model.to(device), precision=build_precision(cfg, device))
+    state.ema.model.to(device)
+    state.ema.pair_with(state.model)
+    state.optimizer = build_optimizer(cfg, state.model)
+    checks = iter(range(1, num + 1))
+    train_epoch(
+        cfg, state, state.model, loader, build_recipe(cfg, loader, device, state.precision),
+        checkpoints=SimpleNamespace(is_due=lambda step: False),
+        log=SimpleNamespace(steps=lambda epoch, step: range(num)),
+        stop=SimpleNamespace(begin_phase=lambda: None, check=lambda position: next(checks) == 2 and begin()),
+    )  # fmt: skip
+    return state
+
+
+EVERYTHING = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1.0, "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.CLIP_NORM", 1.0,
+              "EMA.HALF_LIFE", 30, "TRAIN.PRINT_FREQ", 100)  # fmt: skip
+STEPS = [
+    ("LOSS.NAME", "bce", "AUG.MIX_BY", "step"),
+    ("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True, "LOSS.CLASS_WEIGHTS", [1, 2, 3]),
+    ("TRAIN.AMP", "fp16"),
+    ("TRAIN.AMP", "fp16", "OPTIM.NAME", "adamw"),
+]
+
+
+@pytest.mark.parametrize("words", STEPS)
+def test_a_step_waits_for_nothing(small_cfg, monkeypatch, words):
+    """The kernels of the backward pass need a GPU; in their place every weight gets a gradient."""
+    cfg, parts, state = prepare(small_cfg(*EVERYTHING, *words))
+
+    def backward(loss: torch.Tensor) -> None:
+        for parameter in state.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    with fake_cuda(monkeypatch) as timeline:
+        state = take_steps(cfg, parts, state, CUDA, 3, timeline.waits.clear)
+    assert timeline.races == timeline.waits == [] and timeline.num_operations > 500
+    assert state.optimizer.defaults["fused"] and next(state.model.parameters()).is_cuda
+    assert all(parameter.grad is not None for parameter in state.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_matrix_products_is_set_on_cuda_only(small_cfg, monkeypatch, precision):
+    calls = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
+    cfg = small_cfg("TRAIN.MATMUL_PRECISION", precision)
+    set_backends(cfg, CPU)
+    assert calls == []
+    set_backends(cfg, CUDA)
+    assert calls == [precision]
+
+
+def test_by_default_matrix_products_use_tf32_and_torch_warns_of_nothing(small_cfg, recwarn):
+    try:
+        set_backends(small_cfg(), CUDA)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not recwarn.list
+
+
+def test_what_is_on_the_device_or_goes_to_the_cpu_is_not_pinned(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    tensor = torch.ones(2)
+    assert copy_to_device(tensor, CPU) is tensor
+    assert copy_to_device(tensor, torch.device("meta")).is_meta
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "words",
+    [("DATA.LOADER", "device"), ("DATA.LOADER", "device", "AUG.POLICY", "randaugment"), ("TRAIN.WORKERS", 2),
+     ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("TRAIN.PIN_MEMORY", False)],
+)  # fmt: skip
+def test_a_gpu_with_other_work_sees_the_batches_of_the_cpu(small_cfg, words):
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", *words)
+    mine, expected = (build_loader(small_cfg(*words), ALONE, device, train=True).batches_from(5, 1, 0)
+                      for device in (torch.device("cuda", torch.cuda.current_device()), CPU))  # fmt: skip
+    for _ in range(4):
+        torch.cuda._sleep(20_000_000)  # cycles that the main stream is busy for
+        (images, labels), (others, other_labels) = next(mine), next(expected)
+        torch.testing.assert_close(images.cpu(), others)
+        assert torch.equal(labels.cpu(), other_labels)
+
+
+@needs_gpu
+@pytest.mark.parametrize("words", STEPS)
+def test_a_step_on_a_gpu_waits_for_nothing(small_cfg, words):
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        parts = prepare(small_cfg(*EVERYTHING, *words))
+        take_steps(*parts, device, 3, lambda: torch.cuda.set_sync_debug_mode("error"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_run_on_a_gpu_goes_on_with_another_memory_format(small_cfg, tmp_path, name):
+    from test_trainer import records
+
+    losses = {}
+    for kind, second in (("same", False), ("toggled", True)):
+        words = ("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01, "EMA.HALF_LIFE", 30, "OUT_DIR", tmp_path / kind)
+        train_model(small_cfg(*words, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
+        words = (*words, "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0)
+        train_model(small_cfg(*words, "MODEL.CHANNELS_LAST", second))
+        losses[kind] = [entry["loss"] for entry in records(tmp_path / kind) if "loss" in entry]
+    assert losses["toggled"] == pytest.approx(losses["same"], rel=0.02)
