@@ -39,10 +39,13 @@ def wrap_model(
         example: images (N, 3, H, W) on `device`, like those to come.
         bucket_mb: MiB of gradients that are sent at once.
         compress: the type they are sent in: one of COMPRESSIONS.
-        unused: the parameters that get no gradient on any process; DDP then looks for such in each step.
+        unused: names of the parameters that get no gradient on any process. They are frozen: optimizers skip them
+            anyway, and to look for them DDP would wait for the device in each step.
     """
     if not in_group() or is_sharded(model):
         return model
+    for name in unused:
+        model.get_parameter(name).requires_grad_(False)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     exchange = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.15
     wrapped = DistributedDataParallel(
@@ -50,7 +53,6 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        find_unused_parameters=bool(unused),
         **{exchange: False},
     )
     if COMPRESSIONS[compress]:

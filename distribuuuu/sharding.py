@@ -218,6 +218,10 @@ class PartitionedOptimizer(ZeroRedundancyOptimizer):
         super().__init__(groups, optimizer_class=build)
         self.defaults = self.optim.defaults
 
+    def _get_is_trainable_mask(self) -> list[bool]:
+        """Have torch overlook what is frozen later: without a gradient it was skipped before, too."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of one optimizer for all; without that of single parameters if not main.
 

@@ -1,17 +1,25 @@
 """What a model would fail at is said before the first step; and a rehearsal leaves nothing behind."""
 
+import logging
+
 import pytest
 import torch
 from conftest import on_processes
 from test_trainer import assert_close, newest
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu import distributed as dist
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.launch import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.models.construction import without_auxiliary_heads
+from distribuuuu.optim import build_optimizer
+from distribuuuu.parallel import wrap_model
 from distribuuuu.registry import MODELS
 from distribuuuu.rehearsal import rehearse_evaluation, rehearse_training
 from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
 
 
 class Idle(nn.Module):
@@ -126,3 +134,29 @@ def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_pa
     one, two = newest(tmp_path / "1"), newest(tmp_path / "2")
     assert_close(one, two, 1e-5)
     assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4
+
+
+def step_with_idle_parameters(zero1: bool) -> tuple[bool, list[str], list[str], int]:
+    """Take a step; return whether DDP looks for unused parameters, what is frozen, torch's warnings, and the states."""
+    torch.manual_seed(0)
+    model, warnings = Idle(3), []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("torch.distributed").addHandler(handler)
+    with dist.process_group(detect_launch(), CPU, 60):
+        cfg = load_cfg(None, ["DIST.SHARD", "zero1" if zero1 else "none", "OPTIM.BASE_LR", "0.1"])
+        optimizer = build_optimizer(cfg, model)
+        images = torch.ones(2, 3, 8, 8)
+        wrapped = wrap_model(model, CPU, images, unused=["idle.weight", "idle.bias"])
+        wrapped(images).sum().backward()
+        optimizer.step()
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        states = optimizer.state_dict().get("state", {}) if zero1 else optimizer.state
+        return wrapped.find_unused_parameters, frozen, warnings, len(states)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_ddp_does_not_look_for_parameters_without_a_part(zero1):
+    answers = on_processes(2, step_with_idle_parameters, zero1)
+    assert answers[0] == (False, ["idle.weight", "idle.bias"], [], 4)
+    assert answers[1][:3] == answers[0][:3]
