@@ -52,7 +52,9 @@ def compute_precise_statistics(
     """
     layers = _trained_layers(model)
     moments = [_Moments(layer) for layer in layers]
-    with _collecting(model, layers, moments):
+    # A compiled model would be compiled again each time, with the new hooks.
+    eager = torch.compiler.set_stance("force_eager") if model._compiled_call_impl else contextlib.nullcontext()
+    with eager, _collecting(model, layers, moments):
         for images in batches:
             with autocast():
                 model(images)
