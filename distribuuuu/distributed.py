@@ -172,9 +172,9 @@ def backend() -> str:
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait until every process is here; the device is not waited for."""
     if in_group():
-        torch_dist.barrier()
+        torch_dist.barrier(group=_host_group)
 
 
 def scaled_all_reduce(tensors: Sequence[torch.Tensor], scale: float | None = None) -> Sequence[torch.Tensor]:

@@ -75,6 +75,9 @@ def _statistics_of_group(images: torch.Tensor, axes: list[int]) -> tuple[torch.T
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with every batch norm computed over the group; the state dict keeps its keys.
 
+    On CUDA it becomes torch's own layer, whose kernels are fused. In training that waits for the device once a layer,
+    to leave out processes without images.
+
     Raises:
         ConfigError: the model has a batch norm of its own kind, which cannot be converted.
     """

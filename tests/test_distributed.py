@@ -7,7 +7,7 @@ from conftest import on_processes, small_words
 from distribuuuu import distributed as dist
 from distribuuuu.checkpoint_file import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.launch import Launch
+from distribuuuu.launch import Launch, detect_launch
 from distribuuuu.trainer import train_model
 
 
@@ -31,6 +31,19 @@ def test_a_backend_that_the_device_lacks_is_an_error():
     group = dist.process_group(Launch("test"), torch.device("cpu"), 10, "nccl")
     with pytest.raises(ConfigError, match="DIST.BACKEND: nccl needs CUDA"):
         group.__enter__()
+
+
+def group_of_a_barrier() -> tuple[str, bool]:
+    with dist.process_group(detect_launch(), torch.device("cpu"), 60), pytest.MonkeyPatch.context() as patch:
+        used = []
+        patch.setattr(dist.torch_dist, "barrier", lambda group=None: used.append(group))
+        dist.barrier()
+        return torch.distributed.get_backend(used[0]), used[0] is not None
+
+
+def test_a_barrier_needs_no_device():
+    """nccl would have to guess the device, and says so."""
+    assert on_processes(2, group_of_a_barrier) == [("gloo", True)] * 2
 
 
 def test_buckets_and_compression_of_gradients(image_folder, tmp_path):
