@@ -14,6 +14,8 @@ import yaml
 
 from distribuuuu import defaults
 from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
+from distribuuuu.config_files import find_run_config
+from distribuuuu.flag_hints import split_flags
 from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.memory import keep_freed_memory
 from distribuuuu.nproc import own_command, run_processes, without_nproc
@@ -53,6 +55,13 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
     return 0
 
 
+def tell(message: str) -> None:
+    """Print a line to standard error, on the first process alone."""
+    if is_first_process():
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
+
+
 def report(error: ConfigError) -> None:
     """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
     if not is_first_process() and not error.one_process:
@@ -71,10 +80,13 @@ def parse_args(description: str, words: list[str], train: bool) -> tuple[Config 
     """
     parser = build_parser(description)
     args, overrides = parser.parse_known_args(words)
-    flags = [word for word in overrides if re.match(r"--?[a-zA-Z]", word)]
     known = [option for action in parser._actions for option in action.option_strings]
-    problems = [f"command line: no such flag: {flag}{did_you_mean(flag, known)}" for flag in flags]
-    cfg, found = read_cfg(args.cfg, [] if flags else overrides)
+    problems, overrides = split_flags(overrides, known)
+    if args.cfg is None and not train and (left := find_run_config(overrides)):
+        args.cfg = left
+        if args.nproc in (None, 1):  # else by the processes that are started
+            tell(f"--cfg is not given: reading {left}, the config of the run in OUT_DIR")
+    cfg, found = read_cfg(args.cfg, overrides)
     problems += found
     problems += find_nproc_problems(args.nproc)
     printing = args.dump_config or args.help_config is not None

@@ -11,16 +11,24 @@ import copy
 import functools
 import math
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 from yacs.config import CfgNode
 
+from distribuuuu.config_files import similar_files
 from distribuuuu.contradictions import find_contradictions
 from distribuuuu.defaults import _C
 from distribuuuu.limits import CHOICES, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, RANGES, TEXT_LISTS
 from distribuuuu.registry import DATASETS, did_you_mean, near_matches
+
+# The origin of what the words of the command line set.
+COMMAND_LINE = "command line"
+# What a word begins with that joins a key to its value.
+_GLUED = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?=")
 
 
 class ConfigError(ValueError):
@@ -117,19 +125,34 @@ def read_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> tupl
     cfg, problems = get_cfg(), []
     if cfg_file:
         _merge(cfg, _read_yaml(cfg_file, problems), problems)
+    folder_of_file = cfg.TRAIN.DATASET
     _merge(cfg, _read_words(overrides, problems), problems)
-    _follow(cfg)
+    _follow_training_folder(cfg, folder_of_file)
     problems += find_problems(cfg)
     cfg.freeze()
     return cfg, problems
 
 
-def _follow(cfg: Config) -> None:
-    """Let the evaluation folder follow the training folder, as it did when only one of them was read."""
-    origin = cfg.origins.get("TRAIN.DATASET")
-    if origin and "TEST.DATASET" not in cfg.origins:
-        cfg.TEST.DATASET = cfg.TRAIN.DATASET
-        cfg.origins["TEST.DATASET"] = f"TRAIN.DATASET, {origin}"
+def _follow_training_folder(cfg: Config, folder_of_file: str) -> None:
+    """Set TEST.DATASET to TRAIN.DATASET unless it was set to a folder of its own; defaults.py states the rule.
+
+    Args:
+        cfg: the merged tree.
+        folder_of_file: TRAIN.DATASET before the command line was merged.
+    """
+    train, test, default = cfg.TRAIN.DATASET, cfg.TEST.DATASET, _C.TEST.DATASET
+    if cfg.origins.get("TEST.DATASET") == COMMAND_LINE:
+        if test == default != train:
+            # A spelling of its own keeps the folder apart from an unset default when the dumped config is read again.
+            cfg.TEST.DATASET = default.rstrip("/")
+    elif not _same_folder(test, train) and (test == default or _same_folder(test, folder_of_file)):
+        cfg.TEST.DATASET = train
+        cfg.origins.pop("TEST.DATASET", None)  # to the end: the first origin names the file of the config
+        cfg.origins["TEST.DATASET"] = f"TRAIN.DATASET, {cfg.origins['TRAIN.DATASET']}"
+
+
+def _same_folder(path: str, other: str) -> bool:
+    return os.path.normpath(path) == os.path.normpath(other)
 
 
 def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
@@ -137,10 +160,9 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
-    except FileNotFoundError:
-        folder, name = os.path.split(path)
-        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        problems.append(f"--cfg {path}: no such file{did_you_mean(name, names)}")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        what = "cannot be read: it is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        problems.append(f"--cfg {path}: {what}{similar_files(path)}")
         return []
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"--cfg {path}: cannot be read: {error}")
@@ -179,14 +201,29 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[st
 
 
 def _read_words(words: Sequence[str], problems: list[str]) -> list[tuple[str, Any, str]]:
-    """Return (key, text, origin) of KEY VALUE words from the command line."""
-    words = list(words)
-    if len(words) % 2:
-        glued = [word for word in words if "=" in word]
-        hint = f"; write `{glued[0].replace('=', ' ', 1)}` without the =" if glued else ""
-        problems.append(f"command line: KEY VALUE pairs expected, but {words[-1]!r} is left without a partner{hint}")
-        return []
-    return [(key, _Word(value), "command line") for key, value in zip(words[::2], words[1::2], strict=True)]
+    """Return (key, text, origin) of KEY VALUE words from the command line; KEY=VALUE is read too, and reported."""
+    pairs, glued, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if _GLUED.match(word):
+            pairs.append(word.split("=", 1))
+            glued += pairs[-1]
+        elif rest:
+            pairs.append([word, rest.pop(0)])
+        else:
+            problems.append(f"command line: KEY VALUE pairs expected, but {word!r} is left without a partner")
+            pairs = []
+    if glued:
+        problems.append(f"command line: KEY VALUE pairs expected; write `{shlex.join(glued)}` without the =")
+    return [setting for key, value in pairs for setting in _expand(key, _Word(value))]
+
+
+def _expand(key: str, text: "_Word") -> list[tuple[str, Any, str]]:
+    """Return (key, value, origin) of a pair of words, of `SECTION {NAME: VALUE}` one for each name."""
+    values = _from_text(text) if key in OPEN_SECTIONS else None
+    if not isinstance(values, dict) or any(":" in str(name) and value is None for name, value in values.items()):
+        return [(key, text, COMMAND_LINE)]  # is no mapping, or lacks the space after a colon, and is refused
+    return [(f"{key}.{name}", value, COMMAND_LINE) for name, value in values.items()]
 
 
 class _Word(str):
@@ -231,7 +268,7 @@ def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str
 
 def _unknown_key(key: str, known: dict[str, Any]) -> str:
     if key in OPEN_SECTIONS:
-        return f"a section, not a key; set {key}.NAME"
+        return f"a section, not a key; set {key}.NAME, or give it as {{NAME: VALUE}}"
     if key in _sections():
         names = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
         return f"a section, not a key; it holds {', '.join(names)}"

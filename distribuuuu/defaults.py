@@ -28,7 +28,7 @@ _C.MODEL.COMPILE = "none"
 _C.MODEL.CHANNELS_LAST = False
 # Train on random images from memory instead of the data set, to measure or to try out.
 _C.MODEL.DUMMY_INPUT = False
-# Arguments for the model's constructor, by its own lower-case names, e.g. {width: 32}.
+# Arguments for the model's constructor, by its own lower-case names: {width: 32}, or MODEL.KWARGS.width 32.
 _C.MODEL.KWARGS = CfgNode(new_allowed=True)
 
 _C.TRAIN = CfgNode()
@@ -71,7 +71,8 @@ _C.TRAIN.MAX_ROLLBACKS = 3
 _C.TRAIN.TOPK = 5
 
 _C.TEST = CfgNode()
-# Folder of the evaluation data; follows TRAIN.DATASET unless set.
+# Folder of the evaluation data; follows TRAIN.DATASET unless the command line sets it, or a file sets it to a folder
+# that is neither this default nor the file's TRAIN.DATASET.
 _C.TEST.DATASET = "./data/ILSVRC/"
 # Sub-folder of TEST.DATASET that holds the evaluation classes.
 _C.TEST.SPLIT = "val"

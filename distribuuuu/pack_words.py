@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from distribuuuu.config import Config, ConfigError, get_cfg, leaves, read_cfg, with_origin
 from distribuuuu.datasets.pack_file import FORMATS
 from distribuuuu.datasets.pack_writer import find_conflicts, find_strangers
+from distribuuuu.flag_hints import split_flags
 from distribuuuu.registry import DATASETS, did_you_mean
 
 DEFAULT_QUALITY = 90
@@ -60,10 +60,10 @@ def parse_words(description: str, words: list[str]) -> Job:
     """
     parser = build_parser(description)
     args, rest = parser.parse_known_args(words)
-    flags = [word for word in rest if re.match(r"--?[a-zA-Z]", word)]
-    if flags:
-        known = [option for action in parser._actions for option in action.option_strings]
-        raise ConfigError([f"command line: no such flag: {flag}{did_you_mean(flag, known)}" for flag in flags])
+    known = [option for action in parser._actions for option in action.option_strings]
+    unknown, rest = split_flags(rest, known)
+    if unknown:
+        raise ConfigError(unknown)
     if not rest or rest[0] in dict(leaves(get_cfg())):
         raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
     cfg, problems = read_cfg(args.cfg, rest[1:])

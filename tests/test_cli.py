@@ -1,10 +1,17 @@
 """What a person sees: every mistake answered with its remedy, status 2 and no traceback."""
 
 import os
+import re
+import signal
 
 import pytest
 import torch
 from conftest import draw_folder, run_tool, small_words
+
+from distribuuuu.cli import parse_args
+from distribuuuu.config import ConfigError, get_cfg, get_value, leaves
+from distribuuuu.flag_hints import EQUIVALENTS
+from distribuuuu.pack_words import parse_words
 
 WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
@@ -95,3 +102,81 @@ def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "locked" / "out"))
     assert done.returncode == 2 and "cannot be written to" in done.stderr
+
+
+def problems_of(*words: object, train: bool = True) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args("", [str(word) for word in words], train)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (["--lr", "0.1"], "OPTIM.BASE_LR 0.1"),
+        (["--lr=0.1"], "OPTIM.BASE_LR 0.1"),
+        (["--epochs", "10"], "OPTIM.MAX_EPOCH 10"),
+        (["--batch-size", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["--batch_size", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["-b", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["-j8"], "TRAIN.WORKERS 8"),
+        (["--data", "my images"], "TRAIN.DATASET 'my images'"),
+        (["--output", "exp/x"], "OUT_DIR exp/x"),
+        (["--resume", "a.pth"], "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS a.pth"),
+        (["--wd", "1e-4"], "OPTIM.WEIGHT_DECAY 1e-4"),
+        (["--arch", "resnet50"], "MODEL.ARCH resnet50"),
+        (["--amp"], "TRAIN.AMP bf16"),
+        (["--config-file", "x.yaml"], "--cfg x.yaml"),
+        (["--cgf", "x.yaml"], "--cfg"),
+        (["--crop-ratio", "1"], "DATA.CROP_RATIO 1"),
+        (["--weigth-decay", "1"], "OPTIM.WEIGHT_DECAY 1"),
+    ],
+)
+def test_a_flag_of_another_framework_is_answered_with_its_key(words, meant):
+    problem = problems_of(*words, "--dump-config")[0]
+    assert re.match(r"command line: no such flag: --?[a-z]", problem)
+    assert f"; did you mean {meant}" in problem
+
+
+def test_every_unknown_flag_and_every_other_problem_is_told_at_once(tmp_path):
+    words = ["--lr", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
+    problems = problems_of(*words, "--dump-config")
+    assert [problem.split(";")[0] for problem in problems] == [
+        "command line: no such flag: --lr",
+        "command line: no such flag: --amp",
+        "command line: no such flag: --zzz",
+        "TRAIN.BATCH_SZE (command line): no such key",
+        "OPTIM.LR_POLICY (command line): 'cosine' is not one of cos, steps, exp, lin, tri",
+    ]
+    with pytest.raises(ConfigError, match="did you mean --workers or TRAIN.WORKERS 3"):
+        parse_words("", [str(tmp_path), "--worker", "3"])
+
+
+def test_the_words_for_flags_are_options():
+    keys = [*(key for key, _ in leaves(get_cfg())), "MODEL.KWARGS.drop_rate", "MODEL.KWARGS.drop_path_rate"]
+    for words in EQUIVALENTS.values():
+        assert words.split()[0] in (*keys, "--cfg", "--nproc", "tools/test_net.py")
+    flags = " ".join(EQUIVALENTS).split()
+    assert len(flags) == len(set(flags)), "a flag stands for one thing"
+
+
+def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # --dump-config would have a broken pipe end the tests
+    out, other = tmp_path / "out", tmp_path / "other"
+    words = small_words(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
+    assert run_tool("train_net.py", *words).returncode == 0
+    done = run_tool("test_net.py", "TRAIN.DATASET", image_folder, "OUT_DIR", out)
+    assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
+    assert f"--cfg is not given: reading {out}/config.yaml" in done.stderr
+    draw_folder(other, "val", {"ant": 1, "bee": 1, "cat": 1})
+    cfg, _ = parse_args("", ["OUT_DIR", str(out), "TRAIN.TOPK", "3", "TRAIN.DATASET", str(other)], train=False)
+    assert (cfg.MODEL.ARCH, cfg.MODEL.KWARGS.width, cfg.TRAIN.TOPK) == ("resnet8", 8, 3)
+    assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(other)
+    assert get_value(cfg, "TRAIN.IM_SIZE") == 16
+    assert capsys.readouterr().err.count("config.yaml") == 1
+    (tmp_path / "a.yaml").write_text("TRAIN: {TOPK: 1}")
+    own = ["--cfg", str(tmp_path / "a.yaml"), "--dump-config", "OUT_DIR", str(out)]
+    parse_args("", own, train=False)
+    assert "TOPK: 1 " in capsys.readouterr().out
+    parse_args("", ["OUT_DIR", str(out), "--dump-config"], train=True)  # a training run starts from the defaults
+    assert "ARCH: resnet18\n" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from distribuuuu.cli import documented_options, dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, leaves, load_cfg
@@ -168,6 +169,11 @@ def test_a_wrong_value_says_what_is_allowed(overrides, key, said):
 def test_odd_words_and_glued_words():
     assert "'OUT_DIR' is left without a partner" in problems_of(None, ["OUT_DIR"])[0]
     assert "write `OPTIM.BASE_LR 0.1` without the =" in problems_of(None, ["OPTIM.BASE_LR=0.1"])[0]
+    words = ["OPTIM.BASE_LR=0.1", "TRAIN.WORKERS", "many", "OUT_DIR=a b", "FINETUNE.LR_MULT.layer[12].*=2"]
+    first, second = problems_of(None, words)
+    assert "write `OPTIM.BASE_LR 0.1 OUT_DIR 'a b' 'FINETUNE.LR_MULT.layer[12].*' 2` without the =" in first
+    assert second.startswith("TRAIN.WORKERS (command line): 'many' is not a whole number")
+    assert load_cfg(None, ["OUT_DIR", "exp/lr=0.1"]).OUT_DIR == "exp/lr=0.1"
 
 
 def test_a_key_given_twice_in_a_file_is_an_error(tmp_path):
@@ -183,9 +189,30 @@ def test_a_file_that_is_no_config(text, said, tmp_path):
 def test_a_missing_or_unreadable_file_names_its_neighbours(tmp_path):
     write(tmp_path / "resnet50.yaml", "")
     assert "did you mean resnet50.yaml?" in problems_of(str(tmp_path / "resnet5O.yaml"))[0]
-    assert "cannot be read" in problems_of(str(tmp_path))[0]
+    assert f"cannot be read: it is a folder; did you mean {tmp_path}/resnet50.yaml?" in problems_of(str(tmp_path))[0]
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml" in problems_of(str(tmp_path / "binary.yaml"))[0]
+
+
+@pytest.mark.parametrize(
+    "path, meant",
+    [
+        ("shapes/resnet14.yaml", "configs/shapes/resnet14.yaml?"),
+        ("configs/shapes/resnet14", "configs/shapes/resnet14.yaml?"),
+        ("configs/shape/resnet14.yaml", "configs/shapes/resnet14.yaml, "),
+        ("resnet50_a1", "configs/imagenet/resnet50_a1.yaml?"),
+        ("config/resnet18.yaml", "configs/imagenet/resnet18.yaml?"),
+        ("imagenet/botnet5O", "configs/imagenet/botnet50.yaml"),
+        ("configs/shapes", "configs/shapes/resnet14.yaml?"),
+    ],
+)
+def test_a_file_is_found_by_parts_of_its_path(path, meant, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert f"did you mean {meant}" in problems_of(path)[0]
+    monkeypatch.chdir(tmp_path)  # without ./configs those of the project are meant
+    if not path.startswith("configs"):
+        assert f"did you mean {ROOT}/{meant}" in problems_of(path)[0]
+    assert "did you mean" not in problems_of("no_config_has_this_name")[0]
 
 
 def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path):
@@ -197,6 +224,20 @@ def test_kwargs_are_open_and_keep_their_types(tmp_path):
     file = write(tmp_path / "a.yaml", "MODEL:\n  KWARGS:\n    depth: 3\n    sizes: [1, 2]\n")
     cfg = load_cfg(file, ["MODEL.KWARGS.rate", "0.5", "MODEL.KWARGS.name", "gelu", "MODEL.KWARGS.on", "true"])
     assert dict(cfg.MODEL.KWARGS) == {"depth": 3, "sizes": (1, 2), "rate": 0.5, "name": "gelu", "on": True}
+
+
+def test_an_open_section_is_given_whole_on_the_command_line(tmp_path):
+    file = write(tmp_path / "a.yaml", "MODEL: {KWARGS: {width: 8, depth: 3}}")
+    words = ["MODEL.KWARGS", "{width: 32, sizes: [1, 2], more: {a: b}}", "DISTILL.KWARGS", "{'rate': 0.5}"]
+    cfg = load_cfg(file, [*words, "FINETUNE.LR_MULT", "{fc: 1e1, 'layer4.*': 2, 0: 3}"])
+    assert cfg.MODEL.KWARGS == {"width": 32, "depth": 3, "sizes": (1, 2), "more": {"a": "b"}}
+    assert dict(cfg.DISTILL.KWARGS) == {"rate": 0.5}
+    assert list(cfg.FINETUNE.LR_MULT.items()) == [("fc", 10.0), ("layer4.*", 2.0), ("0", 3.0)]
+    assert cfg.origins["MODEL.KWARGS.width"] == cfg.origins["FINETUNE.LR_MULT.fc"] == "command line"
+    assert load_cfg(write(tmp_path / "b.yaml", cfg.dump())) == cfg
+    for word in ("{width:32}", "32", "{"):
+        assert "set MODEL.KWARGS.NAME, or give it as {NAME: VALUE}" in problems_of(None, ["MODEL.KWARGS", word])[0]
+    assert "FINETUNE.LR_MULT.fc (command line): 'much'" in problems_of(None, ["FINETUNE.LR_MULT", "{fc: much}"])[0]
 
 
 @pytest.mark.parametrize("word", ["['conv1', 'layer1.*']", "[conv1, layer1.*]", "conv1,layer1.*", " conv1 , layer1.*,"])
@@ -291,9 +332,50 @@ def test_the_dump_tells_where_each_value_came_from(tmp_path):
     assert marked == [f"WORKERS: 2  # {file}:2", "BASE_LR: 1.0  # command line"]
 
 
-def test_the_evaluation_folder_follows_the_training_folder_unless_it_is_set():
-    assert load_cfg(None, ["TRAIN.DATASET", "/a"]).TEST.DATASET == "/a"
-    assert load_cfg(None, ["TRAIN.DATASET", "/a", "TEST.DATASET", "/b"]).TEST.DATASET == "/b"
+DEFAULT_FOLDER = "./data/ILSVRC/"
+
+
+@pytest.mark.parametrize(
+    "of_file, of_words, expected",
+    [
+        # Of the file and of the command line: TRAIN.DATASET and TEST.DATASET, None: not set.
+        ((None, None), ("/a", None), "/a"),
+        ((None, None), ("/a", "/b"), "/b"),
+        ((None, None), ("/a", DEFAULT_FOLDER), "./data/ILSVRC"),
+        ((None, None), (None, "/b"), "/b"),
+        ((DEFAULT_FOLDER, DEFAULT_FOLDER), (None, None), DEFAULT_FOLDER),
+        ((DEFAULT_FOLDER, DEFAULT_FOLDER), ("/a", None), "/a"),
+        ((DEFAULT_FOLDER, DEFAULT_FOLDER), ("/a", "/b"), "/b"),
+        ((DEFAULT_FOLDER, DEFAULT_FOLDER), (None, "/b"), "/b"),
+        (("/x", None), (None, None), "/x"),
+        (("/x", None), ("/a", None), "/a"),
+        (("/x", DEFAULT_FOLDER), (None, None), "/x"),
+        (("/x", DEFAULT_FOLDER), ("/a", None), "/a"),
+        (("/x", "/x"), ("/a", None), "/a"),
+        (("/x", "/x/"), ("/a", None), "/a"),
+        (("/x", "/x"), ("/a", "/x"), "/x"),
+        (("/x", "/y"), (None, None), "/y"),
+        (("/x", "/y"), ("/a", None), "/y"),
+        ((None, "/y"), ("/a", None), "/y"),
+        ((None, "data/ILSVRC"), (None, None), "data/ILSVRC"),
+        ((None, "data/ILSVRC"), ("/a", None), "/a"),
+    ],
+)
+def test_the_evaluation_folder_follows_the_training_folder_unless_it_is_set(of_file, of_words, expected, tmp_path):
+    sections = ("TRAIN", "TEST")
+    lines = [f"{name}: {{DATASET: {path}}}" for name, path in zip(sections, of_file, strict=True) if path]
+    words = [(f"{name}.DATASET", path) for name, path in zip(sections, of_words, strict=True) if path]
+    cfg = load_cfg(write(tmp_path / "a.yaml", "\n".join(lines)), [word for pair in words for word in pair])
+    assert cfg.TEST.DATASET == expected
+    assert load_cfg(write(tmp_path / "b.yaml", cfg.dump())) == cfg
+
+
+def test_the_original_files_evaluate_the_folder_of_the_command_line(tmp_path):
+    file = write(tmp_path / "a.yaml", ORIGINAL.format(arch="resnet18", lr="0.2", wd="5.0e-05", batch=32))
+    cfg = load_cfg(file, ["TRAIN.DATASET", "/a"])
+    assert cfg.TEST.DATASET == "/a" and cfg.origins["TEST.DATASET"] == "TRAIN.DATASET, command line"
+    file = write(tmp_path / "b.yaml", f"TEST: {{DATASET: {DEFAULT_FOLDER}}}\nTRAIN: {{DATASET: /x}}")
+    assert list(load_cfg(file).origins)[0] == "TRAIN.DATASET", "the first origin names the config's file"
 
 
 def test_check_cfg_checks_a_tree_made_by_hand():
