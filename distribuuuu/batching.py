@@ -67,6 +67,20 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
         )
 
 
+def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
+    """Check that the training set has the images of at least one step.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if num_images < plan.global_batch:
+        key = "TRAIN.GLOBAL_BATCH_SIZE" if cfg.TRAIN.GLOBAL_BATCH_SIZE else "TRAIN.BATCH_SIZE"
+        raise ConfigError(
+            f"{with_origin(cfg, key)}: one step takes {plan.global_batch} images ({plan}),"
+            f" but the training set has {num_images}; take fewer"
+        )
+
+
 def check_accumulation(cfg, plan: BatchPlan) -> None:
     """Check that no gradients are to accumulate over replays of a CUDA graph, whose memory the next replay takes.
 

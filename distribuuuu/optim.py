@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.model_names import NameTable, keep_table
 from distribuuuu.param_groups import parameter_groups
 from distribuuuu.registry import did_you_mean
 from distribuuuu.schedule import build_schedule
@@ -82,6 +83,8 @@ def _build_by_timm(cfg, groups: list[dict], lr: float, kernels: Callable) -> tor
     optim, name = cfg.OPTIM, cfg.OPTIM.NAME.lower()
     known = timm.optim.list_optimizers() if hasattr(timm.optim, "list_optimizers") else [name]  # since timm 1.0.12
     known = [other for other in known if not other.startswith(_UNFIT)]
+    if len(known) > 1:
+        keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
     if name not in known:
         message = f"unknown optimizer {optim.NAME!r}{did_you_mean(name, known)}"
         raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}")

@@ -1,15 +1,17 @@
 """What can be known to fail before torch is imported or a process group is joined: the check before the start."""
 
-import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.batching import check_accumulation, check_pairs, plan_batches
+from distribuuuu.batching import check_accumulation, check_num_images, check_pairs, plan_batches
 from distribuuuu.config import Config, ConfigError, check_cfg, find_problems, with_origin
 from distribuuuu.launch import detect_launch
+from distribuuuu.model_names import find_model_problems, load_table
 from distribuuuu.ports import find_port_problem
-from distribuuuu.registry import family_of
+from distribuuuu.registry import did_you_mean, family_of
 from distribuuuu.weights_file import PUBLISHED, find_weights_file
 
 
@@ -28,9 +30,8 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
     if cfg is not asked:
         told = find_problems(asked)
         problems += [problem for problem in find_problems(cfg) if problem not in told]
-    for key, message in _path_problems(cfg, train):
-        if key in cfg.origins or not set_keys_only:
-            problems.append(f"{with_origin(cfg, key)}: {message}")
+    found = list(_path_problems(cfg, train))
+    problems += [f"{with_origin(cfg, key)}: {what}" for key, what in found if key in cfg.origins or not set_keys_only]
     try:
         launch = detect_launch()
         if launch.rank == 0 and launch.address and (problem := find_port_problem(launch.address, launch.port)):
@@ -40,6 +41,9 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
             check_pairs(cfg, plan)
             check_accumulation(cfg, plan)
+            is_data_sound = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
+            if is_data_sound and (num_images := family_of(cfg).count_images(cfg, plan.global_batch)):
+                check_num_images(cfg, plan, num_images)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -94,7 +98,31 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
             yield key, f"{what}: {path}"
     if train:
         yield from _finetune_problems(cfg)
+    else:
+        yield from _weights_problems(cfg)
+    if "torch" not in sys.modules:  # else the tables themselves answer at once, also for what was registered since
+        yield from _name_problems(cfg, train)
     yield from _out_dir_problems(Path(cfg.OUT_DIR))
+
+
+def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
+    """Yield that an evaluation has no weights."""
+    best, averaged = (Path(cfg.OUT_DIR) / name for name in ("best.pth.tar", "best_ema.pth.tar"))
+    has_best = best.exists() or (cfg.EMA.HALF_LIFE and averaged.exists())
+    if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or has_best):
+        yield "MODEL.WEIGHTS", f"is not set, and {best} is not there; name a file to evaluate, or the OUT_DIR of a run"
+
+
+def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
+    """Yield unknown names of models and optimizers, where an earlier process has kept the known ones."""
+    yield from find_model_problems("MODEL.ARCH", cfg.MODEL.ARCH, "MODEL.KWARGS", cfg.MODEL.KWARGS)
+    if not train:
+        return
+    if cfg.DISTILL.TEACHER:
+        yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
+    name, table = cfg.OPTIM.NAME, load_table("optimizers")
+    if table and name.lower() not in ("sgd", *table.names):
+        yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, table.names)}"
 
 
 def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
@@ -117,5 +145,8 @@ def _out_dir_problems(out_dir: Path) -> Iterator[tuple[str, str]]:
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not existing.is_dir():
         yield "OUT_DIR", f"{existing} is a file, not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield "OUT_DIR", f"{existing} cannot be written to"
+        return
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # os.access() does not know of read-only file systems and quotas
+    except OSError as error:
+        yield "OUT_DIR", f"{existing} cannot be written to: {error.strerror}"

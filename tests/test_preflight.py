@@ -6,13 +6,19 @@ import pytest
 from conftest import draw_folder, run_tool, small_words
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.datasets import imagefolder
 from distribuuuu.datasets.image_set import ImageSet
+from distribuuuu.datasets.imagefolder import ImageFolder
 from distribuuuu.datasets.loader import build_images
 from distribuuuu.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.registry import DATASETS
 
+# What an evaluation needs beside data: weights.
+EVALUATED = ("MODEL.PRETRAINED", "True")
+
 
 def ask_the_data(*words, train=True):
+    words = (*words, *(() if train else EVALUATED))
     cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "0", *(str(word) for word in words)])
     assert find_run_problems(cfg, train) == []
     resolved = resolve_num_classes(cfg)
@@ -102,7 +108,7 @@ def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder
 
 
 def finetune_problems(image_folder: Path, *words, train=True) -> list[str]:
-    words = ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", image_folder, *words]
+    words = ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", image_folder, *words, *(() if train else EVALUATED)]
     return find_run_problems(load_cfg(None, [str(word) for word in words]), train)
 
 
@@ -139,7 +145,8 @@ def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_p
 def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tmp_path):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])
-    assert find_run_problems(cfg, train=True, nproc=3) == find_run_problems(cfg, train=False) == []
+    assert find_run_problems(cfg, train=True, nproc=3) == []
+    assert find_run_problems(load_cfg(None, [*words, *EVALUATED, "AUG.MIXUP", "0.2"]), train=False) == []
     [problem] = find_run_problems(cfg, train=True, nproc=2)
     assert problem.startswith("AUG.MIXUP (command line): images are mixed in pairs, but 3 at a time are odd")
 
@@ -150,3 +157,54 @@ def test_a_folder_is_not_a_file_of_weights(image_folder, tmp_path, key, others):
     cfg = load_cfg(None, [*words, *others, key, str(image_folder)])
     [problem] = find_run_problems(cfg, train=True)
     assert problem == f"{key} (command line): not a file: {image_folder}"
+
+
+def problems_of(*words, train=True, nproc=None) -> list[str]:
+    return find_run_problems(load_cfg(None, [str(word) for word in words]), train, nproc)
+
+
+def test_a_folder_that_takes_no_file_is_told_whoever_asks(image_folder):
+    """Also root, who may write anywhere but into a file system that is read-only."""
+    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
+    (problem,) = problems_of(*words, "OUT_DIR", "/proc/out")
+    assert problem.startswith("OUT_DIR (command line): /proc cannot be written to: ")
+
+
+def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
+    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
+    (problem,) = problems_of(*words, train=False)
+    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar is not there")
+    assert problems_of(*words) == problems_of(*words, *EVALUATED, train=False) == []
+    (tmp_path / "best_ema.pth.tar").touch()
+    assert problems_of(*words, train=False) != [] == problems_of(*words, "EMA.HALF_LIFE", 9, train=False)
+    (tmp_path / "best.pth.tar").touch()
+    assert problems_of(*words, train=False) == []
+
+
+def test_a_step_of_more_images_than_there_are_is_told(image_folder, tmp_path):
+    own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
+    (problem,) = problems_of(*own, "TRAIN.BATCH_SIZE", 25, nproc=2)
+    assert problem.startswith("TRAIN.BATCH_SIZE (command line): one step takes 50 images (global batch 50 = ")
+    assert problem.endswith("but the training set has 48; take fewer")
+    assert problems_of(*own, "TRAIN.BATCH_SIZE", 24, nproc=2) == []
+    (problem,) = problems_of("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024)
+    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): one step takes 1024") and "has 1000" in problem
+    shapes = ("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001)
+    assert problems_of(*shapes) == [] and "has 2000; take fewer" in problems_of(*shapes, nproc=2)[0]
+    (tmp_path / "train.csv").write_text("image,labels\n1.jpg,a\n2.jpg,b\n")
+    for number in (1, 2):
+        (tmp_path / f"{number}.jpg").touch()
+    several = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "MODEL.NUM_CLASSES", 2, "TEST.SPLIT", "train")
+    assert "has 2; take fewer" in problems_of(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
+    done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
+    assert done.returncode == 0, done.stderr
+    packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack", "MODEL.NUM_CLASSES", 3)
+    assert "has 48; take fewer" in problems_of(*packed, "TRAIN.BATCH_SIZE", 49)[0]
+
+
+def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypatch):
+    cfg = load_cfg(None, ["TRAIN.DATASET", str(image_folder)])
+    assert [ImageFolder.count_images(cfg, most) for most in (1, 16, 17, 48, 1000)] == [1, 16, 17, 48, 48]
+    seen = []
+    monkeypatch.setattr(imagefolder, "is_image", lambda name: not seen.append(name))
+    assert ImageFolder.count_images(cfg, 20) == len(seen) == 20

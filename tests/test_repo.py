@@ -34,7 +34,7 @@ LAYERS = {
         "verdict",
         "watch_hub",
     ),
-    1: ("limits", "watch", "contradictions", "config_files"),
+    1: ("limits", "watch", "contradictions", "config_files", "model_names"),
     2: ("config",),
     3: ("act_checkpoint", "launch", "batching", "param_groups", "weights_file", "results", "flag_hints"),
     4: ("rendezvous", "checkpoint_file", "nproc"),

@@ -8,7 +8,9 @@ from distribuuuu.registry import DATASETS
 class Dummy(ImageSet):
     """A thousand random images of the configured size, their labels spread over the configured classes."""
 
-    def __init__(self, im_size: int, num_classes: int, length: int = 1000):
+    num_images = 1000
+
+    def __init__(self, im_size: int, num_classes: int, length: int = num_images):
         self.im_size = im_size
         self.length = length
         self.classes = tuple(f"class_{number}" for number in range(num_classes))

@@ -21,6 +21,8 @@ class ImageSet:
     classes: tuple[str, ...] = ()
     # Number of classes when it is known before the data is read, else 0.
     num_classes: int = 0
+    # Number of training images when it is known before the data is read, else 0.
+    num_images: int = 0
     # Whether an image may be of several classes, or of none.
     multilabel: bool = False
 
@@ -40,6 +42,11 @@ class ImageSet:
     def count_classes(cls, cfg) -> int:
         """Return the number of classes of the training data, 0 when only its images tell; imports no torch."""
         return cls.num_classes
+
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images, counted up to `most`; 0 if only the opened set tells it."""
+        return cls.num_images
 
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define __len__")

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from distribuuuu.datasets.image_set import ImageSet, contradiction
+from distribuuuu.model_names import cache_folder
 from distribuuuu.registry import DATASETS, did_you_mean
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -73,6 +74,16 @@ class ImageFolder(ImageSet):
         folders = (Path(section.DATASET) / section.SPLIT for section in (cfg.TRAIN, cfg.TEST))
         return cls.num_classes or next((len(names) for names in map(list_classes, folders) if names), 0)
 
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images, counted up to `most`."""
+        folder, count = Path(cfg.TRAIN.DATASET) / cfg.TRAIN.SPLIT, 0
+        for name in list_classes(folder):
+            count += _count_images(folder / name, most - count)
+            if count >= most:
+                break
+        return count
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -106,12 +117,6 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def cache_folder(chosen: str) -> Path:
-    """Return DATA.CACHE_DIR, or the user's cache folder when it is empty."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or f"{base}/distribuuuu").expanduser()
-
-
 def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
     """Return the sorted names of the sub-folders, without hidden ones; empty when there is no such folder."""
     if not os.path.isdir(folder):
@@ -125,9 +130,9 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
-def _has_image(folder: Path) -> bool:
-    """Tell whether a folder holds an image at any depth; stops at the first, so a large folder costs nothing."""
-    waiting, seen = [os.fspath(folder)], set()
+def _count_images(folder: Path, most: int) -> int:
+    """Return the number of images in a folder at any depth; stops at `most`, so a large folder costs little."""
+    waiting, seen, count = [os.fspath(folder)], set(), 0
     while waiting:
         parent = waiting.pop()
         if os.path.realpath(parent) in seen:  # a link may lead back
@@ -138,8 +143,10 @@ def _has_image(folder: Path) -> bool:
                 if _is_folder(entry):
                     waiting.append(entry.path)
                 elif is_image(entry.name):
-                    return True
-    return False
+                    count += 1
+                    if count >= most:
+                        return count
+    return count
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
@@ -162,7 +169,7 @@ def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str
     elif not list_classes(folder):
         yield f"{section}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE"
     else:
-        empty = [name for name in list_classes(folder) if not _has_image(folder / name)]
+        empty = [name for name in list_classes(folder) if not _count_images(folder / name, most=1)]
         if empty:
             yield f"{section}.SPLIT", f"{folder} has class folders without an image: {_some(empty)}; remove them"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distribuuuu.batching import BatchPlan, plan_batches
+from distribuuuu.batching import BatchPlan, check_num_images, plan_batches
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.augment import Augmented, build_augmentation
 from distribuuuu.datasets.class_balance import build_balance
@@ -232,11 +232,7 @@ def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSam
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
-    if num_images < plan.global_batch:
-        raise ConfigError(
-            f"TRAIN.BATCH_SIZE: one step takes {plan.global_batch} images ({plan}),"
-            f" but the training set has {num_images}; take fewer"
-        )
+    check_num_images(cfg, plan, num_images)
     balance, im_size_at = build_balance(cfg, images), build_im_size(cfg)
     return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
 

@@ -204,6 +204,11 @@ class Multilabel(ImageSet):
         """Return the number of labels in the training CSV; without one, in the evaluation's."""
         return next((len(names) for part in (cfg.TRAIN, cfg.TEST) if (names := read_table(csv_path(part)).names)), 0)
 
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images; 0 when the CSV cannot be read."""
+        return len(read_table(csv_path(cfg.TRAIN)))
+
     def __len__(self) -> int:
         return len(self._table)
 

@@ -77,6 +77,16 @@ class Packed(ImageSet):
         folders = (Path(section.DATASET) / section.SPLIT for section in (cfg.TRAIN, cfg.TEST))
         return next((len(names) for names in map(_classes_of, folders) if names), 0)
 
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images; 0 when the pack cannot be read."""
+        from distribuuuu.datasets.pack_file import read_index
+
+        try:
+            return len(read_index(Path(cfg.TRAIN.DATASET) / cfg.TRAIN.SPLIT)[1]["label"])
+        except ConfigError:
+            return 0
+
     def __len__(self) -> int:
         return len(self._columns["label"])
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from distribuuuu.datasets.draw_shapes import draw_shapes
-from distribuuuu.datasets.imagefolder import ImageFolder, cache_folder
+from distribuuuu.datasets.imagefolder import ImageFolder
+from distribuuuu.model_names import cache_folder
 from distribuuuu.registry import DATASETS
 
 
@@ -11,7 +12,7 @@ from distribuuuu.registry import DATASETS
 class Shapes(ImageFolder):
     """The shapes, in the layout and through the decoder of any other folder of images."""
 
-    num_classes = 10
+    num_classes, num_images = 10, 2000
     # The folder is known as drawn by what it holds, which must be nothing else.
     index_in_root = False
     mean, std = (0.489, 0.495, 0.491), (0.233, 0.256, 0.229)
@@ -20,6 +21,11 @@ class Shapes(ImageFolder):
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield a wrong number of classes; the folder needs no check, since it is drawn when it is not whole."""
         yield from super(ImageFolder, cls).find_problems(cfg, train)
+
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images that are drawn."""
+        return cls.num_images
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "Shapes":

@@ -9,16 +9,9 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError
+from distribuuuu.model_names import OWN_KEYS, find_objection
 from distribuuuu.models.resolve import Architecture
-from distribuuuu.registry import did_you_mean
 
-# Keywords that have a key of their own.
-OWN_KEYS = {
-    "num_classes": "MODEL.NUM_CLASSES",
-    "pretrained": "MODEL.PRETRAINED",
-    "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
-    "checkpoint_path": "MODEL.WEIGHTS",
-}
 # What constructors here, in timm and in torchvision call the side of the image.
 SIZE_NAMES = ("im_size", "img_size", "image_size")
 # What lets some of timm's models take other sizes as well.
@@ -113,17 +106,11 @@ def plan_construction(
 
 
 def _objection(name: str, model: str, known: Keywords) -> str | None:
-    if name in OWN_KEYS:
-        return f"set {OWN_KEYS[name]} instead"
-    if name in known.parameters or known.is_open:
+    if known.is_open and name not in OWN_KEYS:
         return None
     # A parameter without a default is the entry function's to give.
-    allowed = sorted(
-        parameter.name
-        for parameter in known.parameters.values()
-        if parameter.default is not parameter.empty and parameter.name not in OWN_KEYS
-    )
-    return f"{model} takes no such keyword{did_you_mean(name, allowed)}; it takes {', '.join(allowed) or 'none'}"
+    allowed = [parameter.name for parameter in known.parameters.values() if parameter.default is not parameter.empty]
+    return find_objection(name, model, known.parameters, allowed)
 
 
 def find_keywords(builder: Callable[..., nn.Module], num_classes: int) -> Keywords:

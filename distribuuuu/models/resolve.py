@@ -1,6 +1,7 @@
 """From a name in MODEL.ARCH to the function that builds the model."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.registry import MODELS, near_matches
+from distribuuuu.model_names import SOURCES, NameTable, describe_unknown, keep_table
+from distribuuuu.registry import MODELS
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ def find_architecture(arch: str) -> Architecture:
         ConfigError: no table knows the name; the message lists the nearest names of all of them.
     """
     prefix, _, name = arch.rpartition("/")
-    sources = [source for source in _FINDERS if prefix in ("", source)]
+    sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
         builder = _FINDERS[source](name)
+        keep_table(source, _TABLES[source])
         if builder is not None:
             return Architecture(name, source, builder)
-    raise ConfigError(f"MODEL.ARCH: unknown model {arch!r}{_hint(prefix, name, sources)}")
+    names = {source: _TABLES[source]().names for source in sources or SOURCES}
+    raise ConfigError(f"MODEL.ARCH: {describe_unknown(arch, names)}")
 
 
 def _find_registered(name: str) -> Callable[..., nn.Module] | None:
@@ -60,22 +64,30 @@ def _torchvision_names() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
-def _timm_names() -> list[str]:
+def _own_table() -> NameTable:
+    return NameTable({name: _parameters_of(MODELS.get(name)) for name in MODELS.names()})
+
+
+def _parameters_of(builder: Callable[..., nn.Module]) -> dict[str, bool] | None:
+    """Return each parameter and whether it has a default; None where it passes others on."""
+    parameters = inspect.signature(builder).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name: parameter.default is not parameter.empty for parameter in parameters}
+
+
+def _timm_table() -> NameTable:
     import timm
 
-    return [*timm.list_models(), *timm.list_models(include_tags=True)]
+    names = dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True)])
+    # is_model() knows them, list_models() does not.
+    deprecated = getattr(timm.models, "get_deprecated_models", dict)()
+    return NameTable(names, tuple(deprecated))
+
+
+def _torchvision_table() -> NameTable:
+    return NameTable(dict.fromkeys(_torchvision_names()))
 
 
 _FINDERS = {"distribuuuu": _find_registered, "timm": _find_timm, "torchvision": _find_torchvision}
-_NAMES = {"distribuuuu": MODELS.names, "timm": _timm_names, "torchvision": _torchvision_names}
-
-
-def _hint(prefix: str, name: str, sources: list[str]) -> str:
-    """Return the end of the message: the near names, or where was looked."""
-    near = near_matches(name, {known for source in sources or _NAMES for known in _NAMES[source]()})
-    if prefix and not sources:
-        forms = " or ".join(f"{source}/NAME" for source in _FINDERS)
-        return f"; a prefix must be one of {forms}" + (f"; did you mean {', '.join(near)}?" if near else "")
-    if near:
-        return f"; did you mean {', '.join(f'{prefix}/{known}' if prefix else known for known in near)}?"
-    return f"; nothing near it in {', '.join(sources)}"
+_TABLES = {"distribuuuu": _own_table, "timm": _timm_table, "torchvision": _torchvision_table}
