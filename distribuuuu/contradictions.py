@@ -40,6 +40,8 @@ def _in_sizes(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     train = cfg.TRAIN
     if not train.IM_SIZE_START:
         return
+    if train.IM_SIZE_START == 1:
+        yield "TRAIN.IM_SIZE_START", "1 is outside the allowed range: 0, or 2 and up"
     if train.IM_SIZE_START > train.IM_SIZE:
         yield "TRAIN.IM_SIZE_START", f"{train.IM_SIZE_START} is above TRAIN.IM_SIZE {train.IM_SIZE}, where it grows to"
     epochs = train.IM_SIZE_EPOCHS
@@ -81,6 +83,9 @@ def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     optim = cfg.OPTIM
     if optim.NAME.lower() == "sgd" and optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
         yield "OPTIM.NESTEROV", "needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0; or set OPTIM.NESTEROV False"
+    for key in ("BETAS", "EPS"):
+        if optim.NAME.lower() == "sgd" and optim[key]:
+            yield f"OPTIM.{key}", "sgd takes none; leave it at its default"
     if optim.LR_POLICY == "steps" and not optim.STEPS:
         yield "OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; give the epochs, e.g. [30, 60, 90]"
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):

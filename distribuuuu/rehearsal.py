@@ -22,24 +22,28 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
 def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> list[str]:
-    """Rehearse an evaluation and a step; see below. Returns what `rehearse_training` does."""
+    """Rehearse an evaluation and steps of the first and the last size; returns what `rehearse_training` does."""
     rehearse_evaluation(cfg, model, test_images)
+    if start := cfg.TRAIN.IM_SIZE_START:
+        small_images = torch.zeros_like(train_images[:MOST_IMAGES, :, :start, :start])
+        rehearse_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
     return rehearse_training(cfg, model, train_images)
 
 
-def rehearse_training(cfg, model: nn.Module, images: torch.Tensor) -> list[str]:
+def rehearse_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE") -> list[str]:
     """Take a few images forward and backward, without a trace on the model; return the parameters without a gradient.
 
     Args:
         cfg: the config.
         model: the model on its device, not wrapped; if it is sharded every process must call it.
         images: (N, 3, H, W) on the device, of which two are used.
+        size_key: the option that says how large they are.
 
     Raises:
         ConfigError: the model does not take them, or its answer is not one row of logits an image.
     """
     model.train()
-    with _untouched(model), _explained(cfg, ("TRAIN.IM_SIZE", "TRAIN.BATCH_SIZE"), images):
+    with _untouched(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
         logits = model(images[:MOST_IMAGES])
         _check_logits(cfg, logits, len(images[:MOST_IMAGES]))
         logits.sum().backward()

@@ -14,7 +14,7 @@ from torch import nn
 
 from distribuuuu import __version__, results
 from distribuuuu import distributed as dist
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.datasets.loader import Loader, TrainLoader
 from distribuuuu.launch import Launch
 from distribuuuu.log import close_logging, format_duration, set_up_logging
@@ -23,6 +23,7 @@ from distribuuuu.models import count_parameters
 from distribuuuu.optim import describe_lr
 from distribuuuu.provenance import describe_hardware, find_commit, list_versions, peak_memory_mib
 from distribuuuu.state import TrainState
+from distribuuuu.unused_options import find_unused_options
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,13 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     logger.info("data: %s, %d + %d images, %d classes", data, len(train_loader.images), len(val_loader.images),
                 len(state.classes))  # fmt: skip
+    if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
+        logger.info("evaluation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
     plan = train_loader.plan
     logger.info("step: %s; %d steps an epoch", plan, train_loader.num_steps)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
+    for key, message in find_unused_options(cfg):
+        logger.warning("%s: %s", with_origin(cfg, key), message)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
     if crop * 2 < cfg.TEST.IM_SIZE:
         logger.warning("evaluation sees %d px of an image resized to %d: is TEST.IM_SIZE too large?", crop,

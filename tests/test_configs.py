@@ -84,3 +84,9 @@ def test_every_file_is_short_and_says_how_to_run_it_and_what_to_expect(path: Pat
     assert f"--cfg {path.relative_to(ROOT)}" in header
     assert "top-1" in header and ("easured" in header)
     assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_imagenet_is_loaded_by_all_cores():
+    for path in FILES:
+        if path.parent.name == "imagenet":
+            assert load_cfg(str(path)).TRAIN.WORKERS == -1, path

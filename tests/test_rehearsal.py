@@ -91,6 +91,14 @@ def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_c
     rehearse_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
 
 
+def test_what_the_size_at_the_start_would_fail_at_is_said(small_cfg):
+    words = ("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1)
+    start = ("TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
+    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .* 2 of 4 x 4 px"
+    with pytest.raises(ConfigError, match=said):
+        train_model(small_cfg(*words, *start))
+
+
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
 def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
