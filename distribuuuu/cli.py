@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from distribuuuu import defaults
-from distribuuuu.config import Config, ConfigError, get_cfg, origin_of, read_cfg
+from distribuuuu.config import COMMAND_LINE, Config, ConfigError, get_cfg, origin_of, read_cfg
 from distribuuuu.config_files import find_run_config
 from distribuuuu.flag_hints import split_flags
 from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
@@ -82,11 +82,13 @@ def parse_args(description: str, words: list[str], train: bool) -> tuple[Config 
     args, overrides = parser.parse_known_args(words)
     known = [option for action in parser._actions for option in action.option_strings]
     problems, overrides = split_flags(overrides, known)
-    if args.cfg is None and not train and (left := find_run_config(overrides)):
-        args.cfg = left
-        if args.nproc in (None, 1):  # else by the processes that are started
-            tell(f"--cfg is not given: reading {left}, the config of the run in OUT_DIR")
-    cfg, found = read_cfg(args.cfg, overrides)
+    needs_none = args.cfg or train or args.help_config is not None
+    run_config = None if needs_none else find_run_config(overrides)
+    if run_config and args.nproc in (None, 1):  # else the processes that are started say so
+        tell(f"--cfg is not given: reading {run_config}, the config of the run in OUT_DIR")
+    cfg, found = read_cfg(args.cfg or run_config, overrides)
+    if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
+        cfg = _without_weights(cfg)
     problems += found
     problems += find_nproc_problems(args.nproc)
     printing = args.dump_config or args.help_config is not None
@@ -99,6 +101,15 @@ def parse_args(description: str, words: list[str], train: bool) -> tuple[Config 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us in silence
     print(dump_with_origins(cfg) if args.dump_config else explain_options(args.help_config), end="")
     return None, 1
+
+
+def _without_weights(cfg: Config) -> Config:
+    """Return the config of a run without the weights that it started from: its best ones are to be evaluated."""
+    changed = cfg.clone()
+    changed.defrost()
+    changed.MODEL.WEIGHTS = None
+    changed.freeze()
+    return changed
 
 
 def find_nproc_problems(nproc: int | None) -> list[str]:

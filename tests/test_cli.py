@@ -174,6 +174,13 @@ def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path
     assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(other)
     assert get_value(cfg, "TRAIN.IM_SIZE") == 16
     assert capsys.readouterr().err.count("config.yaml") == 1
+    # What the run started from is not what it came to.
+    text = (out / "config.yaml").read_text()
+    (out / "config.yaml").write_text(text.replace("WEIGHTS: null", "WEIGHTS: /start.pth", 1))
+    cfg, _ = parse_args("", ["OUT_DIR", str(out)], train=False)
+    assert cfg.MODEL.WEIGHTS is None and cfg.is_frozen() and cfg.MODEL.ARCH == "resnet8"
+    cfg, _ = parse_args("", ["OUT_DIR", str(out), "MODEL.WEIGHTS", str(out / "best.pth.tar")], train=False)
+    assert cfg.MODEL.WEIGHTS == str(out / "best.pth.tar")
     (tmp_path / "a.yaml").write_text("TRAIN: {TOPK: 1}")
     own = ["--cfg", str(tmp_path / "a.yaml"), "--dump-config", "OUT_DIR", str(out)]
     parse_args("", own, train=False)
