@@ -58,7 +58,7 @@ class TrainingProcess:
         """Return the name of the file that a save is writing at this moment."""
         for folder in (self.out_dir / "checkpoints", self.out_dir):
             try:
-                names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(".pth.tar.tmp")]
+                names = [name for name in os.listdir(folder) if name.startswith(".") and ".pth.tar." in name]
             except FileNotFoundError:
                 continue
             if names:

@@ -4,18 +4,18 @@ The zip that torch writes carries a CRC-32 of every tensor; it is checked before
 is ever unpickled.
 """
 
-import contextlib
 import io
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from distribuuuu.atomic_file import replacing
 from distribuuuu.config import ConfigError
 
 
@@ -35,37 +35,44 @@ def find_other_class(content: dict[str, Any], classes: Sequence[str]) -> str | N
     return next((f"{other!r} where the data has {own!r}" for other, own in different), None)
 
 
-def write_atomically(path: Path, content: dict[str, Any]) -> None:
+def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable[[], bool] = lambda: False) -> bool:
     """Write a file that is whole under its name or not there: temporary file, fsync, rename, fsync of the folder.
+
+    Args:
+        path: the file.
+        content: what `torch.save` takes.
+        is_abandoned: asked during the write; once it is true nothing is written, and False returned.
 
     Raises:
         OSError: the disk refuses it.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            sink = _Sink(file)
+        with replacing(path, "wb", buffering=0) as file:
+            sink = _Sink(file, is_abandoned)
             try:
                 torch.save(content, sink)
             except RuntimeError as error:
                 raise sink.error or error from None
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    except _Abandoned:
+        return False
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+    return True
+
+
+class _Abandoned(OSError):
+    """The file that is being written is not wanted any more."""
 
 
 class _Sink:
     """A file that remembers what the disk said; torch covers it with an error of its own."""
 
-    def __init__(self, file: io.RawIOBase):
+    def __init__(self, file: io.RawIOBase, is_abandoned: Callable[[], bool]):
         self._file = file
+        self._is_abandoned = is_abandoned
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
@@ -73,6 +80,8 @@ class _Sink:
         left = memoryview(data)
         try:
             while left:
+                if self._is_abandoned():
+                    raise _Abandoned
                 left = left[self._file.write(left) :]
         except OSError as error:
             self.error = error

@@ -2,11 +2,12 @@
 
 import json
 import logging
-import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from distribuuuu.atomic_file import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +112,8 @@ def drop_records_after(path: Path, epoch: int, step: int) -> None:
             continue
         if position[0] < epoch or (position[0] == epoch and position[1] <= step and not position[2]):
             kept.append(line + "\n")
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path, "w", encoding="utf-8") as file:
+            file.writelines(kept)
     except OSError as error:
         logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are done again: %s", path, error)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.atomic_file import replacing
 from distribuuuu.config import Config, ConfigError, leaves
 from distribuuuu.registry import family_of
 from distribuuuu.result_shape import find_misfit
@@ -189,16 +190,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the disk refuses it.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with replacing(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
 
 
 def _finite(value: Any) -> Any:

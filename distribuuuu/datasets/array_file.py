@@ -9,7 +9,6 @@ All processes of a machine share the pages of such a file, so an index costs its
     ...       each array, at a multiple of 64 bytes
 """
 
-import contextlib
 import json
 import mmap
 import os
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from distribuuuu.atomic_file import replacing
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64
@@ -46,19 +47,11 @@ def write_arrays(
     path = Path(path)
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = _lay_out(kind, version, dict(meta), arrays)
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
-            for array in arrays.values():
-                file.write(b"\0" * (-file.tell() % ALIGNMENT))
-                file.write(array.data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with replacing(path) as file:
+        file.write(MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
+        for array in arrays.values():
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            file.write(array.data)
 
 
 def _lay_out(kind: str, version: int, meta: dict, arrays: dict[str, np.ndarray]) -> bytes:
