@@ -12,6 +12,8 @@ from distribuuuu.checkpoint_file import read_checkpoint
 
 # What a record says about time, which no two runs share.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
+# What a checkpoint says about time and place: the options, among them OUT_DIR, were read to make it.
+NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config")
 
 
 def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
@@ -20,7 +22,7 @@ def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
     different = [f"{name} is only in one of them" for name in sorted(set(first) ^ set(second))]
     num_tensors = 0
     for name in sorted(set(first) & set(second)):
-        contents = read_checkpoint(first[name]), read_checkpoint(second[name])
+        contents = read_weights(first[name]), read_weights(second[name])
         num_tensors += count_tensors(contents[0])
         different += find_differences(*contents, name)
     different += find_differences(timeless_records(one), timeless_records(other), "metrics.jsonl")
@@ -31,6 +33,11 @@ def files_of(out_dir: Path) -> dict[str, Path]:
     """Return the checkpoints and the best weights by name."""
     checkpoints = CheckpointFolder(out_dir)
     return {path.name: path for path in [*checkpoints.list(), checkpoints.bests["raw"]] if path.exists()}
+
+
+def read_weights(path: Path) -> dict:
+    """Return what a checkpoint holds but for `NOT_COMPARED`."""
+    return {key: value for key, value in read_checkpoint(path).items() if key not in NOT_COMPARED}
 
 
 def check_best(out_dir: Path) -> None:

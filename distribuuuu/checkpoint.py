@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ class CheckpointFolder:
         self._not_finite: str | None = None
         # Outlives the save it came with, which the disk may refuse until another one replaces it.
         self._unwritten_bests: dict[str, dict[str, Any]] = {}
+        # The path that is being written, and whether it need not be any more.
+        self._writing: Path | None = None
+        self._is_superseded = threading.Event()
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after `step` steps of an epoch.
@@ -61,8 +66,9 @@ class CheckpointFolder:
     def save_in_background(self, state: TrainState, new_bests: Sequence[str] = ()) -> Path:
         """Copy the state, and write it while training goes on; return the file that will be there.
 
-        Waits for the save before. What the disk refuses is tried again. A state that is not finite is not written.
-        Every process must call it.
+        Waits for the save before, unless that is of this epoch's steps and this one of its evaluation too, which takes
+        its place: then it is abandoned. What the disk refuses is tried again. A state that is not finite is not
+        written. Every process must call it.
 
         Args:
             state: what to save.
@@ -70,11 +76,16 @@ class CheckpointFolder:
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         content = state.to_dict()
+        before = self.folder / checkpoint_name(*state.evaluated_at) if state.evaluated_at and not state.step else None
         if dist.is_main():
             content = snapshot(content)
+            if before and before == self._writing:
+                self._is_superseded.set()
             self._writer.settle()
+            self._is_superseded.clear()
+            self._writing = path
             self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
-            self._writer.start(lambda: self._write(path, content), f"checkpoint {path.name}")
+            self._writer.start(lambda: self._write(path, content, before), f"checkpoint {path.name}")
         return path
 
     def wait(self) -> None:
@@ -103,8 +114,13 @@ class CheckpointFolder:
             return f"{error}; the newest one is {(self.list() or ['none'])[-1]}"
         return None
 
-    def _write(self, path: Path, content: dict[str, Any]) -> None:
-        if where := find_not_finite(content):
+    def settle(self) -> None:
+        """Return when the last save is on disk or refused by it; unlike `wait`, for one process alone."""
+        self._writer.settle()
+
+    def _write(self, path: Path, content: dict[str, Any], superseded: Path | None) -> None:
+        weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is judged when it is read
+        if where := find_not_finite(weights):
             self._unwritten_bests = {}
             self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
             logger.error("%s", self._not_finite)
@@ -116,7 +132,11 @@ class CheckpointFolder:
         ):  # first: killed in between, the epoch is done again and writes the same
             write_atomically(self.bests[kind], self._unwritten_bests[kind])
             del self._unwritten_bests[kind]
-        write_atomically(path, content)
+        if not write_atomically(path, content, self._is_superseded.is_set):
+            return
+        if superseded:
+            with contextlib.suppress(OSError):
+                superseded.unlink()
         self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
@@ -149,28 +169,33 @@ class CheckpointFolder:
         return None
 
     def clear_leftovers(self) -> None:
-        """Remove the temporary files of saves that were killed."""
+        """Remove the temporary files of a training that was killed; only while this one has the lock on OUT_DIR."""
         if dist.is_main():
-            for path in [*self.folder.glob(".*.tmp"), *self.folder.parent.glob(".best*.pth.tar.tmp")]:
+            own = (".best*.pth.tar.*tmp", ".metrics.jsonl.*.tmp", ".results.json.*.tmp")
+            for path in [*self.folder.glob(".*.tmp"), *chain.from_iterable(map(self.folder.parent.glob, own))]:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def set_aside(self) -> Path | None:
-        """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them."""
+    def set_aside(self, names: Sequence[str] = ()) -> Path | None:
+        """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them.
+
+        Args:
+            names: files of OUT_DIR that go with them.
+        """
         if not dist.is_main() or not self.list():
             return None
         numbered = (Path(f"{self.folder}.{number}") for number in range(1, 10**6))
         aside = next(path for path in numbered if not path.exists())
         os.replace(self.folder, aside)
-        for best in self.bests.values():
-            if best.exists():
-                os.replace(best, aside / best.name)
+        for path in (*self.bests.values(), *(self.folder.parent / name for name in names)):
+            if path.exists():
+                os.replace(path, aside / path.name)
         return aside
 
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the file of weights, "raw" or "ema", of a checkpoint: one that cannot be resumed."""
-    left_out = ("optimizer", "step", "seconds", "scaler", "ema_state_dict")
+    left_out = ("optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "ema_state_dict")
     weights = {key: value for key, value in content.items() if key not in left_out}
     return {**weights, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
 

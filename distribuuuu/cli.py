@@ -49,7 +49,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
                 start(cfg)
         except ConfigError as error:
             report(error)
-            return USAGE_ERROR
+            return error.status
         except RunStopped as stopped:
             return stopped.status
     return 0

@@ -36,6 +36,8 @@ class ConfigError(ValueError):
 
     # Raised on one process alone, which then reports it whatever its rank.
     one_process = False
+    # What the tool exits with.
+    status = 2
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)

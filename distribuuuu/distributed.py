@@ -113,7 +113,8 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
     except Exception as error:
         if _watch and not getattr(error, "on_all_processes", False):
             known, SignalBox.is_ending = isinstance(error, ConfigError), True
-            _watch.fail(2 if known else 1, known, consequence=isinstance(error, PeerError) or is_broken_talk(error))
+            status = error.status if known else 1
+            _watch.fail(status, known, consequence=isinstance(error, PeerError) or is_broken_talk(error))
             if known:
                 error.one_process = True
         raise

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from distribuuuu import distributed as dist
+from distribuuuu.metrics import StepTiming
 from distribuuuu.records import EventFile, RecordFile, drop_records_after
 from distribuuuu.verdict import MOST_WAIT
 
@@ -67,8 +68,7 @@ def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
     formatter = logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
     if main and log_name:
-        handlers.append(_FileHandler(Path(out_dir) / log_name, encoding="utf-8"))
-        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handlers.append(_file_handler(out_dir, log_name))
     handlers[0].setFormatter(formatter)
     if shows_bar():
         handlers[0].addFilter(lambda record: record.name != _steps.name)
@@ -76,6 +76,29 @@ def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if main else logging.WARNING)
     logger.propagate = False
+
+
+@contextlib.contextmanager
+def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
+    """Set up logging for the length of a block, see `set_up_logging`."""
+    set_up_logging(out_dir, log_name)
+    try:
+        yield
+    finally:
+        close_logging()
+
+
+def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
+    """Add lines to out_dir/log_name alone, as far as the disk takes them; for what the terminal gets elsewhere."""
+    with contextlib.suppress(OSError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
+        for line in lines:
+            handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
+
+
+def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
+    handler = _FileHandler(Path(out_dir) / log_name, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return handler
 
 
 def close_logging() -> None:
@@ -127,6 +150,7 @@ class RunLog:
         num_epochs: epochs of the run.
         num_steps: steps of an epoch.
         epoch, step: where this start begins; records of later positions, from a run that was killed, are removed.
+        timing: the clock of the steps; None: a new one.
     """
 
     def __init__(
@@ -139,6 +163,7 @@ class RunLog:
         num_steps: int,
         epoch: int = 0,
         step: int = 0,
+        timing: StepTiming | None = None,
     ):
         self.measures, self.merit = measures, next(iter(measures))
         self.num_epochs = num_epochs
@@ -148,7 +173,7 @@ class RunLog:
         self._records: RecordFile | None = None
         self._events: EventFile | None = None
         self._has_warned = False
-        self._num_images, self._train_s = 0, 0.0
+        self._timing = timing or StepTiming()
         self.rewind(epoch, step)
 
     def rewind(self, epoch: int, step: int) -> None:
@@ -170,11 +195,6 @@ class RunLog:
         """Tell whether this process writes TensorBoard events."""
         return self._events is not None
 
-    @property
-    def images_per_s(self) -> float | None:
-        """The speed of the steps read so far, of all processes; None before the first read."""
-        return self._num_images / self._train_s if self._train_s else None
-
     def __enter__(self) -> "RunLog":
         return self
 
@@ -188,6 +208,8 @@ class RunLog:
     def steps(self, epoch: int, first: int) -> Iterator[int]:
         """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
         self._last_read = time.perf_counter()
+        if first < self.num_steps:  # else only the evaluation is left
+            self._timing.begin(self._last_read)
         self._watched_s = self._waited_s = 0.0
         _steps.info(_HEADER.format(measures=" ".join(f"{called:>6}" for called in self.measures.values())))
         label = f"epoch {epoch + 1}/{self.num_epochs}"
@@ -196,9 +218,8 @@ class RunLog:
 
     def train(self, epoch: int, step: int, lr: float, metrics: dict, wait_s: float) -> None:
         """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
-        now = time.perf_counter()
-        elapsed, self._last_read = now - self._last_read, now
-        self._num_images, self._train_s = self._num_images + metrics["count"], self._train_s + elapsed
+        now = self._last_read = time.perf_counter()
+        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self.num_steps)
         position = epoch * self.num_steps + step
         speed = {
             "images_per_s": metrics["count"] / elapsed,

@@ -1,6 +1,11 @@
-"""Exact counters that stay on the device: sums are kept there, reduced over the processes on read, then divided."""
+"""Exact counters that stay on the device: sums are kept there, reduced over the processes on read, then divided.
+
+A checkpoint holds them too: a row of metrics is the same whether or not the run was resumed within it.
+"""
 
 import math
+import time
+from collections.abc import Sequence
 
 import torch
 
@@ -10,6 +15,8 @@ from distribuuuu.registry import family_of
 
 # Scores that are sorted at a time: it bounds the memory that the average precision takes.
 _MOST_SCORES = 2**24
+# Scores of a process that a checkpoint keeps, 20 MiB; a row of more begins anew after a resume.
+_MOST_SAVED = 2**22
 
 
 class NonFiniteLoss(ConfigError):
@@ -17,10 +24,9 @@ class NonFiniteLoss(ConfigError):
 
     on_all_processes = True
 
-    def located(self, where: str) -> "NonFiniteLoss":
-        """Return the error that says where it was and what can be done."""
-        remedy = "lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or set TRAIN.ON_NAN rollback"
-        return NonFiniteLoss(f"{self} {where}; {remedy}")
+    def located(self, where: str, remedy: str) -> "NonFiniteLoss":
+        """Return the error that says where it was and what can be done beside a lower learning rate."""
+        return NonFiniteLoss(f"{self} {where}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
@@ -46,6 +52,51 @@ def build_measures(cfg) -> dict[str, str]:
     if family_of(cfg).multilabel:
         return {"map": "map"}
     return {"top1": "top1", "topk": f"top{min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}"}
+
+
+class StepTiming:
+    """Images and seconds of the training steps, over all starts of the run; a row is what is between two reads."""
+
+    def __init__(self):
+        self.images, self.seconds = 0, 0.0
+        self._row_seconds, self._since = 0.0, None
+
+    @property
+    def images_per_s(self) -> float | None:
+        """The speed of the rows read so far, of all processes; None before the first one."""
+        return self.images / self.seconds if self.seconds else None
+
+    def begin(self, now: float) -> None:
+        """Start the clock, `time.perf_counter()`, before the first step of an epoch or of a start."""
+        self._since = now
+
+    def end_row(self, now: float, images: int, is_last: bool) -> float:
+        """Add a row of so many images and return its seconds; stop the clock if it is the epoch's last one."""
+        seconds = self._running_seconds(now)
+        self.images, self.seconds, self._row_seconds = self.images + images, self.seconds + seconds, 0.0
+        self._since = None if is_last else now
+        return seconds
+
+    def _running_seconds(self, now: float) -> float:
+        return self._row_seconds + (0.0 if self._since is None else now - self._since)
+
+    def drop_row(self) -> None:
+        """Forget the seconds since the last row."""
+        self._row_seconds = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a later start goes on from."""
+        return {
+            "images": self.images,
+            "seconds": self.seconds,
+            "row_seconds": self._running_seconds(time.perf_counter()),
+        }
+
+    def load_state_dict(self, content: dict[str, float]) -> None:
+        """Go on from an earlier start; a rollback does not take back what was timed."""
+        if content.get("seconds", 0.0) >= self.seconds:
+            self.images, self.seconds = content.get("images", 0), content.get("seconds", 0.0)
+        self._row_seconds, self._since = content.get("row_seconds", 0.0), None
 
 
 class ClassificationMeter:
@@ -85,6 +136,16 @@ class ClassificationMeter:
         count, loss, top1, topk = sums.tolist()
         share = 1 / count if count else float("nan")
         return {"count": int(count), "loss": loss * share, "top1": 100 * top1 * share, "topk": 100 * topk * share}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what this process has counted since the last read."""
+        return {"sums": self._sums.cpu()}
+
+    def load_state_dict(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Go on from what processes have counted, in place of what this one has; no parts: from nothing."""
+        self._sums.zero_()
+        for part in parts:
+            self._sums += part["sums"].to(self._sums)
 
 
 class MultilabelMeter:
@@ -130,6 +191,21 @@ class MultilabelMeter:
         precisions = average_precisions(scores, applies)
         mean = precisions[~precisions.isnan()].mean()
         return {"count": int(count), "loss": loss / count if count else float("nan"), "map": 100 * float(mean)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what this process has counted since the last read; nothing if that is more than `_MOST_SAVED`."""
+        is_small = sum(scores.numel() for scores, _ in self._batches) <= _MOST_SAVED
+        sums, batches = (self._sums, self._batches) if is_small else (torch.zeros_like(self._sums), [self._nothing])
+        scores, applies = (torch.cat(parts).cpu() for parts in zip(*batches, strict=True))
+        return {"sums": sums.cpu(), "scores": scores, "applies": applies}
+
+    def load_state_dict(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Go on from what processes have counted, in place of what this one has; no parts: from nothing."""
+        self._sums.zero_()
+        self._batches = [self._nothing]
+        for part in parts:
+            self._sums += part["sums"].to(self._sums)
+            self._batches.append((part["scores"].to(self._sums.device), part["applies"].to(self._sums.device)))
 
 
 def average_precisions(scores: torch.Tensor, applies: torch.Tensor) -> torch.Tensor:

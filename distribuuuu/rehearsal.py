@@ -12,6 +12,7 @@ from torch import nn
 
 from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.out_of_memory import is_out_of_memory
 from distribuuuu.sharding import inference
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     """Say what a model's error in the block has to do with the config."""
     try:
         yield
-    except (ConfigError, torch.OutOfMemoryError):
+    except ConfigError:
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        if dist.is_broken_talk(error):
+        if dist.is_broken_talk(error) or is_out_of_memory(error):
             raise
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"

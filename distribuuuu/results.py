@@ -8,9 +8,9 @@ where:
 - `accuracy`: of the `raw` weights and, where there is one, of their average, `ema`; each of the last epoch and of the
   best one, which was chosen by the same images, so that it flatters. `topk` is that of `evaluation.k`. Where an image
   may have several labels, `evaluation.multilabel` stands for `k`, and `map` for `top1` and `topk`.
-- `training.hours`: of all starts, evaluation included; `training.images_per_s`: of the last start's steps alone.
+- `training.hours`: of all starts, evaluation included; `training.images_per_s`: of the steps of all starts.
 - `peak_memory.mib`: the most that a process had allocated on its GPU (`of`: "cuda"), else the most that the main
-  process had of the machine ("host"); of the last start.
+  process had of the machine ("host"); of all starts.
 
 test_net.py leaves test_results.json: the same without `training` and `seed`, and with `weights`, the file evaluated.
 """

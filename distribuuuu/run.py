@@ -17,11 +17,12 @@ from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.datasets.loader import Loader, TrainLoader
 from distribuuuu.launch import Launch
-from distribuuuu.log import close_logging, format_duration, set_up_logging
+from distribuuuu.log import append_to_log, format_duration, logging_to
 from distribuuuu.metrics import build_measures
 from distribuuuu.models import count_parameters
 from distribuuuu.optim import describe_lr
-from distribuuuu.provenance import describe_hardware, find_commit, list_versions, peak_memory_mib
+from distribuuuu.provenance import describe_hardware, find_commit, list_versions
+from distribuuuu.run_lock import lock_out_dir
 from distribuuuu.state import TrainState
 from distribuuuu.unused_options import find_unused_options
 
@@ -29,23 +30,35 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run(cfg, launch: Launch, device: torch.device, log_name: str) -> Iterator[None]:
+def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[None]:
     """Join the processes, make OUT_DIR and start the log, for the length of the block.
 
+    Args:
+        cfg: the config.
+        launch: where this process stands.
+        device: its device.
+        log_name: of the log in OUT_DIR, which also gets what ends the block; empty: none.
+        locks: let no other run that does so use OUT_DIR meanwhile.
+
     Raises:
-        ConfigError: OUT_DIR cannot be made.
+        ConfigError: OUT_DIR cannot be made, or another run uses it.
     """
     set_backends(cfg, device)
-    with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S, cfg.DIST.BACKEND, cfg.OUT_DIR):
-        start = time.perf_counter()
-        make_out_dir(cfg.OUT_DIR)
-        set_up_logging(cfg.OUT_DIR, log_name)
-        try:
-            describe_machine(launch, device)
-            yield
-            logger.info("everything is in %s; %s", cfg.OUT_DIR, format_duration(time.perf_counter() - start))
-        finally:
-            close_logging()
+    has_log = False
+    try:
+        with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S, cfg.DIST.BACKEND, cfg.OUT_DIR):
+            start = time.perf_counter()
+            make_out_dir(cfg.OUT_DIR)
+            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
+                has_log = bool(log_name)
+                with logging_to(cfg.OUT_DIR, log_name):
+                    describe_machine(launch, device)
+                    yield
+                    logger.info("everything is in %s; %s", cfg.OUT_DIR, format_duration(time.perf_counter() - start))
+    except ConfigError as error:
+        if has_log and (launch.rank == 0 or error.one_process):  # the terminal gets it from the tool
+            append_to_log(cfg.OUT_DIR, log_name, *error.problems)
+        raise
 
 
 def set_backends(cfg, device: torch.device) -> None:
@@ -74,11 +87,14 @@ def make_out_dir(out_dir: str) -> None:
 
 
 def write_config(cfg) -> None:
-    """Write OUT_DIR/CFG_DEST: every option, so that the file alone repeats the run."""
+    """Write OUT_DIR/CFG_DEST: every option, so that the file alone repeats the run.
+
+    Only once the run is sure to go on from what is in OUT_DIR: until then the file tells how to evaluate that.
+    """
     if dist.is_main():
         path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
         try:
-            path.write_text(cfg.dump(), encoding="utf-8")
+            results.write_whole(path, cfg.dump())
         except OSError as error:
             raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 
@@ -148,7 +164,6 @@ class RunResults:
     """
 
     def __init__(self, cfg, device: torch.device, state: TrainState, train_loader: TrainLoader, val_loader: Loader):
-        self.device = device
         self.out_dir = cfg.OUT_DIR
         facts = describe_facts(cfg, device, state.model)
         images = {"num_train": len(train_loader.images), "num_val": len(val_loader.images)}
@@ -175,14 +190,14 @@ class RunResults:
 
         Args:
             state: after `finish_epoch`.
-            images_per_s: of the training steps of this start, over all processes; None: there were none.
+            images_per_s: of the training steps of all starts, over all processes; None: none were timed.
             evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
         """
         progress = results.Progress(
             epochs=state.epoch,
             hours=state.seconds / 3600,
             images_per_s=images_per_s,
-            peak_memory_mib=peak_memory_mib(self.device),
+            peak_memory_mib=state.peak_memory_mib(),
             bests={kind: (best.top1, best.epoch + 1) for kind, best in state.bests.items() if best.epoch >= 0},
         )
         self._unwritten = progress, evaluations

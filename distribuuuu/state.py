@@ -2,7 +2,9 @@
 
 A checkpoint is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
 `optimizer`, `optimizer_names` (of its parameters, by group), `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`,
-`global_batch`, `seconds`, and where the run has them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`.
+`config` (every option by its key), `global_batch`, `seconds`, `timing`, `peak_memory_mib`, `meter` (what each process
+has counted since the last row of metrics), and where the run has them `ema_state_dict`, `best_ema_acc1`,
+`best_ema_epoch` and `scaler`. With all steps of an epoch done and `epoch` not yet counted, its evaluation is pending.
 The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, and means the same by them.
 """
 
@@ -16,9 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from distribuuuu import distributed as dist
 from distribuuuu.checkpoint_file import CheckpointError, find_other_class
 from distribuuuu.ema import Ema
+from distribuuuu.limits import OPEN_SECTIONS
+from distribuuuu.metrics import ClassificationMeter, MultilabelMeter, StepTiming
 from distribuuuu.precision import Precision
+from distribuuuu.provenance import peak_memory_mib
 from distribuuuu.seeding import derive_seed
 from distribuuuu.sharding import load_whole_state_dict, whole_state_dict
 
@@ -48,6 +54,11 @@ class TrainState:
     """All that a checkpoint holds.
 
     Weights come in two kinds: "raw", as they are trained, and, where there is an average of them, "ema".
+
+    Attributes:
+        config: every option by its key, e.g. "MODEL.ARCH".
+        meter: the counters of the training steps.
+        evaluated_at: the position (finished epochs, steps since) that the last evaluation was made at.
     """
 
     model: nn.Module
@@ -61,15 +72,25 @@ class TrainState:
     num_rollbacks: int = 0
     precision: Precision = field(default_factory=Precision)
     ema: Ema | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    meter: ClassificationMeter | MultilabelMeter | None = None
+    timing: StepTiming = field(default_factory=StepTiming)
+    evaluated_at: tuple[int, int] | None = None
     bests: dict[str, Best] = field(default_factory=lambda: {"raw": Best(), "ema": Best()})
 
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
+        self._peak_before = 0.0
 
     @property
     def seconds(self) -> float:
         """The seconds that the run has taken so far, over all its starts."""
         return self._seconds_before + time.perf_counter() - self._started
+
+    def peak_memory_mib(self) -> float | None:
+        """Return the greatest peak of all starts, see `provenance.peak_memory_mib`. Every process must call it."""
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        return max(self._peak_before, peak_memory_mib(device) or 0.0) or None
 
     @property
     def stream_seed(self) -> int:
@@ -95,6 +116,9 @@ class TrainState:
             "optimizer_names": self._optimizer_names(),
             "step": self.step,
             "seconds": self.seconds,
+            "timing": self.timing.state_dict(),
+            "peak_memory_mib": self.peak_memory_mib(),
+            "meter": dist.gather_objects(self.meter.state_dict()) if self.meter else [],
             "scaler": self.precision.state_dict(),
             **averaged,
         }
@@ -109,6 +133,7 @@ class TrainState:
             "num_rollbacks": self.num_rollbacks,
             "classes": list(self.classes),
             "arch": self.arch,
+            "config": self.config,
             "global_batch": self.global_batch,
         }
 
@@ -150,7 +175,23 @@ class TrainState:
                 logger.warning("%s has no moving average of the weights: it begins here", path)
         self.seed = int(content.get("seed", self.seed))
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
+        self.evaluated_at = None
+        self.timing.load_state_dict(content.get("timing", {}))
+        self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
+        self._load_meter(content.get("meter", []))
         self._convert_step(int(content.get("global_batch", self.global_batch)))
+
+    def drop_row(self) -> None:
+        """Begin a new row of metrics: the next one counts only the steps from here on."""
+        self._load_meter([])
+        self.timing.drop_row()
+
+    def _load_meter(self, parts: list[dict[str, torch.Tensor]]) -> None:
+        """Give each process what it had counted; with another number of processes, all of it to the main one."""
+        if self.meter and len(parts) == dist.world_size():
+            self.meter.load_state_dict([parts[dist.rank()]])
+        elif self.meter:
+            self.meter.load_state_dict(parts if dist.is_main() else [])
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         other = find_other_class(content, self.classes)
@@ -180,6 +221,7 @@ class TrainState:
         if self.step and old_batch != self.global_batch:
             seen = self.step * old_batch
             self.step = seen // self.global_batch
+            self.drop_row()
             logger.warning("global batch %d, was %d: %d images are seen twice", self.global_batch, old_batch,
                            seen - self.step * self.global_batch)  # fmt: skip
 
@@ -198,8 +240,20 @@ class TrainState:
     def finish_epoch(self, top1: dict[str, float]) -> list[str]:
         """Count the epoch as done; return the kinds of weights whose accuracy (percent) is their best so far."""
         new_bests = [kind for kind, value in top1.items() if self.bests[kind].beaten_by(value, self.epoch)]
+        self.evaluated_at = self.epoch, self.step
         self.epoch, self.step = self.epoch + 1, 0
         return new_bests
+
+
+def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[str, ...] = ("",)) -> list[str]:
+    """Return the options of sections that differ between two configs, e.g. ["OPTIM.BASE_LR 0.1 -> 0.2"].
+
+    Options that one of two versions does not know do not count.
+    """
+    keys = [key for key in dict.fromkeys((*before, *now)) if key.startswith(sections)]
+    known = [key for key in keys if key.startswith(OPEN_SECTIONS) or (key in before and key in now)]
+    pairs = {key: (before.get(key, "unset"), now.get(key, "unset")) for key in known}
+    return [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old != new]
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:

@@ -21,6 +21,7 @@ from distribuuuu.datasets.workers import PREFETCH, count_workers
 from distribuuuu.launch import detect_launch
 from distribuuuu.metrics import build_meter
 from distribuuuu.optim import set_lr
+from distribuuuu.out_of_memory import explain_out_of_memory
 from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
 from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.provenance import own_peak_bytes
@@ -139,6 +140,7 @@ class Step:
             self.state.model(images)
 
 
+@explain_out_of_memory("measuring the steps")
 def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
     """Return the seconds of a step and the images/s of each part, and the memory; all processes take part."""
     plan, device = loader.plan, step.device

@@ -12,6 +12,7 @@ from distribuuuu import distributed as dist
 from distribuuuu.act_checkpoint import build_act_checkpoint
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
+from distribuuuu.config import ConfigError, leaves
 from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
 from distribuuuu.ema import build_ema
 from distribuuuu.evaluator import evaluate
@@ -22,6 +23,7 @@ from distribuuuu.loss import build_loss
 from distribuuuu.metrics import NonFiniteLoss, build_measures, build_meter, finite
 from distribuuuu.models import build_model
 from distribuuuu.optim import build_optimizer, set_lr
+from distribuuuu.out_of_memory import explain_out_of_memory
 from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
 from distribuuuu.precise_bn import compute_precise_statistics
 from distribuuuu.precision import build_precision
@@ -32,7 +34,7 @@ from distribuuuu.run import RunResults, describe_model, describe_training, open_
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.sharding import build_placement
 from distribuuuu.signals import RunStopped
-from distribuuuu.state import TrainState, load_state_dict
+from distribuuuu.state import TrainState, list_changes, load_state_dict
 from distribuuuu.stop import StopRequest
 from distribuuuu.sync_batchnorm import convert_sync_batchnorm
 
@@ -49,17 +51,15 @@ def train_model(cfg) -> float:
     launch = detect_launch()
     device = dist.pick_device(launch.local_rank)
     train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
-    with open_run(cfg, launch, device, "train.log"):
-        write_config(cfg)
+    with open_run(cfg, launch, device, "train.log", locks=True):
         checkpoints = build_checkpoints(cfg)
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=latest is None)
         restore(cfg, state, latest)
         recipe = build_recipe(cfg, train_loader, device, state.precision)
-        unused = rehearse(cfg, state.model, train_loader.example(), val_loader.black(1))
-        model = wrap_model(state.model, device, train_loader.example(), cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
-        compile_model(model, cfg.MODEL.COMPILE)
+        model = prepare_model(cfg, state.model, train_loader, val_loader)
         describe_training(cfg, state, train_loader, val_loader)
+        begin_writing(cfg, checkpoints, latest)
         results = RunResults(cfg, device, state, train_loader, val_loader)
         with StopRequest(cfg.CHECKPOINT.MAX_HOURS) as stop, open_log(cfg, state, train_loader) as log:
             with saved_when_stopped(state, checkpoints):
@@ -72,7 +72,7 @@ def train_model(cfg) -> float:
                         evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
                         new_bests = state.finish_epoch({kind: read[log.merit] for kind, read in evaluations.items()})
                         log.evaluation(state.epoch - 1, evaluations, state.best_top1)
-                        results.write(state, log.images_per_s, evaluations)
+                        results.write(state, state.timing.images_per_s, evaluations)
                         checkpoints.save_in_background(state, new_bests)
             checkpoints.finish()
             results.finish()
@@ -83,6 +83,7 @@ def train_model(cfg) -> float:
     return max(state.best_top1.values())
 
 
+@explain_out_of_memory("a training step")
 def train_epoch(
     cfg,
     state: TrainState,
@@ -100,7 +101,7 @@ def train_epoch(
         NonFiniteLoss: a loss was infinite or not a number.
     """
     epoch, seed, num_micro = state.epoch, state.stream_seed, loader.plan.num_micro
-    meter, precision = build_meter(cfg, loader.device), state.precision
+    meter, precision = state.meter, state.precision
     batches = loader.batches_from(seed, epoch, state.step)
     model.train()
     stop.begin_phase()
@@ -119,13 +120,15 @@ def train_epoch(
             meter.update(loss, logits, targets)
         precision.step(state.optimizer, recipe.clip)
         state.finish_step(loader.num_steps)
-        if state.step % cfg.TRAIN.PRINT_FREQ == 0 or state.step == loader.num_steps:
+        is_last = state.step == loader.num_steps
+        if state.step % cfg.TRAIN.PRINT_FREQ == 0 or is_last:
             log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
-        if checkpoints.is_due(state.step):
+        if checkpoints.is_due(state.step) or is_last:  # the last one lets an evaluation that fails be repeated alone
             checkpoints.save_in_background(state)
         stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
+@explain_out_of_memory("the evaluation", batch="test")
 def evaluate_epoch(
     cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader, stop: StopRequest
 ) -> dict[str, dict]:
@@ -140,6 +143,7 @@ def evaluate_epoch(
     return results
 
 
+@explain_out_of_memory("building the model", batch=None)
 def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool) -> TrainState:
     """Return the state at the very start, from what MODEL.PRETRAINED or FINETUNE.WEIGHTS name if it is `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
@@ -162,40 +166,74 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
         global_batch=loader.plan.global_batch,
         precision=build_precision(cfg, device),
         ema=ema,
+        config=dict(leaves(cfg)),
+        meter=build_meter(cfg, device),
     )
 
 
+@explain_out_of_memory("the first passes")
+def prepare_model(cfg, model: nn.Module, train_loader: TrainLoader, val_loader: Loader) -> nn.Module:
+    """Return the model ready for steps: tried out on a few images, wrapped for several processes, compiled."""
+    example = train_loader.example()
+    unused = rehearse(cfg, model, example, val_loader.black(1))
+    model = wrap_model(model, train_loader.device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
+    compile_model(model, cfg.MODEL.COMPILE)
+    return model
+
+
 def build_checkpoints(cfg) -> CheckpointFolder:
-    """Return the checkpoints of the run, those of a killed save cleared away."""
+    """Return the checkpoints of the run."""
     settings = cfg.CHECKPOINT
-    checkpoints = CheckpointFolder(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
-    checkpoints.clear_leftovers()
-    return checkpoints
+    return CheckpointFolder(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
 
 
 def find_latest(cfg, checkpoints: CheckpointFolder) -> Path | None:
-    """Return the newest sound checkpoint; with TRAIN.AUTO_RESUME False set an older run aside and return None.
+    """Return the newest sound checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
+    return checkpoints.find_latest() if cfg.TRAIN.AUTO_RESUME or is_restart() else None
 
-    What the launcher starts again is not an older run.
+
+def begin_writing(cfg, checkpoints: CheckpointFolder, latest: Path | None) -> None:
+    """Make OUT_DIR this run's own, now that its start has been accepted: until here an older run's files are whole.
+
+    Where the run does not resume, the older run's files are set aside.
     """
-    if cfg.TRAIN.AUTO_RESUME or is_restart():
-        return checkpoints.find_latest()
-    aside = checkpoints.set_aside()
-    if aside:
-        logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints are now in %s", aside)
-    return None
+    checkpoints.clear_leftovers()
+    begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
+    if begins_anew and (aside := checkpoints.set_aside((cfg.CFG_DEST, "metrics.jsonl"))):
+        logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints and config are now in %s", aside)
+    write_config(cfg)
 
 
+@explain_out_of_memory("restoring a checkpoint", batch=None)
 def restore(cfg, state: TrainState, latest: Path | None) -> None:
     """Bring the state to the newest checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
     if latest:
-        state.load_dict(read_checkpoint(latest), latest)
-        logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
+        resume(state, latest)
     elif cfg.MODEL.WEIGHTS:
         load_weights(cfg, state)
     if cfg.RNG_SEED not in (None, state.seed):
         logger.warning("the run began with seed %d; it goes on with RNG_SEED %d", state.seed, cfg.RNG_SEED)
         state.seed = cfg.RNG_SEED
+
+
+def resume(state: TrainState, latest: Path) -> None:
+    """Bring the state to the newest checkpoint of OUT_DIR, and log which options were changed since.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the config; says which options differ.
+    """
+    content = read_checkpoint(latest)
+    before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
+    try:
+        state.load_dict(content, latest)
+    except CheckpointError as error:
+        changed = ", ".join(list_changes(before, state.config, ("MODEL.", "FINETUNE.", "OPTIM.", "EMA.", "DATA.")))
+        differs = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
+        remedy = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to begin a new run in this one"
+        raise CheckpointError(f"{error}{differs} {remedy}") from error
+    logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
+    if changed := list_changes(before, state.config):
+        logger.info("options changed since the checkpoint: %s", ", ".join(changed))
 
 
 def watched_bar(cfg, state: TrainState, stop: StopRequest) -> Callable[[Loader], Iterator]:
@@ -206,9 +244,15 @@ def watched_bar(cfg, state: TrainState, stop: StopRequest) -> Callable[[Loader],
 
 @contextlib.contextmanager
 def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iterator[None]:
-    """Save the state if the run is asked to stop within the block; the processes leave together once that is done."""
+    """Save the state if the run is asked to stop within the block; the processes leave together once that is done.
+
+    An error leaves after the save at hand, which may be of the steps that it would cost.
+    """
     try:
         yield
+    except ConfigError:
+        checkpoints.settle()
+        raise
     except RunStopped as stopped:
         path = checkpoints.save(state)
         logger.info("%s: stopped in epoch %d after step %d, saved to %s; the same command goes on from there",
@@ -223,12 +267,17 @@ def roll_back(cfg, state: TrainState, checkpoints: CheckpointFolder, log: RunLog
     """
     checkpoints.wait()
     latest, num = checkpoints.find_latest(), state.num_rollbacks + 1
-    if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS or latest is None:
-        where = f"in epoch {state.epoch + 1}, by step {state.step}; the newest checkpoint, {latest}, is finite"
-        raise trouble.located(where if latest else f"{where.partition(';')[0]}; there is no checkpoint") from None
+    where = f"in epoch {state.epoch + 1}, by step {state.step}"
+    if latest is None:
+        remedy = "set CHECKPOINT.EVERY_STEPS, so that the next start has checkpoints within the epoch"
+        raise trouble.located(f"{where}; there is no checkpoint", remedy) from None
+    if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS:
+        remedy = "set TRAIN.ON_NAN rollback" if cfg.TRAIN.ON_NAN == "stop" else "raise TRAIN.MAX_ROLLBACKS"
+        raise trouble.located(f"{where}; the newest checkpoint, {latest}, is finite", remedy) from None
     logger.warning("the loss is not finite in epoch %d, by step %d: rollback %d of %d, to %s", state.epoch + 1,
                    state.step, num, cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     state.load_dict(read_checkpoint(latest), latest)
+    state.drop_row()
     state.num_rollbacks = num
     log.rewind(state.epoch, state.step)
 
@@ -255,6 +304,7 @@ def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
         num_steps=loader.num_steps,
         epoch=state.epoch,
         step=state.step,
+        timing=state.timing,
     )
     if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
@@ -279,14 +329,20 @@ def test_model(cfg) -> dict:
             load_state_dict(model, content["state_dict"], weights)
             if other := find_other_class(content, loader.images.classes):
                 raise CheckpointError(f"{weights}: was trained on other classes: {other}")
-        rehearse_evaluation(cfg, model, loader.black(1))
         describe_model(cfg, model)
-        criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
-        autocast = build_precision(cfg, device).autocast
-        result = evaluate(model, loader, criterion, build_meter(cfg, device), bar, autocast, cfg.TEST.FLIP)
+        result = evaluate_weights(cfg, model, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
         write_test_results(cfg, device, model, weights, {kind: result})
     return result
+
+
+@explain_out_of_memory("the evaluation", batch="test")
+def evaluate_weights(cfg, model: nn.Module, loader: Loader) -> dict:
+    """Return the result of a model, tried out on one image before."""
+    rehearse_evaluation(cfg, model, loader.black(1))
+    criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
+    meter, autocast = build_meter(cfg, loader.device), build_precision(cfg, loader.device).autocast
+    return evaluate(model, loader, criterion, meter, bar, autocast, cfg.TEST.FLIP)
 
 
 def find_weights(cfg) -> str:

@@ -5,6 +5,7 @@ import runpy
 import sys
 import time
 
+import torch
 from torch import nn
 
 from distribuuuu.registry import MODELS
@@ -56,6 +57,12 @@ def exploding(num_classes: int, step: int = 6, rank: int = -1) -> nn.Module:
             nn.init.constant_(weight, float("nan"))
 
     return Odd(num_classes, explode, step, rank)
+
+
+@MODELS.register
+def hungry(num_classes: int, step: int = 3, rank: int = -1) -> nn.Module:
+    """Return a net that asks for more memory than a process can address."""
+    return Odd(num_classes, lambda model: torch.empty(2**52), step, rank)
 
 
 if __name__ == "__main__":

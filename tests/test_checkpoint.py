@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 import zipfile
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from distribuuuu import checkpoint
+from distribuuuu.atomic_file import replacing
 from distribuuuu.checkpoint import CheckpointFolder, checkpoint_name
 from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint, write_atomically
 from distribuuuu.config import load_cfg
 from distribuuuu.optim import build_optimizer
-from distribuuuu.state import Best, TrainState, load_state_dict
+from distribuuuu.state import Best, TrainState, list_changes, load_state_dict
 
 
 def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:
@@ -117,6 +120,84 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
         write_atomically(path, {"state_dict": {"w": torch.zeros(2)}, "bad": lambda: 0})
     assert read_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1]
     assert os.listdir(tmp_path) == ["a.pth.tar"]
+
+
+def test_a_write_that_is_abandoned_leaves_the_old_file_and_no_other(tmp_path):
+    path, asked = tmp_path / "a.pth.tar", []
+
+    def is_abandoned() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    assert write_atomically(path, {"state_dict": {"w": torch.ones(2)}})
+    assert not write_atomically(path, {"state_dict": {"w": torch.zeros(1000)}}, is_abandoned)
+    assert read_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1] and len(asked) == 3
+    assert os.listdir(tmp_path) == ["a.pth.tar"]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path, monkeypatch, is_slow):
+    """It is removed, or abandoned where the evaluation takes less time than the write, which nobody waits for."""
+    write, folder, state = checkpoint.write_atomically, CheckpointFolder(tmp_path, keep_last=2), make_state(step=4)
+
+    def slow_write(path, content, is_abandoned=lambda: False):
+        while is_slow and "_step_" in path.name and not is_abandoned():
+            time.sleep(0.01)
+        return write(path, content, is_abandoned)
+
+    folder.save(make_state(step=2))
+    monkeypatch.setattr(checkpoint, "write_atomically", slow_write)
+    folder.save_in_background(state)
+    if not is_slow:
+        folder.wait()
+        assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(0, 4)]
+    new_bests = state.finish_epoch({"raw": 10.0})
+    folder.save(state, new_bests)
+    assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
+    assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+
+
+def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
+    with replacing(tmp_path / "results.json", "w") as one, replacing(tmp_path / "results.json", "w") as other:
+        assert one.name != other.name and Path(one.name).name.startswith(".results.json.")
+        one.write("one")
+    assert (tmp_path / "results.json").read_text() == "one"
+    kept = tmp_path / ".test_results.json.0123456789abcdef.tmp"
+    for path in (kept, tmp_path / ".best_ema.pth.tar.0123.tmp", tmp_path / ".metrics.jsonl.0123.tmp"):
+        path.write_text("half")
+    CheckpointFolder(tmp_path).clear_leftovers()
+    assert sorted(os.listdir(tmp_path)) == [kept.name, "results.json"]
+
+
+def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("distribuuuu.metrics.time.perf_counter", lambda: now[0])
+    state, other = make_state(), make_state(epoch=0, step=3)
+    state.timing.begin(now[0])
+    now[0] += 2
+    assert state.timing.end_row(now[0], 8, is_last=False) == 2
+    now[0] += 3  # within a row
+    state._peak_before = 10**6
+    path = CheckpointFolder(tmp_path).save(state)
+    now[0] += 1000
+    other.load_dict(read_checkpoint(path), path)
+    other.timing.begin(now[0])
+    now[0] += 1
+    assert other.timing.end_row(now[0], 16, is_last=True) == 4, "the seconds of the row before the resume count"
+    now[0] += 1000  # the evaluation
+    assert other.timing.images_per_s == 24 / 6 and other.timing.state_dict()["row_seconds"] == 0
+    assert other.peak_memory_mib() == 10**6, "the peak is that of all starts"
+    other.load_dict(read_checkpoint(path), path)
+    assert other.timing.images == 24, "a rollback does not take back what was timed"
+
+
+def test_changed_options_are_listed_by_section():
+    before = {"MODEL.ARCH": "a", "MODEL.KWARGS.width": 8, "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 5, "OLD.KEY": 1}
+    now = {"MODEL.ARCH": "b", "MODEL.KWARGS.norm": "group", "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 1, "NEW.KEY": 1}
+    model = ["MODEL.ARCH a -> b", "MODEL.KWARGS.width 8 -> unset", "MODEL.KWARGS.norm unset -> group"]
+    assert list_changes(before, now, ("MODEL.", "OPTIM.")) == model
+    assert list_changes(before, now) == [*model[:2], "TRAIN.TOPK 5 -> 1", model[2]]
+    assert list_changes({}, now) == ["MODEL.KWARGS.norm unset -> group"]
 
 
 def test_leftovers_of_killed_saves_are_cleared(tmp_path):

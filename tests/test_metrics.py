@@ -171,6 +171,25 @@ def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
     assert empty["count"] == 0 and np.isnan(empty["loss"]) and np.isnan(empty["map"])
 
 
+@pytest.mark.parametrize("limit", [10**6, 100])
+def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
+    monkeypatch.setattr("distribuuuu.metrics._MOST_SAVED", limit)
+    scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
+    for make in (lambda: MultilabelMeter(4, CPU), lambda: ClassificationMeter(2, CPU)):
+        whole, before, after, anew = make(), make(), make(), make()
+        is_kept = limit > 120 or isinstance(whole, ClassificationMeter)
+        after.update(torch.tensor(7.0), scores, applies)  # replaced by what is loaded
+        for meter, parts in ((whole, (0, 30, 40)), (before, (0, 30))):
+            for start, end in zip(parts, parts[1:], strict=False):
+                meter.update(torch.tensor(start / 7), scores[start:end], applies[start:end])
+        after.load_state_dict([before.state_dict()])
+        for meter in (after, anew):
+            meter.update(torch.tensor(30 / 7), scores[30:], applies[30:])
+        assert after.read() == (whole if is_kept else anew).read()
+        after.load_state_dict([])
+        assert after.read()["count"] == 0
+
+
 def read_scores_share() -> dict:
     with dist.process_group(detect_launch(), CPU, 60):
         meter = MultilabelMeter(4, CPU)

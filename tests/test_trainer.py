@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -130,6 +132,107 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, 
     assert f"epoch {place[0] + 1}, step {place[1]}" in (Path(cfg.OUT_DIR) / "train.log").read_text()
     assert_same_run(cfg.OUT_DIR, reference)
     assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 3)])
+@pytest.mark.parametrize("print_freq", [3, 4])
+def test_a_row_of_metrics_is_the_same_if_the_run_was_resumed_within_it(small_cfg, tmp_path, place, print_freq):
+    words = ("TRAIN.PRINT_FREQ", print_freq, "CHECKPOINT.EVERY_STEPS", 1)
+    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    train_and_kill(small_cfg(*words), place)
+    train_model(small_cfg(*words))
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+
+
+def test_a_row_of_metrics_is_the_same_on_two_processes_too(small_cfg, tmp_path):
+    words = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    on_processes(2, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
+    on_processes(2, train_and_read, small_cfg(*words))
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+    on_processes(2, train_and_kill, small_cfg(*words, "TRAIN.AUTO_RESUME", False), (0, 2))
+    train_model(small_cfg(*words))
+    assert [entry["count"] for entry in timeless(tmp_path / "out")] == [36, 12, 37] * 2
+
+
+def test_a_broken_evaluation_image_costs_no_step(reference, image_folder, tmp_path):
+    root, out_dir = tmp_path / "images", tmp_path / "out"
+    shutil.copytree(image_folder, root)
+    broken = root / "val" / "cat" / "005.jpg"
+    broken.write_bytes(b"no image")
+    with pytest.raises(ConfigError, match="005.jpg"):
+        train_model(load_cfg(None, small_words(root, out_dir)))
+    assert [path.name for path in CheckpointFolder(out_dir).list()] == ["ckpt_ep_000_step_000004.pth.tar"]
+    assert (out_dir / "train.log").read_text().count("005.jpg") == 1, "train.log has the error, once"
+    before = (out_dir / "metrics.jsonl").read_text()
+    shutil.copy(image_folder / "val" / "cat" / "005.jpg", broken)
+    train_model(load_cfg(None, small_words(root, out_dir)))
+    assert (out_dir / "metrics.jsonl").read_text().startswith(before), "no step is made again"
+    assert_same_run(out_dir, reference)
+    assert timeless(out_dir) == timeless(reference)
+    names = [path.name for path in CheckpointFolder(out_dir).list()]
+    assert names == ["ckpt_ep_001.pth.tar", "ckpt_ep_002.pth.tar"], "one checkpoint an epoch is left"
+
+
+def test_a_run_killed_in_its_evaluation_is_evaluated_again_and_nothing_else(reference, small_cfg, monkeypatch):
+    def die(*arguments, **settings):
+        raise _Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(_Stopped):
+        patch.setattr("distribuuuu.trainer.evaluate", die)
+        train_model(small_cfg())
+    cfg = small_cfg()
+    wait_for_threads()
+    train_model(cfg)
+    assert "ckpt_ep_000_step_000004.pth.tar: epoch 1, step 4" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert_same_run(cfg.OUT_DIR, reference)
+    assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
+def wait_for_threads() -> None:
+    """Wait for a save that is under way, as the end of the interpreter does."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+
+
+def test_a_refused_resume_says_what_differs_and_leaves_the_older_run_as_it_was(reference, image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    shutil.copytree(reference, out_dir)
+    words = small_words(image_folder, out_dir)
+    before = {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"}
+    for config, said in (("config", "MODEL.ARCH resnet8 -> resnet14, OPTIM.BASE_LR 0.1 -> 0.2"), ("", "MODEL.ARCH")):
+        for path in CheckpointFolder(out_dir).list():
+            content = torch.load(path)
+            torch.save({key: value for key, value in content.items() if key != "config" or config}, path)
+        done = run_tool("train_net.py", *words, "MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert done.stderr.count(f"changed since the checkpoint: {said}") == 1
+        assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in done.stderr
+    assert (out_dir / "train.log").read_text().count("changed since the checkpoint: MODEL.ARCH resnet8") == 2
+    assert {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"} == before
+    assert evaluate_run(load_cfg(str(out_dir / "config.yaml"), ["OUT_DIR", str(out_dir)]))["count"] == 37
+
+
+def test_an_accepted_resume_logs_the_options_that_were_changed(small_cfg):
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WEIGHT_DECAY", 1e-3, "TRAIN.WORKERS", 1))
+    log = (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert "options changed since the checkpoint: TRAIN.WORKERS 0 -> 1, OPTIM.WEIGHT_DECAY 5e-05 -> 0.001\n" in log
+    assert log.count("options changed") == 1
+
+
+def test_an_older_run_stays_in_place_until_the_new_one_is_sure_to_start(reference, image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    shutil.copytree(reference, out_dir)
+    words = small_words(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
+    with pytest.raises(ConfigError, match="fails on images"):
+        train_model(load_cfg(None, [*words, "MODEL.ARCH", "timm/vit_tiny_patch16_224", "TEST.CROP_SIZE", "15"]))
+    assert (out_dir / "best.pth.tar").exists() and not (out_dir / "checkpoints.1").exists()
+    train_model(load_cfg(None, [*words, "RNG_SEED", "4"]))
+    aside = out_dir / "checkpoints.1"
+    assert load_cfg(str(aside / "config.yaml")).RNG_SEED == 3 and timeless(aside) == timeless(reference)
 
 
 def test_dropout_and_drop_path_resume_bitwise(small_cfg, tmp_path, monkeypatch):

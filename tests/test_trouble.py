@@ -44,6 +44,13 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
     assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
 
 
+def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_folder, tmp_path):
+    words = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
+    done = train_odd(image_folder, tmp_path / "out", *words)
+    assert done.returncode == 2 and "in epoch 1, by step 4; there is no checkpoint; fix: lower" in done.stderr
+    assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
+
+
 def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
@@ -62,6 +69,7 @@ def test_rollbacks_come_to_an_end(image_folder, tmp_path):
     words = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
     done = train_odd(image_folder, tmp_path / "out", *words)
     assert done.returncode == 2 and "the training loss is nan" in done.stderr
+    assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
 def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
@@ -180,10 +188,10 @@ def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint
 
     write, is_full = checkpoint.write_atomically, [True]
 
-    def write_if_there_is_room(path, content):
+    def write_if_there_is_room(path, content, *more):
         if is_full[0]:
             raise OSError(28, "No space left on device")
-        write(path, content)
+        return write(path, content, *more)
 
     monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
     folder = CheckpointFolder(tmp_path)
@@ -204,11 +212,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
     write, moved_on, set_lr = checkpoint.write_atomically, threading.Event(), trainer.set_lr
     steps_when_writing = []
 
-    def slow_write(path, content):
+    def slow_write(path, content, *more):
         if path.name == "ckpt_ep_000_step_000001.pth.tar":
             assert moved_on.wait(60)
             steps_when_writing.append(path.name)
-        write(path, content)
+        return write(path, content, *more)
 
     def count_steps(optimizer, lr):
         count_steps.num += 1
