@@ -276,7 +276,8 @@ def test_fused_sgd_is_not_used_with_dampening():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name):
+def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the CPU's convolutions have no TF32
     cfg = make_cfg("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01)
     host = small_model()
     on_host = build_optimizer(cfg, host)

@@ -55,6 +55,13 @@ def test_the_ring_is_tried_with_two_three_and_four_ranks():
     assert "N = 2, 3, 4" in run_all.claim_of(out)
 
 
+@pytest.mark.parametrize("name", run_all.LESSONS)
+def test_convolutions_that_are_compared_in_float32_are_not_of_tf32(name):
+    text = (TUTORIAL / f"{name}.py").read_text()
+    if "nn.Conv2d" in text and "double" not in text:
+        assert "torch.backends.cudnn.allow_tf32 = False" in text
+
+
 def test_every_file_is_a_lesson_of_the_course():
     assert {path.stem for path in TUTORIAL.glob("*.py")} == {*run_all.LESSONS, "run_all"}
     assert len(run_all.LESSONS) == 24
