@@ -1,9 +1,11 @@
 """What a run writes besides checkpoints: metrics.jsonl and TensorBoard events. A full disk does not stop the run."""
 
+import functools
 import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class EventFile:
         self.folder = folder
         self._writer: Any = None
         self._retry_at = 0.0
-        threading.excepthook = _pass_over_tensorboard
+        threading.excepthook = functools.partial(_pass_over_tensorboard, threading.excepthook)
         self._call(None, purge_step=purge_step)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
@@ -93,10 +95,10 @@ class EventFile:
             self._writer, self._retry_at = None, time.monotonic() + RETRY_S
 
 
-def _pass_over_tensorboard(problem: threading.ExceptHookArgs) -> None:
+def _pass_over_tensorboard(before: Callable, problem: threading.ExceptHookArgs) -> None:
     """Print what a thread died of; TensorBoard's thread tells it to the next call as well."""
     if not type(problem.thread).__module__.startswith("tensorboard"):
-        threading.__excepthook__(problem)
+        before(problem)
 
 
 def drop_records_after(path: Path, epoch: int, step: int) -> None:

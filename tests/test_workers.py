@@ -1,9 +1,11 @@
 """Workers: processes, threads or none make the same batches, say what went wrong, and leave nothing behind."""
 
+import contextlib
 import gc
 import io
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import threading
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder
+from conftest import ROOT, draw_folder, run_tool, small_words
 from PIL import Image
 
 from distribuuuu.config import ConfigError
@@ -22,7 +24,7 @@ from distribuuuu.datasets.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.datasets.samplers import EvalSampler
 from distribuuuu.datasets.samples import Samples, collate
 from distribuuuu.datasets.transforms import CentreCrop, ResizedCrop
-from distribuuuu.datasets.workers import count_cores, count_workers, start_workers
+from distribuuuu.datasets.workers import LoaderWorkerError, count_cores, count_workers, start_workers
 from distribuuuu.launch import Launch, detect_launch
 
 CPU = torch.device("cpu")
@@ -187,17 +189,114 @@ def test_after_an_error_the_workers_go_on(kind, num):
             list(batches)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_killed_is_an_error_and_the_others_end():
+ADVICE = {
+    "SIGKILL": "killed by SIGKILL: the system may have run out of memory; fix: set fewer TRAIN.WORKERS, DATA.WORKER",
+    "SIGBUS": "killed by SIGBUS: the shared memory in /dev/shm may be too small; fix: .*--shm-size",
+    "SIGSEGV": "killed by SIGSEGV: native code crashed, .*DATA.DECODER pil",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     before, batches = children(), start("process", 3, Squares(4000))
     running = iter(batches)
     next(running)
-    with pytest.raises((RuntimeError, OSError, EOFError)):  # of the worker, or of the batch that it was handing over
-        os.kill(batches._batches._iterator._workers[1].pid, signal.SIGKILL)
+    with pytest.raises(LoaderWorkerError, match=rf"^loader worker \(pid \d+\) was {ADVICE[name]}") as caught:
+        os.kill(batches._batches._iterator._workers[1].pid, getattr(signal, name))
         list(running)
-    del running, batches
+    assert caught.value.status == 1 and "\n" not in str(caught.value)
+    del running, batches, caught
     gc.collect()
     assert children() <= before
+
+
+def test_a_worker_that_exits_is_an_error_that_names_the_status():
+    class Exits(Squares):
+        def read(self, index: int) -> np.ndarray:
+            os._exit(7)
+
+    with pytest.raises(LoaderWorkerError, match="ended with status 7"):
+        list(start("process", 2, Exits()))
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_lack_of_memory_is_no_broken_image(kind, num):
+    class Large(Squares):
+        def read(self, index: int) -> np.ndarray:
+            raise MemoryError
+
+    with pytest.raises(LoaderWorkerError, match="^loading image 0 ran out of memory; fix: set fewer TRAIN.WORKERS"):
+        list(start(kind, num, Large()))
+
+
+def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
+    """DataLoader's own handler of SIGCHLD would raise within whatever the main thread does."""
+    batches = start("process", 1, Squares(4000))
+    running = iter(batches)
+    next(running)
+    os.kill(batches._processes[0].pid, signal.SIGKILL)
+    batches._processes[0].join()
+    for _ in range(1000):  # where a handler would run
+        pass
+    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
+        list(running)
+
+
+def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypatch, capsys):
+    """It takes batches from the worker, so it may fail first, with a traceback."""
+    from torch.utils.data._utils import pin_memory
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: CPU)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    samples, dies = Samples(Squares(400), CentreCrop(8, 8), "auto", skip_broken=False), threading.Event()
+
+    def pin_one(source, target, *_):
+        while not dies.is_set():
+            with contextlib.suppress(queue.Empty):
+                target.put(source.get(timeout=0.05))
+        os.kill(batches._processes[0].pid, signal.SIGKILL)
+        raise ConnectionResetError("the worker has left the connection")
+
+    monkeypatch.setattr(pin_memory, "_pin_memory_loop", pin_one)
+    batches = workers.ProcessWorkers(samples, EvalSampler(400, 4, 0, 1), 1, pin_memory=True)
+    running = iter(batches)
+    next(running)
+    dies.set()
+    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
+        list(running)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+DYING = """
+import multiprocessing, os, runpy, signal, sys
+from distribuuuu.datasets.samples import Samples
+make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
+
+def make_or_die(self, where):
+    if multiprocessing.parent_process() and len(self) == num and place == rank and where[1] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(self, where)
+
+Samples.__getitem__ = make_or_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("num, nproc, rank", [(48, 1, 0), (48, 2, 1), (37, 2, 1)])
+def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
+    """While it trains on 48 images, or evaluates on 37."""
+    (tmp_path / "dying.py").write_text(DYING)
+    words = small_words(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1)
+    environment = {"NUM": str(num), "DYING": str(rank), "PYTHONPATH": str(ROOT)}
+    tool = (tmp_path / "dying.py", ROOT / "tools" / "train_net.py")
+    done = run_tool(*tool, "--nproc", nproc, *words, **environment)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("was killed by SIGKILL: the system may have run out of memory; fix: set fewer") == 1
+    assert "Traceback" not in done.stderr and "see below" not in done.stderr
 
 
 # What they leave behind

@@ -53,6 +53,8 @@ class Samples(Dataset):
             try:
                 picture = open_picture(self.images.read(chosen), self.decoder)
                 return Sample(transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
+            except MemoryError as error:  # the lack of memory is no fault of the image
+                raise MemoryError(self.images.where(chosen)) from error
             except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
                 broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {_reason(error)}")
         return Sample(None, -1, tuple(broken))

@@ -1,19 +1,23 @@
-"""Who makes the batches: processes, threads, or the training process itself. All make the same ones."""
+"""Loader workers: processes, threads, or the training process itself. All make the same batches."""
 
 import atexit
+import contextlib
 import functools
+import multiprocessing.connection
 import os
+import signal
 import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from distribuuuu.config import ConfigError
 from distribuuuu.datasets.samplers import Batch as Positions
 from distribuuuu.datasets.samples import Batch, Samples, collate
 from distribuuuu.launch import Launch
@@ -21,6 +25,25 @@ from distribuuuu.signals import shield_worker
 
 # Batches that each worker is ahead; more than two change nothing but the memory.
 PREFETCH = 2
+# Seconds until the system reports that a process has died whose connection is closed already.
+_DEATH_S = 1.0
+
+_LESS_MEMORY = "set fewer TRAIN.WORKERS, DATA.WORKER_KIND thread or a smaller TRAIN.BATCH_SIZE"
+# What a signal that ends a worker means, and what helps; any other one is a crash in native code.
+_MEANINGS = {
+    "SIGKILL": f"the system may have run out of memory; fix: {_LESS_MEMORY}",
+    "SIGBUS": "the shared memory in /dev/shm may be too small; fix: enlarge it (docker run --shm-size 8g), or set"
+    " DATA.WORKER_KIND thread",
+    "SIGTERM": "another program ended it",
+}
+_CRASH = "native code crashed, e.g. an image decoder; fix: set DATA.DECODER pil, or TRAIN.WORKERS 0 to find the image"
+
+
+class LoaderWorkerError(ConfigError):
+    """A worker was killed, crashed or ran out of memory; says by what, and what helps."""
+
+    one_process = True
+    status = 1
 
 
 def count_workers(chosen: int, launch: Launch) -> int:
@@ -89,22 +112,73 @@ class ProcessWorkers:
             # From Python 3.14 on a fork has to be asked for.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         )
-        iter(self._batches)
+        with _without_sigchld_handler():
+            iter(self._batches)
         gate.is_open = True
+        self._processes = list(self._batches._iterator._workers) if num_workers else []
+        if thread := getattr(self._batches._iterator, "_pin_memory_thread", None):
+            threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self._processes)
         # The workers do not hear the SIGTERM that multiprocessing's exit handler and a DataLoader that the garbage
         # collector has taken apart would send them, so they are told to end before either.
         atexit.register(weakref.finalize(self, _end_processes, self._batches))
 
     def __iter__(self) -> Iterator[Batch]:
-        try:
+        with _failures_explained(self._processes):
             yield from self._batches
-        except (RuntimeError, ConnectionError, EOFError) as error:
-            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
-                raise
-            what = str(error).partition("\n")[0] or type(error).__name__
-            raise RuntimeError(
-                f"a loader worker died: {what}; if memory ran out, take fewer TRAIN.WORKERS or DATA.WORKER_KIND thread"
-            ) from error
+
+
+@contextlib.contextmanager
+def _without_sigchld_handler() -> Iterator[None]:
+    """Keep the SIGCHLD handler from before the block, which DataLoader replaces by one that raises.
+
+    It would raise wherever the main thread is when a worker dies, e.g. within a library that catches the error. Without
+    it the wait for the next batch of that worker fails.
+    """
+    is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
+    before = signal.getsignal(signal.SIGCHLD) if is_main else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@contextlib.contextmanager
+def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> Iterator[None]:
+    """Raise LoaderWorkerError in place of an error in the block that comes from a dead worker or from lack of memory.
+
+    The other workers are killed: one that died with a lock of their queue would keep them from ending.
+    """
+    try:
+        yield
+    except Exception as error:
+        may_follow = isinstance(error, (RuntimeError, OSError, EOFError))
+        if dead := _find_dead(processes, _DEATH_S if may_follow else 0):
+            for process in processes:
+                process.kill()
+            raise LoaderWorkerError(_describe_death(dead.pid, dead.exitcode)) from error
+        if isinstance(error, MemoryError):
+            what = str(error).strip().rpartition("\n")[2].removeprefix("MemoryError: ")
+            raise LoaderWorkerError(f"loading {what} ran out of memory; fix: {_LESS_MEMORY}") from error
+        raise
+
+
+def _find_dead(processes: Sequence[multiprocessing.Process], wait_s: float) -> multiprocessing.Process | None:
+    """Return a process that has ended, or ends within some seconds."""
+    if processes:
+        multiprocessing.connection.wait([process.sentinel for process in processes], wait_s)
+    return next((process for process in processes if process.exitcode is not None), None)
+
+
+def _describe_death(pid: int, exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"loader worker (pid {pid}) ended with status {exitcode}; fix: set TRAIN.WORKERS 0 to find the cause"
+    name = signal.Signals(-exitcode).name
+    return f"loader worker (pid {pid}) was killed by {name}: {_MEANINGS.get(name, _CRASH)}"
+
+
+def _hide_consequence(before, thread: threading.Thread, processes: Sequence, problem: threading.ExceptHookArgs) -> None:
+    """Print what a thread died of, unless it is the thread that pins memory, after a worker has died."""
+    if problem.thread is not thread or not _find_dead(processes, _DEATH_S):
+        before(problem)
 
 
 def _end_processes(batches: DataLoader) -> None:
@@ -142,9 +216,9 @@ class ThreadWorkers:
             for batch in positions:
                 waiting.append(self._pool.submit(self._make, batch))
                 if len(waiting) > self._ahead:
-                    yield waiting.popleft().result()
+                    yield _take(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield _take(waiting)
         finally:  # also where an epoch is left early
             for future in waiting:
                 future.cancel()
@@ -154,3 +228,8 @@ class ThreadWorkers:
         if self._pin_memory and pixels is not None:
             pixels, labels = pixels.pin_memory(), labels.pin_memory()
         return pixels, labels, broken
+
+
+def _take(waiting: deque[Future]) -> Batch:
+    with _failures_explained():
+        return waiting.popleft().result()
