@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, with_origin
+from distribuuuu.plural import counted
+
+# The values of MODEL.COMPILE that replay CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"global batch {self.global_batch} = {self.micro_batch} images"
-            f" x {self.num_micro} accumulated x {self.world_size} processes"
+            f"global batch {self.global_batch:,} = {counted(self.micro_batch, 'image')}"
+            f" x {counted(self.num_micro, 'micro-batch')} x {counted(self.world_size, 'process')}"
         )
 
 
@@ -45,10 +49,11 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
     if plan:
         return plan
     share, rest = divmod(global_batch_size, world_size)
-    why = f"gives each of {world_size} processes {share} images, which divide only into small micro-batches"
+    processes, images = counted(world_size, "process"), counted(share, "image")
+    why = f"gives each of {processes} {images}, which divide only into small micro-batches"
     raise ConfigError(
         f"TRAIN.GLOBAL_BATCH_SIZE: {global_batch_size} "
-        f"{f'is not divisible by {world_size} processes' if rest else why} (TRAIN.BATCH_SIZE {batch_size}); "
+        f"{f'is not divisible by {processes}' if rest else why} (TRAIN.BATCH_SIZE {batch_size}); "
         f"{' or '.join(map(str, _nearest_that_fit(batch_size, global_batch_size, world_size)))} would fit"
     )
 
@@ -88,7 +93,7 @@ def check_accumulation(cfg, plan: BatchPlan) -> None:
         ConfigError: they are.
     """
     mode = cfg.MODEL.COMPILE
-    if plan.num_micro > 1 and mode in ("reduce-overhead", "max-autotune"):
+    if plan.num_micro > 1 and mode in GRAPH_MODES:
         raise ConfigError(
             f"{with_origin(cfg, 'MODEL.COMPILE')}: {mode} replays CUDA graphs, over which gradients do not accumulate"
             f" ({plan}); set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"

@@ -19,6 +19,7 @@ from distribuuuu.flag_hints import split_flags
 from distribuuuu.launch import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.memory import keep_freed_memory
 from distribuuuu.nproc import own_command, run_processes, without_nproc
+from distribuuuu.plural import counted
 from distribuuuu.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.registry import did_you_mean
 from distribuuuu.signals import STATUS_OF, RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
@@ -66,7 +67,7 @@ def report(error: ConfigError) -> None:
     """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
     if not is_first_process() and not error.one_process:
         return
-    lines = [f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)} to solve first:"]
+    lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
     lines += [f"  - {problem}" for problem in error.problems]
     with contextlib.suppress(OSError):  # the status stays, even where standard error is a file on a full disk
         print("\n".join(lines), file=sys.stderr, flush=True)

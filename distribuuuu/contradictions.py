@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from yacs.config import CfgNode
 
+from distribuuuu.plural import counted
 from distribuuuu.registry import did_you_mean, family_of
 
 # What AUG.POLICY may begin with: names of our own, then those of timm, which takes numbers after them.
@@ -99,7 +100,8 @@ def _in_schedule(cfg: CfgNode) -> Iterator[tuple[str, str]]:
 def _in_loss(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
     if num_classes and len(loss.CLASS_WEIGHTS) not in (0, num_classes):
-        message = f"has {len(loss.CLASS_WEIGHTS)} numbers, but MODEL.NUM_CLASSES is {num_classes}; give one a class"
+        numbers = counted(len(loss.CLASS_WEIGHTS), "number")
+        message = f"has {numbers}, but MODEL.NUM_CLASSES is {num_classes}; give one a class"
         yield "LOSS.CLASS_WEIGHTS", message
     if loss.CLASS_WEIGHTS and (min(loss.CLASS_WEIGHTS) < 0 or max(loss.CLASS_WEIGHTS) == 0):
         yield "LOSS.CLASS_WEIGHTS", f"must be 0 or more, and not all 0; the least is {min(loss.CLASS_WEIGHTS)}"

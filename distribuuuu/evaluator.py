@@ -9,6 +9,7 @@ from torch import nn
 from distribuuuu.datasets.loader import Loader
 from distribuuuu.metrics import ClassificationMeter, MultilabelMeter
 from distribuuuu.parallel import broadcast_buffers
+from distribuuuu.plural import counted
 from distribuuuu.sharding import inference, is_sharded
 
 
@@ -66,5 +67,5 @@ def evaluate(
                 meter.update(criterion(logits, labels), logits, labels)
     result = meter.read()
     if result["count"] != len(loader.images):
-        raise RuntimeError(f"evaluation saw {result['count']} images of a set of {len(loader.images)}")
+        raise RuntimeError(f"evaluation saw {counted(result['count'], 'image')} of a set of {len(loader.images):,}")
     return result

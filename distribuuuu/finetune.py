@@ -14,6 +14,7 @@ from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.models import build_model, count_parameters, find_head, finetune_problems
 from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.plural import counted
 from distribuuuu.weights_file import PUBLISHED, find_weights_file
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Transfer:
 
     def __str__(self) -> str:
         total = len(self.loaded) + len(self.fresh)
-        parts = f"{len(self.loaded)} of {total} tensors loaded; left fresh: {_some(self.fresh)}"
+        parts = f"{len(self.loaded)} of {counted(total, 'tensor')} loaded; left fresh: {_some(self.fresh)}"
         return f"{parts}; of the file not used: {_some(self.unused)}"
 
 
@@ -119,8 +120,8 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         raise ConfigError(f"{key}: {problem}") from error
     logger.info("fine-tuning from %s%s: %s", path, ", its moving average" * bool(average), transfer)
     if transfer.num_misfits:
-        logger.warning("%d tensors below the head start fresh: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "
-                       "TRAIN.IM_SIZE?", transfer.num_misfits, made_by)  # fmt: skip
+        logger.warning("%s below the head randomly initialized: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "
+                       "TRAIN.IM_SIZE?", counted(transfer.num_misfits, "tensor"), made_by)  # fmt: skip
     if not settings.HEAD_RESET:
         other = find_other_class(content, classes)
         if other:
@@ -172,7 +173,7 @@ def _misfit(misfits: list[str], mine: Tensors, theirs: Tensors, num: int) -> str
     examples = ", ".join(f"{name} is {tuple(mine[name].shape)} here, {shape} there" for name, shape in shapes.items())
     others = [name for name in named if name not in mine][:2]
     instead = f", with {', '.join(others)} instead" if others else ""
-    return f"{len(misfits)} of the {num} tensors below its head are not in it, e.g. {examples}{instead}"
+    return f"{len(misfits)} of {counted(num, 'tensor')} below its head not in it, e.g. {examples}{instead}"
 
 
 def match_tensors(mine: Tensors, theirs: Tensors) -> tuple[Tensors, list[str]]:

@@ -66,7 +66,7 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         launch = Launch("plain python")
         _refuse_mpirun(env)
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
-        raise ConfigError(f"launcher: rank {launch.rank} of {launch.world_size} processes cannot be: {_shown(env)}")
+        raise ConfigError(f"launcher: rank {launch.rank} of {launch.world_size} cannot be: {_shown(env)}")
     return launch
 
 

@@ -22,6 +22,7 @@ from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
 from distribuuuu.datasets.pack_workers import in_order
 from distribuuuu.datasets.pack_writer import PackWriter, find_conflicts, remove_pack, remove_parts
 from distribuuuu.pack_words import DEFAULT_QUALITY, Job, parse_words
+from distribuuuu.plural import counted
 from distribuuuu.registry import DATASETS, did_you_mean
 from distribuuuu.signals import STATUS_OF, handled_by
 
@@ -85,12 +86,13 @@ def pack_split(job: Job, train: bool) -> None:
         started = time.perf_counter()
         writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
         if first := writer.next_image:
-            print(f"{folder}: going on after {len(writer.shards)} finished shards, with image {first}", flush=True)
+            done = counted(len(writer.shards), "finished shard")
+            print(f"{folder}: resumed after {done}, at image {first:,}", flush=True)
         about = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
         with writer:
             _append_all(writer, encoder, job.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
             if not writer.num_images:
-                raise ConfigError(f"{folder}: each of the {len(images)} images is broken")
+                raise ConfigError(f"{folder}: no image can be read ({counted(len(images), 'image')})")
             writer.finish(len(images), about)
     seconds = time.perf_counter() - started
     print(_summary(writer, len(images.classes), (len(images) - first) / seconds))
@@ -174,8 +176,8 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
 def _summary(writer: PackWriter, num_classes: int, images_per_s: float) -> str:
     left_out = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
     return (
-        f"{writer.folder}: {writer.num_images} images of {num_classes} classes{left_out}, "
-        f"{writer.num_bytes / 1e6:.1f} MB in {_count_shards(len(writer.shards))}; {images_per_s:.0f} images/s"
+        f"{writer.folder}: {counted(writer.num_images, 'image')} of {counted(num_classes, 'class')}{left_out}, "
+        f"{writer.num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}; {images_per_s:,.0f} images/s"
     )
 
 
@@ -218,10 +220,6 @@ def _verify_pack(folder: Path, num_workers: int) -> list[str]:
             bar.update(len(numbers))
     if not problems:
         size = sum(shard["size"] for shard in meta["shards"])
-        shards = f"{_count_shards(len(meta['shards']))} ({size / 1e6:.1f} MB)"
-        print(f"{folder}: {total} images in {shards}: every checksum matches and every image decodes")
+        shards = f"{counted(len(meta['shards']), 'shard')} ({size / 1e6:.1f} MB)"
+        print(f"{folder}: {counted(total, 'image')} in {shards}: every checksum matches and every image decodes")
     return problems
-
-
-def _count_shards(num: int) -> str:
-    return f"{num} shard{'s' * (num != 1)}"

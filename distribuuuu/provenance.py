@@ -15,6 +15,7 @@ import torchvision
 from distribuuuu import __version__
 from distribuuuu import distributed as dist
 from distribuuuu.nproc import count_cores
+from distribuuuu.plural import counted
 
 PACKAGE = Path(__file__).parent
 # Seconds that git may take, e.g. on a slow network drive.
@@ -34,7 +35,7 @@ def _own_hardware(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         card = getattr(torch.cuda.get_device_properties(device), "uuid", f"of process {dist.rank()}")
         return f"{host} {card}", torch.cuda.get_device_name(device)
-    return host, f"{name_cpu()}, {count_cores()} cores{', MPS' if device.type == 'mps' else ''}"
+    return host, f"{name_cpu()}, {counted(count_cores(), 'core')}{', MPS' if device.type == 'mps' else ''}"
 
 
 def name_cpu() -> str:

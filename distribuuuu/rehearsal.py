@@ -13,6 +13,7 @@ from torch import nn
 from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.out_of_memory import is_out_of_memory
+from distribuuuu.plural import counted
 from distribuuuu.sharding import inference
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def rehearse_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str
         unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
     if unused:
         names = ", ".join(unused[:4]) + ", ..." * (len(unused) > 4)
-        logger.warning("%d parameters take no part in the answer and are not trained: %s", len(unused), names)
+        logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), names)
     return unused
 
 

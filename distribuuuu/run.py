@@ -1,11 +1,13 @@
-"""Open a run, say what it is, and write down what it was: everything around the training itself."""
+"""Set-up, description and results of a run."""
 
 import contextlib
 import logging
 import os
 import platform
+import shlex
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from distribuuuu.log import append_to_log, format_duration, logging_to
 from distribuuuu.metrics import build_measures
 from distribuuuu.models import count_parameters
 from distribuuuu.optim import describe_lr
+from distribuuuu.plural import counted
 from distribuuuu.provenance import describe_hardware, find_commit, list_versions
 from distribuuuu.run_lock import lock_out_dir
 from distribuuuu.state import TrainState
@@ -30,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[None]:
-    """Join the processes, make OUT_DIR and start the log, for the length of the block.
+def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[float]:
+    """Join the processes, make OUT_DIR and start the log, for the length of the block; yields its time.perf_counter().
 
     Args:
         cfg: the config.
@@ -53,8 +56,8 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
                 has_log = bool(log_name)
                 with logging_to(cfg.OUT_DIR, log_name):
                     describe_machine(launch, device)
-                    yield
-                    logger.info("everything is in %s; %s", cfg.OUT_DIR, format_duration(time.perf_counter() - start))
+                    yield start
+                    logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
     except ConfigError as error:
         if has_log and (launch.rank == 0 or error.one_process):  # the terminal gets it from the tool
             append_to_log(cfg.OUT_DIR, log_name, *error.problems)
@@ -104,7 +107,7 @@ def describe_machine(launch: Launch, device: torch.device) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     logger.info("distribuuuu %s, torch %s, torchvision %s", __version__, torch.__version__, torchvision.__version__)
     logger.info("python %s; launcher: %s; backend %s", platform.python_version(), launch, dist.backend())
-    logger.info("device: %s (%s), %d CPU threads", device, name, torch.get_num_threads())
+    logger.info("device: %s (%s), %s", device, name, counted(torch.get_num_threads(), "CPU thread"))
 
 
 def describe_model(cfg, model: nn.Module) -> None:
@@ -116,21 +119,47 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     """Log what is trained on what: the model, the data and the arithmetic of a step."""
     describe_model(cfg, state.model)
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
-    logger.info("data: %s, %d + %d images, %d classes", data, len(train_loader.images), len(val_loader.images),
-                len(state.classes))  # fmt: skip
+    num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
+    classes = counted(len(state.classes), "class")
+    logger.info("data: %s; train: %s, validation: %s, %s", data, num_train, num_val, classes)
     if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
-        logger.info("evaluation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
+        logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
     plan = train_loader.plan
-    logger.info("step: %s; %d steps an epoch", plan, train_loader.num_steps)
+    logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     for key, message in find_unused_options(cfg):
         logger.warning("%s: %s", with_origin(cfg, key), message)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
     if crop * 2 < cfg.TEST.IM_SIZE:
-        logger.warning("evaluation sees %d px of an image resized to %d: is TEST.IM_SIZE too large?", crop,
-                       cfg.TEST.IM_SIZE)  # fmt: skip
+        logger.warning("TEST.IM_SIZE: validation images are resized to %d px, but cropped to %d px; is it too large?",
+                       cfg.TEST.IM_SIZE, crop)  # fmt: skip
     if state.epoch >= cfg.OPTIM.MAX_EPOCH:
-        logger.info("finished: all %d epochs are done", cfg.OPTIM.MAX_EPOCH)
+        done = counted(state.epoch, "epoch")
+        logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)
+
+
+def describe_end(cfg, state: TrainState, bests: Mapping[str, Path], started: float) -> None:
+    """Log the best weights of each kind, how to evaluate them, and the time of the run over all its starts.
+
+    Args:
+        cfg: the config.
+        state: the state at the end.
+        bests: the file of the best weights of each kind.
+        started: what `open_run` has yielded.
+    """
+    script = Path(sys.argv[0]).with_name("test_net.py")
+    script = script if script.exists() else Path("tools/test_net.py")
+    merit = next(iter(build_measures(cfg).values()))
+    for kind in state.models:
+        best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
+        if dist.is_main() and path.exists():
+            command = shlex.join(
+                ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
+            )
+            logger.info("best %s%s: %.2f (epoch %d); weights: %s", name, merit, best.top1, best.epoch + 1, path)
+            logger.info("to evaluate: %s", command)
+    if state.seconds > time.perf_counter() - started:
+        logger.info("time of all starts: %s", format_duration(state.seconds))
 
 
 def describe_facts(cfg, device: torch.device, model: nn.Module | None) -> dict:
@@ -220,11 +249,11 @@ def write_test_results(cfg, device: torch.device, model: nn.Module, weights: str
         evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
     """
     facts = describe_facts(cfg, device, model)
-    for kind, result in evaluations.items():
-        of = "" if kind == "raw" else f" ({kind})"
-        measures = "  ".join(f"{called} {result[name]:.3f}" for name, called in build_measures(cfg).items())
-        logger.info("%s  loss %.4f  of %d images%s", measures, result["loss"], result["count"], of)
     seen = facts["evaluation"]
-    logger.info("weights %s; resize %d, crop %d", weights, seen["resize"], seen["crop"])
+    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, seen["resize"], seen["crop"])
+    for kind, result in evaluations.items():
+        images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
+        measures = " ".join(f"{called} {result[name]:.3f}" for name, called in build_measures(cfg).items())
+        logger.info("validation of %s: %s loss %.4f", images, measures, result["loss"])
     if dist.is_main():
         results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)

@@ -23,6 +23,7 @@ from distribuuuu.checkpoint_file import CheckpointError, find_other_class
 from distribuuuu.ema import Ema
 from distribuuuu.limits import OPEN_SECTIONS
 from distribuuuu.metrics import ClassificationMeter, MultilabelMeter, StepTiming
+from distribuuuu.plural import counted
 from distribuuuu.precision import Precision
 from distribuuuu.provenance import peak_memory_mib
 from distribuuuu.seeding import derive_seed
@@ -222,8 +223,8 @@ class TrainState:
             seen = self.step * old_batch
             self.step = seen // self.global_batch
             self.drop_row()
-            logger.warning("global batch %d, was %d: %d images are seen twice", self.global_batch, old_batch,
-                           seen - self.step * self.global_batch)  # fmt: skip
+            logger.warning("global batch %d, was %d: %s seen a second time in this epoch", self.global_batch, old_batch,
+                           counted(seen - self.step * self.global_batch, "image"))  # fmt: skip
 
     @property
     def best_top1(self) -> dict[str, float]:
@@ -271,9 +272,9 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
         return
     if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
         key, (theirs, ours) = next(iter(different.items()))
-        raise CheckpointError(f"{path}: has {theirs[0]} classes ({key}), but MODEL.NUM_CLASSES is {ours[0]}")
+        raise CheckpointError(f"{path}: has {counted(theirs[0], 'class')} ({key}), but MODEL.NUM_CLASSES is {ours[0]}")
     parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
-    parts += [f"lacks {len(missing)} tensors, e.g. {missing[0]}"] if missing else []
+    parts += [f"lacks {counted(len(missing), 'tensor')}, e.g. {missing[0]}"] if missing else []
     parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
     raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was MODEL.ARCH another one?")
 

@@ -11,6 +11,7 @@ import yaml
 
 from distribuuuu.cli import USAGE_ERROR, report
 from distribuuuu.config import Config, ConfigError, load_cfg
+from distribuuuu.plural import counted
 from distribuuuu.registry import did_you_mean
 from distribuuuu.results import FILE_NAME, name_config, read_results, write_whole
 from distribuuuu.tables import Row, Run, format_table, group_runs, make_config_row, make_row
@@ -183,7 +184,7 @@ def replace_block(text: str, name: str, block: str, where: str = "the text") -> 
     if len(starts) != 1:
         names = [line.strip()[11:-4] for line in lines if line.startswith("<!-- table ")]
         hint = did_you_mean(name, names) or (f"; there are {', '.join(names)}" if names else "")
-        raise ConfigError(f"{where}: has {len(starts)} lines {mark}, not one{hint}")
+        raise ConfigError(f"{where}: has {counted(len(starts), 'line')} {mark}, not one{hint}")
     ends = (number for number in range(starts[0] + 1, len(lines)) if lines[number].startswith("<!-- "))
     end = next((number for number in ends if not lines[number].startswith("<!-- made by: ")), None)
     if end is None or lines[end].strip() != _END:

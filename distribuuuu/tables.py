@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import Config
+from distribuuuu.plural import counted
 from distribuuuu.results import describe_evaluation, hash_config, name_config
 
 # What stands where there is nothing to say.
@@ -68,7 +69,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
         record, training, data = run.record, run.record["training"], run.record["data"]
         if not record["finished"]:
             done, planned = training["epochs_done"], training["epochs_planned"]
-            notes.append(f"{run.path}: left out: {done} of {planned} epochs are done")
+            notes.append(f"{run.path}: left out: {done} of {counted(planned, 'epoch')} done")
             continue
         key = (record["config_hash"], training["global_batch"], data["num_train"], data["num_val"])
         group = groups.setdefault(key, [])

@@ -30,7 +30,15 @@ from distribuuuu.precision import build_precision
 from distribuuuu.preflight import resolve_num_classes
 from distribuuuu.recipe import Recipe, build_recipe
 from distribuuuu.rehearsal import rehearse, rehearse_evaluation
-from distribuuuu.run import RunResults, describe_model, describe_training, open_run, write_config, write_test_results
+from distribuuuu.run import (
+    RunResults,
+    describe_end,
+    describe_model,
+    describe_training,
+    open_run,
+    write_config,
+    write_test_results,
+)
 from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.sharding import build_placement
 from distribuuuu.signals import RunStopped
@@ -51,7 +59,7 @@ def train_model(cfg) -> float:
     launch = detect_launch()
     device = dist.pick_device(launch.local_rank)
     train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
-    with open_run(cfg, launch, device, "train.log", locks=True):
+    with open_run(cfg, launch, device, "train.log", locks=True) as started:
         checkpoints = build_checkpoints(cfg)
         latest = find_latest(cfg, checkpoints)
         state = build_state(cfg, device, train_loader, pretrained=latest is None)
@@ -71,15 +79,12 @@ def train_model(cfg) -> float:
                     else:
                         evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
                         new_bests = state.finish_epoch({kind: read[log.merit] for kind, read in evaluations.items()})
-                        log.evaluation(state.epoch - 1, evaluations, state.best_top1)
+                        log.evaluation(state.epoch - 1, evaluations, state.bests)
                         results.write(state, state.timing.images_per_s, evaluations)
                         checkpoints.save_in_background(state, new_bests)
             checkpoints.finish()
             results.finish()
-        for kind in state.models:
-            best = state.bests[kind]
-            name = "ema " * (kind == "ema") + log.merit
-            logger.info("done: best %s %.2f, of epoch %d", name, best.top1, best.epoch + 1)
+        describe_end(cfg, state, checkpoints.bests, started)
     return max(state.best_top1.values())
 
 
@@ -123,6 +128,8 @@ def train_epoch(
         is_last = state.step == loader.num_steps
         if state.step % cfg.TRAIN.PRINT_FREQ == 0 or is_last:
             log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
+        else:
+            log.show_step(epoch, state.step, lr)
         if checkpoints.is_due(state.step) or is_last:  # the last one lets an evaluation that fails be repeated alone
             checkpoints.save_in_background(state)
         stop.check(f"epoch {epoch + 1}, step {state.step}")
@@ -200,7 +207,7 @@ def begin_writing(cfg, checkpoints: CheckpointFolder, latest: Path | None) -> No
     checkpoints.clear_leftovers()
     begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
     if begins_anew and (aside := checkpoints.set_aside((cfg.CFG_DEST, "metrics.jsonl"))):
-        logger.info("TRAIN.AUTO_RESUME False: the older run's checkpoints and config are now in %s", aside)
+        logger.info("TRAIN.AUTO_RESUME is False: the checkpoints and config of the previous run were moved to %s", aside)
     write_config(cfg)
 
 
@@ -212,7 +219,7 @@ def restore(cfg, state: TrainState, latest: Path | None) -> None:
     elif cfg.MODEL.WEIGHTS:
         load_weights(cfg, state)
     if cfg.RNG_SEED not in (None, state.seed):
-        logger.warning("the run began with seed %d; it goes on with RNG_SEED %d", state.seed, cfg.RNG_SEED)
+        logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", state.seed, cfg.RNG_SEED)
         state.seed = cfg.RNG_SEED
 
 
@@ -255,7 +262,7 @@ def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iter
         raise
     except RunStopped as stopped:
         path = checkpoints.save(state)
-        logger.info("%s: stopped in epoch %d after step %d, saved to %s; the same command goes on from there",
+        logger.info("%s: stopped in epoch %d after step %d; checkpoint: %s; run the same command again to resume",
                     stopped, state.epoch + 1, state.step, path)  # fmt: skip
         raise
 
@@ -288,10 +295,10 @@ def load_weights(cfg, state: TrainState) -> None:
     content = read_checkpoint(path)
     if cfg.TRAIN.LOAD_OPT and "optimizer" in content:
         state.load_dict(content, path)
-        logger.info("continued from %s: epoch %d; TRAIN.LOAD_OPT False takes only its weights", path, state.epoch + 1)
+        logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
     else:
         state.start_from(content, path)
-        logger.info("started from the weights in %s", path)
+        logger.info("initial weights: %s", path)
 
 
 def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
@@ -302,6 +309,7 @@ def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
         measures=build_measures(cfg),
         num_epochs=cfg.OPTIM.MAX_EPOCH,
         num_steps=loader.num_steps,
+        images_per_step=loader.plan.global_batch,
         epoch=state.epoch,
         step=state.step,
         timing=state.timing,

@@ -5,6 +5,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distribuuuu.plural import counted
+
 # Share of the time that may be spent waiting for data before the loader is what holds training back.
 MOST_WAIT = 0.1
 # Data sets that are arrays in memory: nothing is read or decoded.
@@ -73,12 +75,12 @@ def _more_workers(speeds: Speeds, num_workers: int, most_workers: int, remedies:
     needed = max(num_workers + 1, math.ceil(speeds.model / per_worker))
     if needed <= most_workers:
         more = needed - num_workers
-        workers = f"{more} {'more ' if num_workers else ''}worker{'s' * (more > 1)} a process (TRAIN.WORKERS {needed})"
+        workers = f"{counted(more, 'more worker' if num_workers else 'worker')} a process (TRAIN.WORKERS {needed})"
         return f"{workers}{f' or {remedies[0]}' if remedies else ''} would fix it"
     if num_workers < most_workers:
         reached = f"a worker for each core (TRAIN.WORKERS {most_workers}) would give about"
         return f"{reached} {most_workers * per_worker:,.0f} images/s; beyond that: {_either(remedies)}"
-    used = f"TRAIN.WORKERS {num_workers} on {most_workers} core{'s' * (most_workers > 1)} a process"
+    used = f"TRAIN.WORKERS {num_workers} on {counted(most_workers, 'core')} a process"
     return f"the cores are used up ({used}); what is left: {_either(remedies)}"
 
 

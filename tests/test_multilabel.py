@@ -198,7 +198,7 @@ def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     assert content["best_acc1"] == max(raw) == evaluations[-2]["best_map"]
     assert content["classes"] == ["bee", "red fur", "wet"]
     log = (reference / "train.log").read_text()
-    assert f"map {raw[1]:.2f} loss" in log and "best map" in log and "top1" not in log
+    assert f"map {raw[1]:.2f} loss" in log and "best map so far: " in log and "top1" not in log
     header = next(line for line in log.splitlines() if "img/s" in line)
     assert header.split()[2:] == ["epoch", "step", "loss", "map", "lr", "img/s", "wait", "eta"]
     record = read_results(reference / "results.json")

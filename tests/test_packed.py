@@ -252,7 +252,7 @@ def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
     process.communicate()
     assert not (out / "index.bin").exists() and "was not finished" in told(Packed, out.parent, "train")
     done = run_tool("pack_dataset.py", out.parent, *words)
-    assert done.returncode == 0 and "going on after" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resumed after" in done.stdout, done.stderr
     pack(tmp_path / "whole", *words)
     assert contents(out) == contents(tmp_path / "whole" / "train")
     assert "nothing to do" in run_tool("pack_dataset.py", out.parent, *words).stdout

@@ -138,7 +138,7 @@ def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_pa
         cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{num}")
         on_processes(num, train_model, cfg) if num > 1 else train_model(cfg)
         log = (tmp_path / f"{num}" / "train.log").read_text()
-        assert "2 parameters take no part in the answer and are not trained: idle.weight, idle.bias" in log
+        assert "2 parameters without a gradient, not trained: idle.weight, idle.bias" in log
     one, two = newest(tmp_path / "1"), newest(tmp_path / "2")
     assert_close(one, two, 1e-5)
     assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4

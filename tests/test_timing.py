@@ -67,7 +67,7 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     for line in LINES:
         assert line in done.stderr
     assert "all-reduce of the gradients: one process: none" in done.stderr and "resumed" not in done.stderr
-    table = done.stderr[done.stderr.index("per step") : done.stderr.index("everything is in")]
+    table = done.stderr[done.stderr.index("per step") : done.stderr.index("finished in")]
     assert max(map(len, table.splitlines())) <= 80
     after = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
     result = json.loads(after.pop(out_dir / "timing.json"))
@@ -228,7 +228,9 @@ class Clock:
         monkeypatch.setattr(log.logger, "handlers", [handler])
         self.num_steps = num_steps
         measures = {"top1": "top1", "topk": "top5"}
-        self.log = log.RunLog(out_dir, tensorboard=False, measures=measures, num_epochs=100, num_steps=num_steps)
+        self.log = log.RunLog(
+            out_dir, tensorboard=False, measures=measures, num_epochs=100, num_steps=num_steps, images_per_step=10
+        )
 
     def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
         """Read the metrics every so many steps, with this share of the time spent waiting."""

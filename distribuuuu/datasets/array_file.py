@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.atomic_file import replacing
+from distribuuuu.plural import counted
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64
@@ -79,7 +80,7 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
         header = _read_header(file, kind, version)
         size = os.fstat(file.fileno()).st_size
         if size != header["size"]:
-            raise ArrayFileError(f"has {size} bytes in place of {header['size']}: it was cut or damaged")
+            raise ArrayFileError(f"has {counted(size, 'byte')} in place of {header['size']:,}: it was cut or damaged")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {}
     for name, (dtype, shape, offset) in header["arrays"].items():

@@ -20,6 +20,7 @@ import numpy as np
 from distribuuuu.datasets.array_file import checksum_of, name_at, read_arrays, write_arrays
 from distribuuuu.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, scan_folder
 from distribuuuu.datasets.imagefolder import EXTENSIONS
+from distribuuuu.plural import counted
 
 KIND, VERSION = "folder index", 1
 # How long to wait for another process that scans, before scanning too: that one may be stopped, or its disk gone.
@@ -72,6 +73,10 @@ class FolderIndex:
         """The number of folders, with that of the classes."""
         return len(self.arrays["folder_class"])
 
+    def describe(self) -> str:
+        """Return what there is, e.g. '4 images in 2 folders'."""
+        return f"{counted(len(self), 'image')} in {counted(self.num_folders, 'folder')}"
+
     def _folder_path(self, number: int) -> str:
         return os.fsdecode(name_at(self.arrays["paths_bytes"], self.arrays["paths_offsets"], number))
 
@@ -112,7 +117,7 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
     for file in files:
         index = _load(file, folder)
         if index is not None and _is_current(index):
-            _logger.info("%s: %d images in %d folders, from %s", folder, len(index), index.num_folders, file)
+            _logger.info("%s: %s, from %s", folder, index.describe(), file)
             return index
     return _scan_in_turn(folder, seen)
 
@@ -126,7 +131,7 @@ def _scan_in_turn(folder: str, seen: dict[Path, tuple | None]) -> FolderIndex:
                 # Another process has scanned meanwhile. Its index is taken as it is: all processes of a run must see
                 # the same images, also where folders are young.
                 if _identity(file) != identity and (index := _load(file, folder)) is not None:
-                    _logger.info("%s: %d images, from %s of another process", folder, len(index), file)
+                    _logger.info("%s: %s, from %s of another process", folder, index.describe(), file)
                     return index
                 arrays = arrays or scan_folder(folder, now_ns)
                 write_arrays(file, KIND, VERSION, _describe(arrays), arrays)
@@ -145,8 +150,8 @@ def _scan_in_turn(folder: str, seen: dict[Path, tuple | None]) -> FolderIndex:
 
 
 def _log_scan(index: FolderIndex, start: float, kept: str) -> None:
-    numbers = (len(index), index.num_folders, time.monotonic() - start)
-    _logger.info("%s: %d images in %d folders, scanned in %.1f s, %s", index.folder, *numbers, kept)
+    seconds = time.monotonic() - start
+    _logger.info("%s: %s, scanned in %.1f s, %s", index.folder, index.describe(), seconds, kept)
 
 
 def _identity(file: Path) -> tuple | None:

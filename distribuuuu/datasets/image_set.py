@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from distribuuuu.plural import counted
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -70,4 +72,4 @@ class ImageSet:
 
 def contradiction(num_classes: int, found: int, where: str) -> str:
     """Return the message for a number of classes that is not the data's."""
-    return f"{num_classes}, but {where} has {found} classes; set MODEL.NUM_CLASSES {found}"
+    return f"{num_classes}, but {where} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"

@@ -21,6 +21,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.array_file import ArrayFileError, checksum_of, name_at, read_arrays
+from distribuuuu.plural import counted
 
 KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
@@ -81,10 +82,11 @@ def _shard_problems(folder: Path, meta: Mapping[str, Any]) -> Iterator[str]:
         try:
             size = path.stat().st_size
         except OSError as error:
-            yield f"{path}: {error.strerror}; it holds {shard['images']} images: bring it back, or pack the data again"
+            yield f"{path}: {error.strerror}; it holds {counted(shard['images'], 'image')}: restore it, or pack again"
             continue
         if size != shard["size"]:
-            yield f"{path} has {size} bytes in place of {shard['size']}: it was cut or replaced; pack the data again"
+            sizes = f"{counted(size, 'byte')} in place of {shard['size']:,}"
+            yield f"{path} has {sizes}: it was cut or replaced; pack the data again"
 
 
 def read_whole_or_cut(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:

@@ -18,6 +18,7 @@ from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.pack_file import image_name, shard_name
 from distribuuuu.datasets.pack_writer import COLUMNS, Record
 from distribuuuu.datasets.picture import open_picture
+from distribuuuu.plural import counted
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,13 @@ class Checker:
     def _problem_of(self, data: bytes, row: Mapping[str, int]) -> str | None:
         num_classes, expected = len(self.meta["classes"]), row["height"] * row["width"] * 3
         if len(data) != row["length"]:
-            return f"{len(data)} of its {row['length']} bytes are there"
+            return f"{len(data):,} of its {counted(row['length'], 'byte')} are there"
         if zlib.crc32(data) != row["crc32"]:
             return "its checksum does not match: bytes were changed"
         if not 0 <= row["label"] < num_classes:
-            return f"label {row['label']} is outside the {num_classes} classes"
+            return f"label {row['label']} is outside the {counted(num_classes, 'class')}"
         if self.meta["options"]["format"] == "raw":
-            return None if len(data) == expected else f"{len(data)} bytes in place of {expected}"
+            return None if len(data) == expected else f"{counted(len(data), 'byte')} in place of {expected:,}"
         try:
             decode(data)
         except Exception as error:  # decoders raise nearly anything

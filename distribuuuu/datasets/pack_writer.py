@@ -23,6 +23,7 @@ from distribuuuu.datasets.pack_file import (
     shard_header,
     shard_name,
 )
+from distribuuuu.plural import counted
 
 PART_KIND = "rows of a shard"
 _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
@@ -241,7 +242,7 @@ class PackWriter:
             yield
         except OSError as error:
             self._abandon()
-            rest = f"the {len(self.shards)} finished shards stay: make room and run the same command again"
+            rest = f"{counted(len(self.shards), 'finished shard')} kept: make room and run the same command again"
             raise ConfigError(f"{self.folder}: {error.strerror or error}; {rest}") from error
 
 
