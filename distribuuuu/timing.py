@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the model, the exchange of gradients, the loader, both together; and what would help.
+"""Timing of the parts of a training step: model, exchange of gradients, loader, both together.
 
 Everything is built as training builds it, and nothing of the run is touched: no checkpoint is read or written.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from distribuuuu import distributed as dist
+from distribuuuu.batching import GRAPH_MODES
 from distribuuuu.datasets.loader import TrainLoader, build_loader
 from distribuuuu.datasets.workers import PREFETCH, count_workers
 from distribuuuu.launch import detect_launch
@@ -99,6 +100,7 @@ class Step:
         unused = rehearse(cfg, self.state.model, example, example[:1])
         self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
         compile_model(self.model, cfg.MODEL.COMPILE)
+        self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
         self.model.train()
         # Noise: a GPU computes on zeros with less power, and so faster than on images.
@@ -107,9 +109,19 @@ class Step:
         if loader.images.multilabel:
             self.labels = torch.nn.functional.one_hot(self.labels, cfg.MODEL.NUM_CLASSES).float()
 
+    def _begin(self) -> None:
+        """Tell CUDA graphs that the outputs before are done with: what follows replays the graphs from the first on.
+
+        torch takes a forward pass without its backward pass for the first half of a step, and would record a new graph
+        for each pass after it. Once it is told of one step, it waits to be told of every other.
+        """
+        if self._replays_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""
         for _ in range(self.num_micro):
+            self._begin()
             with self.state.precision.autocast():
                 self.state.model(self.images)
 
@@ -117,6 +129,7 @@ class Step:
         """Compute the gradients of a step; not exchanged: each process its own."""
         self.state.optimizer.zero_grad()
         for micro in range(self.num_micro):
+            self._begin()
             images, targets = self.recipe.mix(*next(batches), self.state.seed, 0, 0, micro)
             seed_step(derive_seed(self.state.seed, 0, 0, micro, dist.rank()), self.device)
             with without_gradient_sync(self.model, not exchanged or micro + 1 < self.num_micro):
@@ -136,6 +149,7 @@ class Step:
     @torch.inference_mode()
     def evaluate(self, images: torch.Tensor) -> None:
         """Compute logits as evaluation does."""
+        self._begin()
         with self.state.precision.autocast():
             self.state.model(images)
 
@@ -231,7 +245,11 @@ def time_calls(
     def count(seconds: float, pace: Pace) -> int:
         return max(1, int(seconds / (group * dist.greatest([pace.seconds])[0]))) * group
 
-    warm = time_block(count(WARM_UP_S, time_block(group)))  # the first call allocates, and tries out algorithms
+    # The first calls compile, allocate, try out algorithms and record CUDA graphs.
+    before, pace = time_block(group), time_block(group)
+    while dist.greatest([before.seconds])[0] > 2 * dist.greatest([pace.seconds])[0]:
+        before, pace = pace, time_block(group)
+    warm = time_block(count(WARM_UP_S, pace))
     num = count(BLOCK_S, warm)
     num_blocks = max(1, count(PART_S, warm) // num)
     blocks = [time_block(num) for _ in range(num_blocks)]

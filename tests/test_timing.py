@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import torch
 from conftest import ROOT, draw_folder, on_processes, run_tool, small_words
 
 from distribuuuu import log, timing
@@ -109,6 +110,34 @@ def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_pat
         check_result(result, 2, 24)
     assert results[0] == results[1]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["timing.json"]
+
+
+@pytest.mark.parametrize("mode, marks", [("reduce-overhead", True), ("max-autotune", True), ("default", False)])
+def test_every_forward_pass_that_replays_cuda_graphs_is_told_of_a_new_step(small_cfg, monkeypatch, mode, marks):
+    """A forward pass without its backward pass is else followed by a graph that is recorded anew each time."""
+    hurry(monkeypatch)
+    events = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("step"))
+
+    def note_passes(model, mode):
+        model.register_forward_pre_hook(lambda *_: events.append("forward"))
+
+    monkeypatch.setattr(timing, "compile_model", note_passes)
+    timing.time_model(small_cfg("MODEL.COMPILE", mode))
+    before = ["step", "forward"] if marks else ["forward"]
+    assert len(events) > 50 and events == before * (len(events) // len(before))
+
+
+def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
+    now, calls = [0.0], []
+
+    def call():
+        calls.append(now[0])
+        now[0] += {1: 60.0, 2: 5.0, 3: 1.0}.get(len(calls), 0.01)
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    assert timing.time_calls(call, torch.device("cpu")).seconds == pytest.approx(0.01)
+    assert len(calls) > 100, "a block is as long as the calls are fast"
 
 
 def test_nproc_starts_the_processes(image_folder, tmp_path):
