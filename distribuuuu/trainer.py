@@ -207,7 +207,7 @@ def begin_writing(cfg, checkpoints: CheckpointFolder, latest: Path | None) -> No
     checkpoints.clear_leftovers()
     begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
     if begins_anew and (aside := checkpoints.set_aside((cfg.CFG_DEST, "metrics.jsonl"))):
-        logger.info("TRAIN.AUTO_RESUME is False: the checkpoints and config of the previous run were moved to %s", aside)
+        logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", aside)
     write_config(cfg)
 
 

@@ -22,7 +22,6 @@ from distribuuuu.datasets.transforms import CentreCrop, Transform, train_transfo
 from distribuuuu.datasets.workers import count_workers, start_workers
 from distribuuuu.launch import Launch
 from distribuuuu.memory import copy_to_device
-from distribuuuu.plural import counted
 from distribuuuu.registry import DATASETS
 
 logger = logging.getLogger(__name__)
