@@ -99,6 +99,10 @@ _C.DATA.LOADER = "host"
 _C.DATA.WORKER_KIND = "process"
 # Decoder: auto (torchvision for JPEG, PIL for the rest), torchvision, pil, simplejpeg (scales while it decodes).
 _C.DATA.DECODER = "auto"
+# Pixels (width x height) above which an image counts as broken, before memory is taken for it; 1 or more.
+_C.DATA.MAX_PIXELS = 178_956_970
+# Rotate and flip images as the orientation in their EXIF says: True or False (as torchvision's reference training).
+_C.DATA.EXIF_ROTATE = False
 # Training crop: resized (random resized crop), pad (pad, then random crop), auto (what suits the set).
 _C.DATA.CROP = "auto"
 # Least and greatest share of the image's area that a random resized crop takes, 0 to 1.

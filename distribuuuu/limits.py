@@ -65,6 +65,7 @@ RANGES = {
     "TEST.PRINT_FREQ": (1, None),
     "DATA.CROP_PADDING": (0, None),
     "DATA.FLIP": (0, 1),
+    "DATA.MAX_PIXELS": (1, None),
     "DATA.REPEATS": (1, None),
     "LOSS.LABEL_SMOOTHING": (0, 1),
     "LOSS.BCE_TARGET_THRESHOLD": (0, 1),

@@ -14,13 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from conftest import ROOT
+from PIL import Image, ImageOps
 from torchvision import transforms as torchvision_transforms
 
-from distribuuuu.datasets.decode import MAX_PIXELS, decode, pixels_of
+from distribuuuu.datasets.decode import DEFAULTS, FORMATS, DecodeOptions, decode, open_image, pixels_of
 from distribuuuu.datasets.draws import Draws
+from distribuuuu.datasets.imagefolder import ImageFolder
 from distribuuuu.datasets.jpeg import cut_rows, read_jpeg_header
-from distribuuuu.datasets.picture import Box, EncodedPicture, _scale_factor
+from distribuuuu.datasets.picture import Box, EncodedPicture, _scale_factor, open_picture
+from distribuuuu.datasets.samples import Samples
 from distribuuuu.datasets.transforms import CentreCrop, resize, resized_box
 
 DECODERS = ("auto", "torchvision", "pil", "simplejpeg")
@@ -224,8 +227,135 @@ def test_other_files_that_claim_to_be_huge_are_refused_too(little_memory):
         assert_refused(bytes(bitmap), decoder, "pixels")
 
 
+HUGE_TIFF = (
+    encode(scene(8, 8), "TIFF")
+    .replace(struct.pack("<HHII", 256, 4, 1, 8), struct.pack("<HHII", 256, 4, 1, 60000))
+    .replace(struct.pack("<HHII", 257, 4, 1, 8), struct.pack("<HHII", 257, 4, 1, 60000))
+)
+HUGE = {
+    "jpeg": with_jpeg_size(JPEG, 65500, 65500),
+    "png": with_png_size(60000, 60000),
+    "tiff": HUGE_TIFF,
+    "ppm": b"P6 60000 60000 255 " + bytes(99),
+    "gif": b"GIF89a" + struct.pack("<HH", 60000, 60000) + encode(SCENE, "GIF")[10:],
+    "webp": b"RIFF\x3a\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\x5f\xea\0" * 2 + encode(SCENE, "WEBP")[12:],
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_file_of_any_format_that_claims_to_be_huge_is_refused_without_memory(name, decoder, little_memory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_refused(
+            HUGE[name], decoder, ".*" if name == "webp" else "pixels are more than DATA.MAX_PIXELS 178956970"
+        )
+
+
+LIMITED = {**FILES, **PIL_FILES}
+
+
+@pytest.mark.parametrize("name", [name for name in LIMITED if "20,000" not in name and name != "one pixel"])
+def test_max_pixels_holds_for_every_format_and_decoder(name, decoder):
+    exact, less = DecodeOptions(max_pixels=60 * 44), DecodeOptions(max_pixels=60 * 44 - 1)
+    if decoder != "torchvision" or name in FILES:
+        assert decode(LIMITED[name], decoder, exact).shape == (3, 44, 60)
+    with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS 2639"):
+        open_picture(LIMITED[name], decoder, less).crop(Box(0, 0, 4, 4), 4)
+
+
+def test_max_pixels_holds_for_pixels_too():
+    less = DecodeOptions(max_pixels=60 * 44 - 1)
+    for item in (SCENE, np.asarray(SCENE), tensor_of(SCENE)):
+        assert open_picture(item, "auto").size == (44, 60)
+        with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS"):
+            open_picture(item, "auto", less)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_limit_above_pils_is_heeded(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ValueError, match="2640 pixels are more than DATA.MAX_PIXELS 2000"):
+        open_image(PNG, 2000)
+    assert open_image(PNG, 2640).size == (60, 44)
+
+
+def test_a_large_image_within_the_limit_makes_no_warning():
+    data = encode(Image.new("1", (12000, 8000)), "PNG")  # above PIL's threshold of a warning
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        decode.__globals__["_quieten"].__wrapped__()
+        open_image(data)
+    assert not seen
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
+
+
+def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_path, decoder, monkeypatch):
+    started = tmp_path / "started"
+    fake = tmp_path / "bin" / "gs"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\ntouch {started}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # it is looked for again
+    with Image.open(io.BytesIO(EPS)) as image, pytest.raises(Exception, match="."):
+        image.load()
+    assert started.exists()  # what this test is about
+    started.unlink()
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "x.jpg").write_bytes(EPS)
+    sample = Samples(ImageFolder(tmp_path, "train"), CentreCrop(8, 8), decoder, skip_broken=False)[0, 0]
+    assert sample.pixels is None and not started.exists()
+    assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
+
+
+def test_image_files_are_opened_in_one_place():
+    """Anything else might let PIL try all its formats; torchvision's ImageFolder does so unless it has a loader."""
+    folders = ("distribuuuu", "tools", "benchmarks", "tutorial")
+    sources = {path: path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")}
+    opening = [path for path, text in sources.items() if re.search(r"Image\.open\(|default_loader|pil_loader", text)]
+    assert [path.name for path in opening] == ["decode.py"] and "formats=FORMATS" in sources[opening[0]]
+    theirs = [line for path, text in sources.items() if path.parent.name == "tutorial"
+              for line in text.splitlines() if "datasets.ImageFolder(" in line]  # fmt: skip
+    assert theirs and all("loader=" in line for line in theirs)
+
+
+def oriented(orientation: int, kind: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(SCENE, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_exif_orientation_is_applied_if_asked(kind, orientation, decoder):
+    if (kind, decoder) == ("TIFF", "torchvision"):
+        return
+    data, options = oriented(orientation, kind), DecodeOptions(exif_rotate=True)
+    expected = tensor_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert difference(decode(data, decoder, options), expected) <= 0.1
+    picture = EncodedPicture(data, decoder, options)
+    assert picture.size == tuple(expected.shape[1:])
+    box = Box(8, 4, 30, 20)
+    assert difference(picture.crop(box, 30), box.of(expected)) <= 0.1
+    upright = open_picture(Image.open(io.BytesIO(data)), decoder, options).pixels()
+    assert difference(upright, expected) <= 0.1
+    assert kind == "TIFF" or decode(data, decoder).shape == (3, 44, 60)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_exif_is_no_orientation(decoder):
+    data = oriented(6, "JPEG")
+    at, options = data.index(b"Exif\0\0") + 6, DecodeOptions(exif_rotate=True)
+    for number in range(60):
+        changed = bytearray(data)
+        changed[at + number % 26] ^= random.Random(number).randrange(1, 256)
+        assert decode(bytes(changed), decoder, options).shape[1:] in ((44, 60), (60, 44))
+
+
 def test_the_limit_of_the_size_is_pils():
-    assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    assert DEFAULTS.max_pixels == 2 * Image.MAX_IMAGE_PIXELS
 
 
 def data_begins(data: bytes) -> int:

@@ -55,10 +55,11 @@ def build_model():
 def build_data(root=None, count=1024):
     """Return (training set, test set): root/train/ and root/val/, a folder a class, else ten patterns under noise."""
     if root:
-        from torchvision import datasets, transforms
+        from torchvision import datasets, io, transforms
 
-        view = transforms.Compose([transforms.Grayscale(), transforms.Resize((64, 64)), transforms.ToTensor()])
-        return [datasets.ImageFolder(os.path.join(root, part), view) for part in ("train", "val")]
+        steps = [lambda path: io.decode_image(path, "GRAY"), transforms.Resize((64, 64)), lambda pixels: pixels / 255]
+        view = transforms.Compose(steps)  # reads files too: the default reader starts Ghostscript for an EPS
+        return [datasets.ImageFolder(os.path.join(root, part), view, loader=str) for part in ("train", "val")]
     draw = torch.Generator().manual_seed(0)
     patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
     labels = torch.randint(10, (count,), generator=draw)
@@ -113,7 +114,6 @@ def main():
     model = model.double().to(device)
     replica = DistributedDataParallel(model)  # averages the gradients during backward()
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
-
     if rank == 0:
         print(f"{device.type} x {world_size}: global batch {BATCH} = {world_size} x {BATCH // world_size}")
         print("epoch  train loss  train top1  test loss  test top1  norm of weights")

@@ -11,6 +11,7 @@ from distribuuuu.batching import BatchPlan, check_num_images, plan_batches
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.augment import Augmented, build_augmentation
 from distribuuuu.datasets.class_balance import build_balance
+from distribuuuu.datasets.decode import build_decode_options
 from distribuuuu.datasets.draws import Draws
 from distribuuuu.datasets.image_set import ImageSet, contradiction
 from distribuuuu.datasets.image_size import build_im_size
@@ -207,12 +208,12 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
     """
     images = build_images(cfg, train)
     sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
-    num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
+    num_workers, options = count_workers(cfg.TRAIN.WORKERS, launch), build_decode_options(cfg)
     if cfg.DATA.LOADER == "device":
         # Augmentations are computed on the host, so a copy on the device would come back image by image.
         place = torch.device("cpu") if isinstance(transform, Augmented) else device
-        images = ResidentImages(images, cfg.DATA.DECODER, place, num_workers)
-    samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip")
+        images = ResidentImages(images, cfg.DATA.DECODER, place, num_workers, options)
+    samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
     if cfg.DATA.LOADER == "device":
         batches = ResidentBatches(samples, sampler)
     else:

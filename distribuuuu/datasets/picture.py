@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from distribuuuu.datasets.decode import decode, decode_scaled, is_common_jpeg, pixels_of
+from distribuuuu.datasets.decode import (
+    DEFAULTS,
+    DecodeOptions,
+    check_size,
+    decode,
+    decode_scaled,
+    is_common_jpeg,
+    pixels_of,
+    read_orientation,
+    rotate,
+)
 from distribuuuu.datasets.jpeg import Buffer, cut_rows, read_jpeg_header
 
 if TYPE_CHECKING:
@@ -53,15 +63,19 @@ class EncodedPicture(Picture):
 
     Args:
         data: the whole file.
-        decoder: see `decode`.
+        decoder, options: see `decode`.
     """
 
-    def __init__(self, data: Buffer, decoder: str):
+    def __init__(self, data: Buffer, decoder: str, options: DecodeOptions = DEFAULTS):
         super().__init__(None)
         self._data = data
         self._decoder = decoder
-        header = read_jpeg_header(data) if decoder in ("auto", "simplejpeg") else None
-        self._header = header if is_common_jpeg(header) else None
+        if options.exif_rotate and read_orientation(data) == 1:
+            options = options._replace(exif_rotate=False)
+        self._options = options
+        # An image that has to be rotated is decoded as a whole.
+        header = read_jpeg_header(data) if decoder in ("auto", "simplejpeg") and not options.exif_rotate else None
+        self._header = header if is_common_jpeg(header, options.max_pixels) else None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -71,7 +85,7 @@ class EncodedPicture(Picture):
     def pixels(self) -> torch.Tensor:
         """Return the whole image: uint8 (3, H, W)."""
         if self._pixels is None:
-            self._pixels = decode(self._data, self._decoder)
+            self._pixels = decode(self._data, self._decoder, self._options)
         return self._pixels
 
     def crop(self, box: Box, size: int) -> torch.Tensor:
@@ -88,23 +102,33 @@ class EncodedPicture(Picture):
             with contextlib.suppress(ValueError):  # it refuses some files that others read
                 return snapped.of(decode_scaled(self._data, self._header, factor))
         data, first_row = cut_rows(self._data, self._header, box.top, box.top + box.height)
-        return box._replace(top=box.top - first_row).of(decode(data, self._decoder))
+        return box._replace(top=box.top - first_row).of(decode(data, self._decoder, self._options))
 
 
-def open_picture(item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str) -> Picture:
+def open_picture(
+    item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str, options: DecodeOptions = DEFAULTS
+) -> Picture:
     """Return what an ImageSet has read as a picture.
 
     Raises:
-        ValueError: an array that is no image.
+        ValueError: an array that is no image, or more pixels than the options allow.
     """
     if isinstance(item, (bytes, bytearray, memoryview)):
-        return EncodedPicture(item, decoder)
+        return EncodedPicture(item, decoder, options)
+    picture = _picture_of(item, options)
+    height, width = picture.size
+    check_size(width, height, options.max_pixels)
+    return picture
+
+
+def _picture_of(item: np.ndarray | torch.Tensor | Image, options: DecodeOptions) -> Picture:
     if isinstance(item, torch.Tensor):
         if item.dtype != torch.uint8 or item.ndim != 3 or len(item) != 3 or not item.numel():
             raise ValueError(f"a tensor of {item.dtype} and shape {tuple(item.shape)} is no image: uint8 (3, H, W) is")
         return Picture(item)
     if not isinstance(item, np.ndarray):
-        return Picture(pixels_of(item))
+        check_size(*item.size, options.max_pixels)
+        return Picture(rotate(pixels_of(item), read_orientation(item) if options.exif_rotate else 1))
     if item.dtype != np.uint8 or item.ndim not in (2, 3) or item.shape[2:] not in ((), (1,), (3,)) or not item.size:
         raise ValueError(f"an array of {item.dtype} and shape {item.shape} is no image: uint8 (H, W) or (H, W, 3) is")
     # A tensor takes neither read-only memory nor steps back through it.

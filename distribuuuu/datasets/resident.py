@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from distribuuuu.config import ConfigError
+from distribuuuu.datasets.decode import DEFAULTS, DecodeOptions
 from distribuuuu.datasets.draws import BatchDraws
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.picture import open_picture
@@ -27,6 +28,7 @@ class ResidentImages(ImageSet):
         decoder: see `decode`.
         device: where the pixels are kept.
         num_threads: threads that read and decode.
+        options: see `decode`.
 
     Attributes:
         same_size: all images, uint8 (N, C, H, W), when they are of one size and none is broken; else None. C is 1 for
@@ -37,8 +39,15 @@ class ResidentImages(ImageSet):
         ConfigError: the device has too little memory.
     """
 
-    def __init__(self, images: ImageSet, decoder: str, device: torch.device, num_threads: int):
-        self._images = images
+    def __init__(
+        self,
+        images: ImageSet,
+        decoder: str,
+        device: torch.device,
+        num_threads: int,
+        options: DecodeOptions = DEFAULTS,
+    ):
+        self._images, self._options = images, options
         self.classes, self.mean, self.std, self.crop = images.classes, images.mean, images.std, images.crop
         self.multilabel = images.multilabel
         self._errors: dict[int, Exception] = {}
@@ -65,7 +74,7 @@ class ResidentImages(ImageSet):
     def _read_one(self, index: int, decoder: str) -> torch.Tensor:
         """Return uint8 (C, H, W), with one channel for a grey image; nothing for a broken one, which is remembered."""
         try:
-            pixels = open_picture(self._images.read(index), decoder).pixels()
+            pixels = open_picture(self._images.read(index), decoder, self._options).pixels()
         except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
             self._errors[index] = error
             return torch.empty(0, 0, 0, dtype=torch.uint8)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from distribuuuu.datasets.decode import DEFAULTS, DecodeOptions
 from distribuuuu.datasets.draws import Draws, Position
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.picture import open_picture
@@ -33,13 +34,22 @@ class Samples(Dataset):
         transform: from a picture and its draws to uint8 (3, H, W).
         decoder: see `decode`.
         skip_broken: take another image in the place of one that cannot be read, the same one each time.
+        options: see `decode`.
     """
 
-    def __init__(self, images: ImageSet, transform: Transform, decoder: str, skip_broken: bool):
+    def __init__(
+        self,
+        images: ImageSet,
+        transform: Transform,
+        decoder: str,
+        skip_broken: bool,
+        options: DecodeOptions = DEFAULTS,
+    ):
         self.images = images
         self.transform = transform
         self.decoder = decoder
         self.skip_broken = skip_broken
+        self.options = options
 
     def __len__(self) -> int:
         return len(self.images)
@@ -51,7 +61,7 @@ class Samples(Dataset):
         for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
             chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
             try:
-                picture = open_picture(self.images.read(chosen), self.decoder)
+                picture = open_picture(self.images.read(chosen), self.decoder, self.options)
                 return Sample(transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
             except MemoryError as error:  # the lack of memory is no fault of the image
                 raise MemoryError(self.images.where(chosen)) from error
