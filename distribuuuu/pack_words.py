@@ -25,7 +25,7 @@ class Job:
         out: the folder of the packs, one sub-folder a split.
         verify: look at the packs that are there, and nothing else.
         cfg: names the source, and says what a broken image does.
-        options: format, shorter_side, quality and shard_mb, as the index keeps them.
+        options: format, shorter_side, quality and shard_mb, as the index keeps them, and exif_rotate if it applies.
         trains: True for the training images, False for the evaluation images.
         workers: worker processes; 0: none.
         overwrite: delete what was packed before.
@@ -103,6 +103,8 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
     encodes = args.format == "jpeg" and args.shorter_side is not None
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
+    if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file that is kept keeps its EXIF
+        options["exif_rotate"] = True
     workers = _num_cores() if args.workers is None else args.workers
     trains = SPLITS.get(args.split, ())
     return Job(out, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check)

@@ -20,7 +20,7 @@ from distribuuuu.cli import USAGE_ERROR, report
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
 from distribuuuu.datasets.pack_workers import in_order
-from distribuuuu.datasets.pack_writer import PackWriter, find_conflicts, remove_pack, remove_parts
+from distribuuuu.datasets.pack_writer import PackWriter, find_changed_shard, find_conflicts, remove_pack, remove_parts
 from distribuuuu.pack_words import DEFAULT_QUALITY, Job, parse_words
 from distribuuuu.plural import counted
 from distribuuuu.registry import DATASETS, did_you_mean
@@ -79,16 +79,23 @@ def pack_split(job: Job, train: bool) -> None:
             remove_pack(folder)
         if conflicts := find_conflicts(folder, identity):
             raise ConfigError(conflicts)
+        changed = find_changed_shard(folder, images.stamp)
         if (folder / INDEX).exists():
             remove_parts(folder)
             print(f"{folder} is packed already: nothing to do")
+            if changed:
+                print(f"{folder}: source images have changed since {changed} was packed; --overwrite packs them again")
             return
+        if changed:
+            (folder / changed).with_suffix(".part").unlink()
+            print(f"{folder}: source images have changed since {changed} was packed; it is packed again", flush=True)
         started = time.perf_counter()
         writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
         if first := writer.next_image:
             done = counted(len(writer.shards), "finished shard")
             print(f"{folder}: resumed after {done}, at image {first:,}", flush=True)
         about = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
+        about["max_pixels"] = job.cfg.DATA.MAX_PIXELS
         with writer:
             _append_all(writer, encoder, job.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
             if not writer.num_images:
@@ -99,6 +106,7 @@ def pack_split(job: Job, train: bool) -> None:
 
 
 def _build_encoder(job: Job, train: bool) -> "Encoder":
+    from distribuuuu.datasets.decode import build_decode_options
     from distribuuuu.datasets.pack_record import Encoder, is_file
 
     name, options = job.cfg.DATA.NAME, job.options
@@ -117,8 +125,8 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
         if not keeps_files:
             what = f"{name} has pixels, and no files to be kept as they are"
             raise ConfigError(f"--format jpeg: {what}; add --quality {DEFAULT_QUALITY}, or use --format raw")
-    is_raw = options["format"] == "raw"
-    return Encoder(images, root, is_raw, options["shorter_side"], options["quality"], job.check)
+    is_raw, decoding = options["format"] == "raw", build_decode_options(job.cfg)
+    return Encoder(images, root, is_raw, options["shorter_side"], options["quality"], job.check, decoding)
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, int]:
@@ -159,15 +167,15 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
     bar = tqdm(total=total, initial=writer.next_image, desc=str(writer.folder), unit="img", disable=None, leave=False)
     with bar, contextlib.closing(results):
         for numbers, records in results:
-            for number, record in zip(numbers, records, strict=True):
+            for number, (record, stamp) in zip(numbers, records, strict=True):
                 if not isinstance(record, str):
-                    writer.append(number, record)
+                    writer.append(number, record, stamp)
                     continue
                 if not skip:
                     how = "mend it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
                     raise ConfigError(f"broken image: {record}; {how}")
                 tqdm.write(f"broken image left out: {record}", file=sys.stderr)
-                writer.skip()
+                writer.skip(stamp)
             speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
             bar.update(len(numbers))

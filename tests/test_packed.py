@@ -20,7 +20,7 @@ from PIL import Image
 
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.datasets import pack_file, pack_writer
-from distribuuuu.datasets.decode import decode
+from distribuuuu.datasets.decode import DecodeOptions, decode
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.imagefolder import ImageFolder
 from distribuuuu.datasets.packed import Packed
@@ -165,6 +165,54 @@ def test_raw_pixels_are_a_view_of_the_file(folder, tmp_path):
     assert Packed(tmp_path / "small", "train").read(7).shape == (9, 10, 3)
 
 
+def save_with_orientation(folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for path in sorted(folder.rglob("*.jpg")):
+        with Image.open(path) as image:
+            image.load()
+        image.save(path, exif=exif)
+
+
+def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "data")
+    save_with_orientation(tmp_path / "data")
+    for name, words, size in [
+        ("files", [], (36, 40)),
+        ("raw", ["--format", "raw"], (36, 40)),
+        ("rotated", ["--format", "raw", "DATA.EXIF_ROTATE", "True"], (40, 36)),
+        ("encoded", ["--quality", 90, "DATA.EXIF_ROTATE", "True"], (40, 36)),
+        ("kept", ["DATA.EXIF_ROTATE", "True"], (36, 40)),
+    ]:
+        pack(tmp_path / name, *words, *source(tmp_path / "data"))
+        packed = Packed(tmp_path / name, "train").read(0)
+        assert (packed.shape[:2] if name in ("raw", "rotated") else decode(packed).shape[1:]) == size
+        # What is still to be rotated is rotated as it is read; what has lost its orientation cannot be.
+        cfg = get_cfg()
+        cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
+        assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
+    assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
+    message = told(pack, tmp_path / "rotated", "--format", "raw", *source(tmp_path / "data"))
+    assert "exif rotate True, now none" in message
+    assert "exif rotate none, now True" in told(
+        pack, tmp_path / "raw", "--format", "raw", "DATA.EXIF_ROTATE", "True", *source(tmp_path / "data")
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--format", "raw"], ["--quality", 80]])
+def test_images_above_max_pixels_are_not_packed(folder, tmp_path, words):
+    limit = ["DATA.MAX_PIXELS", 40 * 36 - 1]
+    message = told(pack, tmp_path, *words, *limit, *source(folder))
+    assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
+
+
+def test_verify_takes_the_limit_that_the_pack_was_made_with(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("distribuuuu.datasets.pack_record.DEFAULTS", DecodeOptions(max_pixels=10))
+    pack(tmp_path, "DATA.MAX_PIXELS", 40 * 36, *source(folder))
+    verify_packs(tmp_path, 0)
+    assert "every image decodes" in capsys.readouterr().out
+
+
 def test_a_set_without_files(pixels, tmp_path):
     pack(tmp_path, "--format", "raw", *pixels)
     packed = Packed(tmp_path, "train")
@@ -266,12 +314,12 @@ def stop_after(num_records: int, monkeypatch) -> None:
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def append(self, image, record):
+    def append(self, image, record, stamp):
         count[0] += 1
         if count[0] > num_records and self._file:
             self._file.close()
             self._file = FullFile()
-        write(self, image, record)
+        write(self, image, record, stamp)
 
     monkeypatch.setattr(pack_writer.PackWriter, "append", append)
 
@@ -339,6 +387,69 @@ def test_a_changed_list_of_images_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.undo()
     (tmp_path / "data/train/cat/004.jpg").unlink()
     assert "images 14, now 13" in told(pack, tmp_path / "out", *words)
+    (tmp_path / "data/train/cat/003.jpg").rename(tmp_path / "data/train/cat/005.jpg")
+    shutil.copy(folder / "train/cat/004.jpg", tmp_path / "data/train/cat/006.jpg")  # as many as before
+    assert "checksum of names and labels" in told(pack, tmp_path / "out", *words)
+
+
+def repaint(path: Path) -> None:
+    """Replace an image by another one of the same size in bytes, a moment later."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(("image", "shard"), [("ant/000", 0), ("ant/004", 1), ("bee/000", 1)])
+def test_shards_of_images_changed_in_place_are_packed_again(folder, tmp_path, monkeypatch, capsys, image, shard):
+    shutil.copytree(folder, tmp_path / "data")
+    words = ["--shard-mb", TINY_MB, "--no-check", *source(tmp_path / "data")]
+    with monkeypatch.context() as patch:
+        stop_after(9, patch)
+        told(pack, tmp_path / "out", *words)
+    assert len(shards(tmp_path / "out/train")) >= 2
+    repaint(tmp_path / f"data/train/{image}.jpg")
+    pack(tmp_path / "out", *words)
+    printed = capsys.readouterr().out
+    assert f"have changed since shard-0000{shard}.bin was packed; it is packed again" in printed
+    assert ("going on after" in printed) == (shard > 0)
+    pack(tmp_path / "whole", *words)
+    assert contents(tmp_path / "out" / "train") == contents(tmp_path / "whole" / "train")
+
+
+def test_a_broken_image_that_was_mended_between_two_starts_is_packed(broken, folder, tmp_path, monkeypatch):
+    words = [*broken, "DATA.ON_BAD_IMAGE", "skip"]
+    with monkeypatch.context() as patch:
+        stop_after(11, patch)
+        told(pack, tmp_path / "out", *words)
+    shutil.copyfile(folder / "train/bee/002.jpg", tmp_path / "data/train/bee/002.jpg")
+    pack(tmp_path / "out", *words)
+    assert len(Packed(tmp_path / "out", "train")) == 14
+
+
+def test_a_whole_pack_of_images_that_changed_since_is_kept_and_told(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "data")
+    words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
+    pack(tmp_path / "out", *words)
+    before = contents(tmp_path / "out/train")
+    pack(tmp_path / "out", *words)
+    assert "have changed since" not in capsys.readouterr().out
+    repaint(tmp_path / "data/train/cat/004.jpg")
+    pack(tmp_path / "out", *words)
+    printed = capsys.readouterr().out
+    assert "nothing to do" in printed and "--overwrite packs them again" in printed
+    assert contents(tmp_path / "out/train") == before
+
+
+def test_a_pack_that_is_packed_again_notices_that_it_was_replaced(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "data")
+    pack(tmp_path / "a", *source(tmp_path / "data"))
+    words = ["DATA.NAME", "packed", *source(tmp_path / "a")]
+    pack(tmp_path / "b", *words)
+    repaint(tmp_path / "data/train/cat/004.jpg")
+    pack(tmp_path / "a", "--overwrite", "--no-check", *source(tmp_path / "data"))
+    pack(tmp_path / "b", *words)
+    assert "have changed since shard-00000.bin was packed; --overwrite" in capsys.readouterr().out
 
 
 def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):

@@ -65,6 +65,10 @@ class ImageSet:
         """Return the class of image `index`, from 0; of a multilabel set float32 (classes,): 1 for each of its."""
         raise TypeError(f"{type(self).__name__} must define label")
 
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """Return numbers that change when image `index` is changed in place; none where the set cannot tell."""
+        return ()
+
     def where(self, index: int) -> str:
         """Return what to call image `index` in a message: its file, or its number."""
         return f"image {index}"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.image_set import ImageSet, contradiction
-from distribuuuu.datasets.imagefolder import read_file
+from distribuuuu.datasets.imagefolder import file_stamp, read_file
 from distribuuuu.registry import DATASETS, did_you_mean
 
 if TYPE_CHECKING:
@@ -215,6 +215,10 @@ class Multilabel(ImageSet):
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`."""
         return read_file(self.where(index))
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """Return the size and the time of the last change of the file."""
+        return file_stamp(self.where(index))
 
     def label(self, index: int) -> "np.ndarray":
         """Return float32 (classes,) of image `index`: 1 for each class that applies, else 0."""

@@ -13,7 +13,7 @@ import numpy as np
 # The decoder imports it when it is first called; here it is imported once, before the workers are forked.
 import torchvision.io  # noqa: F401
 
-from distribuuuu.datasets.decode import decode
+from distribuuuu.datasets.decode import DEFAULTS, DecodeOptions, decode
 from distribuuuu.datasets.image_set import ImageSet
 from distribuuuu.datasets.pack_file import image_name, shard_name
 from distribuuuu.datasets.pack_writer import COLUMNS, Record
@@ -32,6 +32,7 @@ class Encoder:
         shorter_side: what a larger image is scaled down to; None: its own size.
         quality: of the JPEGs (1 to 100); None: files are kept byte by byte.
         check: decode the files that are kept.
+        options: see `decode`.
     """
 
     images: ImageSet
@@ -40,28 +41,31 @@ class Encoder:
     shorter_side: int | None
     quality: int | None
     check: bool
+    options: DecodeOptions
 
     def name(self, index: int) -> str:
         """Return what to call image `index`."""
         return self.images.where(index).removeprefix(os.path.join(self.root, ""))
 
-    def __call__(self, index: int) -> Record | str:
-        """Return the record of image `index`, or why it is broken."""
+    def __call__(self, index: int) -> tuple[Record | str, tuple[int, ...]]:
+        """Return the record of image `index`, or why it is broken; and its stamp from before it was read."""
+        stamp = self.images.stamp(index)
         try:
             data, height, width = self._encode(self.images.read(index))
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
-            return f"{self.images.where(index)}: {type(error).__name__}: {error}"
+            return f"{self.images.where(index)}: {type(error).__name__}: {error}", stamp
         name = os.fsencode(self.name(index))
-        return Record(data, zlib.crc32(data), self.images.label(index), height, width, name)
+        return Record(data, zlib.crc32(data), self.images.label(index), height, width, name), stamp
 
     def _encode(self, image) -> tuple[bytes, int, int]:
         if not self.raw and self.quality is None:
             if not is_file(image):
                 raise ValueError("has pixels and no file that could be kept")
             if self.check:
-                decode(image)
+                decode(image, options=self.options)
             return bytes(image), 0, 0
-        pixels = scale_down(_rgb_of(image), self.shorter_side)
+        pixels = open_picture(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
+        pixels = scale_down(pixels, self.shorter_side)
         if self.raw:
             return pixels.tobytes(), *pixels.shape[:2]
         return encode_jpeg(pixels, self.quality), 0, 0
@@ -70,11 +74,6 @@ class Encoder:
 def is_file(image: object) -> bool:
     """Tell whether what a set has read is the bytes of an image file; else it has pixels."""
     return isinstance(image, (bytes, bytearray, memoryview))
-
-
-def _rgb_of(image) -> np.ndarray:
-    """Return what a set has read as uint8 (H, W, 3)."""
-    return open_picture(image, "auto").pixels().permute(1, 2, 0).contiguous().numpy()
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:
@@ -147,7 +146,7 @@ class Checker:
         if self.meta["options"]["format"] == "raw":
             return None if len(data) == expected else f"{counted(len(data), 'byte')} in place of {expected:,}"
         try:
-            decode(data)
+            decode(data, options=DecodeOptions(self.meta.get("max_pixels", DEFAULTS.max_pixels)))
         except Exception as error:  # decoders raise nearly anything
             return f"{type(error).__name__}: {error}"
         return None

@@ -6,7 +6,8 @@ A packing that was killed goes on after the last shard that has a side file; `pa
 import contextlib
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -63,11 +64,15 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         begun = _read_identity(folder)
     except (ArrayFileError, OSError) as error:
         return [f"{folder / INDEX} {error}; name another folder, or add --overwrite to replace it"]
+    if begun is None:
+        return []
+    # An option that is not the default may be missing now.
+    options = {**dict.fromkeys(begun["options"]), **identity["options"]}
     differences = [
         f"{key.replace('_', ' ')} {_shown(begun[part].get(key))}, now {_shown(value)}"
-        for part in identity
-        for key, value in identity[part].items()
-        if begun and begun[part].get(key) != value
+        for part, values in {**identity, "options": options}.items()
+        for key, value in values.items()
+        if begun[part].get(key) != value
     ]
     how = "name another folder, or add --overwrite to start anew"
     return [f"{folder} holds another pack: {'; '.join(differences)}; {how}"] if differences else []
@@ -122,6 +127,34 @@ def _remove(folder: Path, but: Container[str] = ()) -> None:
             path.unlink()
 
 
+def find_changed_shard(folder: Path, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
+    """Return the first finished shard of which a source image was changed in place after it was packed; None: none.
+
+    Args:
+        folder: of a pack, whole or not, of the same source images.
+        stamp: see `ImageSet.stamp`.
+    """
+    if (folder / INDEX).exists():
+        shards = read_arrays(folder / INDEX, KIND, VERSION)[0]["shards"]
+    else:
+        shards = [meta["shard"] for meta, _ in _finished_parts(folder)]
+    first = 0
+    for shard in shards:
+        if "stamps_crc32" not in shard:  # packed by an older version
+            return None
+        checksum = 0
+        for image in range(first, shard["source_end"]):
+            checksum = _add_stamp(checksum, stamp(image))
+        if checksum != shard["stamps_crc32"]:
+            return shard["name"]
+        first = shard["source_end"]
+    return None
+
+
+def _add_stamp(checksum: int, stamp: tuple[int, ...]) -> int:
+    return zlib.crc32(repr(stamp).encode(), checksum)
+
+
 class PackWriter:
     """Appends records to shards; goes on after the last finished shard of the same pack, and deletes what follows it.
 
@@ -135,7 +168,8 @@ class PackWriter:
     Attributes:
         next_image: number of the first image of the source that no finished shard has dealt with.
         num_images, num_bytes, num_skipped: images in the pack, their bytes, and images left out of it.
-        shards: name, size and images of each finished shard.
+        shards: of each finished one the name, the size, the number of images, the number of the source's image after
+            its last, and a checksum of the stamps of those it was made from.
     """
 
     def __init__(self, folder: Path, identity: Identity, max_bytes: int):
@@ -156,10 +190,10 @@ class PackWriter:
     def _begin_shard(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._names: list[bytes] = []
-        self._end, self._num_skipped = HEADER_SIZE, 0
+        self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
 
-    def append(self, image: int, record: Record) -> None:
-        """Write the record of image `image` of the source.
+    def append(self, image: int, record: Record, stamp: tuple[int, ...]) -> None:
+        """Write the record of image `image` of the source, which had that `ImageSet.stamp`.
 
         Raises:
             ConfigError: the disk refuses it.
@@ -175,11 +209,13 @@ class PackWriter:
         self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
         self._names.append(record.name)
         self._end += size
+        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
         self.num_images += 1
         self.num_bytes += size
 
-    def skip(self) -> None:
+    def skip(self, stamp: tuple[int, ...]) -> None:
         """Count an image that is left out."""
+        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
         self._num_skipped += 1
         self.num_skipped += 1
 
@@ -189,6 +225,7 @@ class PackWriter:
         columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
         columns |= {f"name_{part}": array for part, array in pack_names(self._names).items()}
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
+        shard |= {"source_end": next_image, "stamps_crc32": self._stamps_crc32}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
         with self._disk_errors_told():
             self._file.flush()

@@ -65,6 +65,9 @@ class Packed(ImageSet):
             return
         training = Path(cfg.TRAIN.DATASET) / cfg.TRAIN.SPLIT
         own, trained = _classes_of(root / split), _classes_of(training)
+        if cfg.DATA.EXIF_ROTATE and _has_lost_exif(root / split):
+            how = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {root / split}"
+            yield "DATA.EXIF_ROTATE", f"True, but the packed images are not rotated and their EXIF is gone; {how}"
         if trained and (extra := sorted(set(own) - set(trained))):
             yield f"{section}.SPLIT", f"{root / split} {_lacking(extra)}"
         elif len(trained or own) != cfg.MODEL.NUM_CLASSES:
@@ -104,6 +107,10 @@ class Packed(ImageSet):
         data = shard[start : start + int(columns["length"][index])]
         return data.reshape(columns["height"][index], columns["width"][index], 3) if self._is_raw else data
 
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """Return the checksum of the stored bytes."""
+        return (int(self._columns["crc32"][index]),)
+
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
         return self._label_of[self._columns["label"][index]]
@@ -138,6 +145,14 @@ def _classes_of(folder: Path) -> tuple[str, ...]:
         return tuple(read_index(folder)[0]["classes"])
     except ConfigError:
         return ()
+
+
+def _has_lost_exif(folder: Path) -> bool:
+    """Tell whether the images of a pack were encoded again without regard to their EXIF."""
+    from distribuuuu.datasets.pack_file import read_index
+
+    options = read_index(folder)[0]["options"]
+    return (options["format"] == "raw" or options["quality"] is not None) and not options.get("exif_rotate")
 
 
 def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str, str]]:
