@@ -74,6 +74,8 @@ def pack_split(job: Job, train: bool) -> None:
     encoder = _build_encoder(job, train)
     images = encoder.images
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
+    for note in images.notes():
+        print(note, flush=True)
     with _locked(folder):
         if job.overwrite:
             remove_pack(folder)

@@ -115,9 +115,17 @@ def describe_model(cfg, model: nn.Module) -> None:
     logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
 
 
+def warn_of_data(*loaders: Loader) -> None:
+    """Log what was noticed about the data, on the main process."""
+    for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
+        if dist.is_main():
+            logger.warning("%s", note)
+
+
 def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
     """Log what is trained on what: the model, the data and the arithmetic of a step."""
     describe_model(cfg, state.model)
+    warn_of_data(train_loader, val_loader)
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
     classes = counted(len(state.classes), "class")

@@ -18,11 +18,11 @@ from urllib.parse import quote
 import numpy as np
 
 from distribuuuu.datasets.array_file import checksum_of, name_at, read_arrays, write_arrays
-from distribuuuu.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, scan_folder
+from distribuuuu.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, Scan, scan_folder
 from distribuuuu.datasets.imagefolder import EXTENSIONS
 from distribuuuu.plural import counted
 
-KIND, VERSION = "folder index", 1
+KIND, VERSION = "folder index", 2
 # How long to wait for another process that scans, before scanning too: that one may be stopped, or its disk gone.
 LONGEST_WAIT_S = 600
 _logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class FolderIndex:
 
     Args:
         folder: the folder with the classes.
-        meta: says which scan made the arrays.
+        meta: says which scan made the arrays, and what it ignored.
         arrays: `names_*` of the images as in `pack_names`; `sample_folder`, int32, the folder of each image; by folder,
             the one of the classes first: `paths_*` below `folder`, `folder_class`, int32, and `folder_mtime_ns`, int64,
             NOT_KNOWN if it cannot be relied on. Images and folders lie in the order of the classes.
@@ -109,11 +109,11 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
     """
     folder = str(Path(root) / split)
     if not os.path.isdir(folder):
-        return FolderIndex(folder, {}, scan_folder(folder, time.time_ns()))
+        return FolderIndex(folder, {}, scan_folder(folder, time.time_ns()).arrays)
     hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
     files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"] if in_root else []
     files.append(cache / "index" / f"{hashed}.bin")
-    seen = {file: _identity(file) for file in files}
+    seen = {file: identity_of(file) for file in files}
     for file in files:
         index = _load(file, folder)
         if index is not None and _is_current(index):
@@ -124,17 +124,17 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
 
 def _scan_in_turn(folder: str, seen: dict[Path, tuple | None]) -> FolderIndex:
     """Return a new index, kept in the first of the files that can be written."""
-    arrays, start, reasons = None, time.monotonic(), []
+    scan, start, reasons = None, time.monotonic(), []
     for file, identity in seen.items():
         try:
-            with _turn(file) as now_ns:
+            with take_turn(file) as now_ns:
                 # Another process has scanned meanwhile. Its index is taken as it is: all processes of a run must see
                 # the same images, also where folders are young.
-                if _identity(file) != identity and (index := _load(file, folder)) is not None:
+                if identity_of(file) != identity and (index := _load(file, folder)) is not None:
                     _logger.info("%s: %s, from %s of another process", folder, index.describe(), file)
                     return index
-                arrays = arrays or scan_folder(folder, now_ns)
-                write_arrays(file, KIND, VERSION, _describe(arrays), arrays)
+                scan = scan or scan_folder(folder, now_ns)
+                write_arrays(file, KIND, VERSION, _describe(scan), scan.arrays)
         except OSError as error:
             reasons.append(f"{file}: {error.strerror or error}")
             continue
@@ -143,7 +143,8 @@ def _scan_in_turn(folder: str, seen: dict[Path, tuple | None]) -> FolderIndex:
             _log_scan(index, start, f"kept in {file}")
             return index
         reasons.append(f"{file}: what was written cannot be read")
-    index = FolderIndex(folder, {}, arrays or scan_folder(folder, time.time_ns()))
+    scan = scan or scan_folder(folder, time.time_ns())
+    index = FolderIndex(folder, _describe(scan), scan.arrays)
     _log_scan(index, start, "not kept")
     _logger.warning("%s is scanned at every start, since no index can be kept: %s", folder, "; ".join(reasons))
     return index
@@ -154,7 +155,7 @@ def _log_scan(index: FolderIndex, start: float, kept: str) -> None:
     _logger.info("%s: %s, scanned in %.1f s, %s", index.folder, index.describe(), seconds, kept)
 
 
-def _identity(file: Path) -> tuple | None:
+def identity_of(file: Path) -> tuple | None:
     """Return what tells a file from the one that replaces it; None: there is none."""
     try:
         status = file.stat()
@@ -163,8 +164,9 @@ def _identity(file: Path) -> tuple | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _describe(arrays: dict[str, np.ndarray]) -> dict:
-    return {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
+def _describe(scan: Scan) -> dict:
+    found = {"ignored": dict(scan.ignored), "num_beside": scan.num_beside}
+    return {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(scan.arrays), **found}
 
 
 def _load(file: Path, folder: str) -> FolderIndex | None:
@@ -207,7 +209,7 @@ def _mtimes(paths: list[str]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _turn(file: Path) -> Iterator[int]:
+def take_turn(file: Path) -> Iterator[int]:
     """Wait until no other process scans for this file; then yield the time, in ns, by the clock of its disk.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distribuuuu.datasets.array_file import pack_names
-from distribuuuu.datasets.imagefolder import EXTENSIONS, is_image
+from distribuuuu.datasets.imagefolder import EXTENSIONS, JUNK_FOLDERS, is_class, is_image
 
 # More than there are cores: on a network disk the threads wait for answers.
 NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
@@ -17,6 +18,8 @@ NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
 YOUNG_NS = 2_000_000_000
 # In place of the time of a folder that changed so lately, or could not be listed as a whole.
 NOT_KNOWN = -1
+# Files that systems leave in folders, in lower case; hidden ones are not spoken of either.
+_JUNK_FILES = ("thumbs.db", "desktop.ini")
 _logger = logging.getLogger(__name__)
 
 
@@ -27,6 +30,21 @@ class _Listing(NamedTuple):
     names: bytes = b""
     folders: tuple[os.DirEntry, ...] = ()
     identity: tuple[int, int] | None = None
+    ignored: Counter[str] = Counter()
+
+
+class Scan(NamedTuple):
+    """What a scan has found.
+
+    Attributes:
+        arrays: those of `FolderIndex`.
+        ignored: how many files are no images, by the ending of their names in lower case.
+        num_beside: images beside the class folders.
+    """
+
+    arrays: dict[str, np.ndarray]
+    ignored: Counter[str]
+    num_beside: int
 
 
 class _Folder(NamedTuple):
@@ -37,8 +55,8 @@ class _Folder(NamedTuple):
     is_link: bool = False
 
 
-def scan_folder(folder: str, now_ns: int) -> dict[str, np.ndarray]:
-    """Return the arrays of `FolderIndex`: images by class, then path of the folder, then name.
+def scan_folder(folder: str, now_ns: int) -> Scan:
+    """Return the images below a folder of classes: by class, then path of the folder, then name.
 
     Links are followed, but none that leads back to a folder above it. A folder that cannot be listed has no images.
 
@@ -58,13 +76,15 @@ def scan_folder(folder: str, now_ns: int) -> dict[str, np.ndarray]:
                 found[place.path] = listing
                 deeper += _folders_in(place, listing)
             waiting = deeper
-    return _pack(found, now_ns)
+    num_beside = found[""].names.count(b"\0")
+    ignored = sum((listing.ignored for path, listing in found.items() if path), Counter())
+    return Scan(_pack(found, now_ns), ignored, num_beside)
 
 
 def _folders_in(place: _Folder, listing: _Listing) -> Iterable[_Folder]:
     above = (*place.above, listing.identity)
     for entry in listing.folders:
-        if place.path or not entry.name.startswith("."):  # a hidden folder is no class
+        if entry.name.lower() not in JUNK_FOLDERS if place.path else is_class(entry.name):
             yield _Folder(os.path.join(place.path, entry.name), above, entry.is_symlink())
 
 
@@ -82,24 +102,26 @@ def _list_folder(path: str) -> _Listing:
                     folders.append(entry)
                 else:
                     names.append(entry.name)
-        images = _join_images(names)
+        images, ignored = _join_images(names)
         whole = images.count("\0") == len(names) or not _has_dangling_link(path)
     except OSError as error:
         _logger.warning("%s is left out: %s", path, error.strerror or error)
         return _Listing()
     mtime_ns = status.st_mtime_ns if whole else NOT_KNOWN
-    return _Listing(mtime_ns, os.fsencode(images), tuple(folders), (status.st_dev, status.st_ino))
+    return _Listing(mtime_ns, os.fsencode(images), tuple(folders), (status.st_dev, status.st_ino), ignored)
 
 
-def _join_images(names: list[str]) -> str:
-    """Return the names of images in sorted order, each with a NUL behind it."""
+def _join_images(names: list[str]) -> tuple[str, Counter[str]]:
+    """Return the names of images in sorted order, each with a NUL behind it, and the endings of the other files."""
     names.sort()
     text = "\0".join([*names, ""])
     # Mostly all have one extension: a count in the text is many times faster than a look at each.
     end = os.path.splitext(names[0])[1] if names else ""
     if end.lower() in EXTENSIONS and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
-        return text
-    return "\0".join([*filter(is_image, names), ""])
+        return text, Counter()
+    ignored = [name for name in names if name[0] != "." and not is_image(name) and name.lower() not in _JUNK_FILES]
+    endings = Counter(os.path.splitext(name)[1].lower() for name in ignored)
+    return "\0".join([*filter(is_image, names), ""]), endings
 
 
 def _has_dangling_link(path: str) -> bool:

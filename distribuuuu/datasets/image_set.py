@@ -1,6 +1,7 @@
 """What a data set is to the rest of the package: images by number, their labels and their class names."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distribuuuu.plural import counted
@@ -25,6 +26,8 @@ class ImageSet:
     num_classes: int = 0
     # Number of training images when it is known before the data is read, else 0.
     num_images: int = 0
+    # Whether `where(index)` is the path of the file of an image.
+    has_files: bool = False
     # Whether an image may be of several classes, or of none.
     multilabel: bool = False
 
@@ -68,6 +71,14 @@ class ImageSet:
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return numbers that change when image `index` is changed in place; none where the set cannot tell."""
         return ()
+
+    def check_place(self) -> tuple[Path | None, str]:
+        """Return the file beside which the record of a check may lie, None for nowhere, and the version of the list."""
+        return None, ""
+
+    def notes(self) -> list[str]:
+        """Return what a run should warn of at its start."""
+        return []
 
     def where(self, index: int) -> str:
         """Return what to call image `index` in a message: its file, or its number."""

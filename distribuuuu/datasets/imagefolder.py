@@ -3,14 +3,18 @@
 import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice
 from pathlib import Path
 
 from distribuuuu.datasets.image_set import ImageSet, contradiction
 from distribuuuu.model_names import cache_folder
 from distribuuuu.registry import DATASETS, did_you_mean
 
+# Folders that systems and tools leave behind, in lower case; at any depth they hold no images of the data.
+JUNK_FOLDERS = (
+    "__macosx", "@eadir", "$recycle.bin", "lost+found", "system volume information", ".ipynb_checkpoints",
+)  # fmt: skip
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -25,6 +29,7 @@ class ImageFolder(ImageSet):
         cache_dir: what DATA.CACHE_DIR says.
     """
 
+    has_files = True
     # Whether the index of the images may be kept in root; else it is in the cache folder.
     index_in_root = True
 
@@ -87,6 +92,14 @@ class ImageFolder(ImageSet):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def check_place(self) -> tuple[Path | None, str]:
+        """Return the file of the index, and the scan that made it."""
+        return self._index.file, self._index.meta.get("scan", "")
+
+    def notes(self) -> list[str]:
+        """Return what was ignored below the folder, and names of classes that are easily mixed up."""
+        return list(_notes_on(self.folder, self._index.meta, self._index.classes))
+
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`, in memory of their own that may be written to."""
         return read_file(self.where(index))
@@ -110,7 +123,7 @@ class ImageFolder(ImageSet):
 
 def read_file(path: str) -> bytearray:
     """Return the bytes of an image file, in memory of their own that may be written to."""
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=open_at_once) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]
     return data
@@ -125,17 +138,21 @@ def file_stamp(path: str) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def open_at_once(path: str, flags: int) -> int:
     """Open a file; a pipe that bears the name of an image is empty then, and would be waited for otherwise."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
-    """Return the sorted names of the sub-folders, without hidden ones; empty when there is no such folder."""
-    if not os.path.isdir(folder):
-        return ()
-    with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if _is_folder(entry) and not entry.name.startswith(".")))
+    """Return the sorted names of the class folders in a folder; empty when it cannot be listed."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return tuple(sorted(entry.name for entry in entries if _is_folder(entry) and is_class(entry.name)))
+    return ()
+
+
+def is_class(name: str) -> bool:
+    """Tell by its name whether a folder is a class: hidden ones and those of systems and tools are none."""
+    return not name.startswith(".") and name.lower() not in JUNK_FOLDERS
 
 
 def is_image(name: str) -> bool:
@@ -154,7 +171,7 @@ def _count_images(folder: Path, most: int) -> int:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
                 if _is_folder(entry):
-                    waiting.append(entry.path)
+                    waiting += [entry.path] * (entry.name.lower() not in JUNK_FOLDERS)
                 elif is_image(entry.name):
                     count += 1
                     if count >= most:
@@ -172,19 +189,66 @@ def _is_folder(entry: os.DirEntry) -> bool:
 def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str, str]]:
     folder = root / split
     layout = f"{split}/CLASS/IMAGE"
-    if not root.is_dir():
+    if reason := _access_problem(root):
+        yield f"{section}.DATASET", f"{root} cannot be listed: {reason}"
+    elif not root.is_dir():
         beside = list_classes(root.parent)
         yield f"{section}.DATASET", f"no such folder: {root}; it should hold {layout}{did_you_mean(root.name, beside)}"
+    elif reason := _access_problem(folder):
+        yield f"{section}.SPLIT", f"{folder} cannot be listed: {reason}"
     elif not folder.is_dir():
         beside = list_classes(root)
+        classes = [name for name in beside if _holds_images(root / name)]
         has = f"it has {_some(beside)}" if beside else f"it should hold {layout}"
+        if classes and root.name == split:
+            has = f"{root} has class folders itself; set {section}.DATASET {root.parent}"
+        elif classes:
+            has = f"these look like class folders: {_some(classes)}; split them into train/ and val/: {layout}"
         yield f"{section}.SPLIT", f"no folder {split!r} in {root}; {has}{did_you_mean(split, beside)}"
     elif not list_classes(folder):
         yield f"{section}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE"
     else:
         empty = [name for name in list_classes(folder) if not _count_images(folder / name, most=1)]
-        if empty:
+        closed = {name: reason for name in empty if (reason := _access_problem(folder / name))}
+        if closed:
+            named = _some([f"{name} ({reason})" for name, reason in closed.items()])
+            yield f"{section}.SPLIT", f"{folder} has class folders that cannot be listed: {named}"
+        if empty := [name for name in empty if name not in closed]:
             yield f"{section}.SPLIT", f"{folder} has class folders without an image: {_some(empty)}; remove them"
+
+
+def _access_problem(folder: str | os.PathLike) -> str:
+    """Return why a folder that is there cannot be listed; empty if it can, or is not there."""
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _holds_images(folder: Path) -> bool:
+    """Tell whether there is an image among the first files of a folder."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return any(is_image(entry.name) for entry in islice(entries, 1000))
+    return False
+
+
+def _notes_on(folder: Path, meta: Mapping, classes: tuple[str, ...]) -> Iterator[str]:
+    ignored = sorted(meta.get("ignored", {}).items(), key=lambda item: (-item[1], item[0]))
+    if ignored:
+        counts = _some([f"{suffix or 'no suffix'} ({count})" for suffix, count in ignored])
+        what = "is not an image of a known type and is" if (num := sum(dict(ignored).values())) == 1 else None
+        files = f"1 file {what}" if what else f"{num} files are not images of a known type and are"
+        yield f"{folder}: {files} ignored: {counts}"
+    if beside := meta.get("num_beside"):
+        yield f"{folder}: {beside} images lie beside the class folders and are ignored: move them into one"
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault(name.casefold(), []).append(name)
+    if groups := [" and ".join(names) for names in alike.values() if len(names) > 1]:
+        yield f"{folder}: class folders differ only by case: {_some(groups)}; each counts as a class of its own"
 
 
 def _some(names: list[str] | tuple[str, ...], num: int = 5) -> str:

@@ -13,6 +13,7 @@ from distribuuuu.datasets.augment import Augmented, build_augmentation
 from distribuuuu.datasets.class_balance import build_balance
 from distribuuuu.datasets.decode import build_decode_options
 from distribuuuu.datasets.draws import Draws
+from distribuuuu.datasets.file_check import check_images
 from distribuuuu.datasets.image_set import ImageSet, contradiction
 from distribuuuu.datasets.image_size import build_im_size
 from distribuuuu.datasets.picture import Picture
@@ -72,6 +73,7 @@ class Loader:
         sampler: which samples, in which order.
         batches: the uint8 batches of the sampler, as workers make them.
         normalize: what brings them to the device.
+        notes: what a run should warn of at its start.
 
     Attributes:
         images: the ImageSet behind it.
@@ -84,11 +86,13 @@ class Loader:
         sampler: EvalSampler | ResumableDistributedSampler,
         batches: Iterable[Batch],
         normalize: Normalizer,
+        notes: Sequence[str] = (),
     ):
         self.images = samples.images
         self.samples = samples
         self.sampler = sampler
         self.device = normalize.device
+        self.notes = notes
         self.num_broken = 0
         self._batches = batches
         self._normalize = normalize
@@ -207,6 +211,7 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
         ConfigError: the data contradicts the config.
     """
     images = build_images(cfg, train)
+    notes = list(find_notes(cfg, images, launch, train))
     sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
     num_workers, options = count_workers(cfg.TRAIN.WORKERS, launch), build_decode_options(cfg)
     if cfg.DATA.LOADER == "device":
@@ -220,7 +225,30 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
         pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
         batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
     normalize = Normalizer(device, *statistics_of(cfg, images), cfg.MODEL.CHANNELS_LAST)
-    return (TrainLoader if train else Loader)(samples, sampler, batches, normalize)
+    return (TrainLoader if train else Loader)(samples, sampler, batches, normalize, notes)
+
+
+def find_notes(cfg, images: ImageSet, launch: Launch, train: bool) -> Iterator[str]:
+    """Yield what a run should warn of at its start.
+
+    Raises:
+        BadImageError: files are broken, and DATA.ON_BAD_IMAGE is not skip.
+    """
+    key = "TRAIN.DATASET" if train else "TEST.DATASET"
+    yield from (f"{key}: {note}" for note in images.notes())
+    broken, unknown = check_images(cfg, images, train)
+    if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
+        error = BadImageError(f"{key}: {broken}; mend or remove them, or set DATA.ON_BAD_IMAGE skip")
+        error.one_process = launch.local_rank == 0  # the disk may be this machine's own
+        raise error
+    yield from (f"{key}: {note}" for note in (broken, unknown) if note)
+    if train and len(images.classes) == 1:
+        yield f"{key}: there is one class only, {images.classes[0]}: every model has a top-1 of 100"
+    if not train and not images.multilabel:
+        seen = set(map(images.label, range(len(images))))
+        if missing := [name for label, name in enumerate(images.classes) if label not in seen]:
+            named = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+            yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
 
 
 def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:

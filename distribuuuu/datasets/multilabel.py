@@ -162,12 +162,13 @@ class Multilabel(ImageSet):
         ConfigError: the CSV is not sound, or has labels beyond the classes.
     """
 
-    multilabel = True
+    multilabel = has_files = True
 
     def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None):
         import numpy as np
 
         self.folder = Path(path).parent
+        self._path = Path(path)
         self._table = read_table(path)
         self.classes = self._table.names if classes is None else classes
         problems = [*self._table.problems, *_unknown_labels(path, self._table, self.classes)]
@@ -215,6 +216,10 @@ class Multilabel(ImageSet):
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`."""
         return read_file(self.where(index))
+
+    def check_place(self) -> tuple[Path | None, str]:
+        """Return a name in a folder beside the CSV, and the CSV's own stamp."""
+        return self.folder / ".distribuuuu" / self._path.name, str(file_stamp(self._path))
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return the size and the time of the last change of the file."""

@@ -66,11 +66,11 @@ class Samples(Dataset):
             except MemoryError as error:  # the lack of memory is no fault of the image
                 raise MemoryError(self.images.where(chosen)) from error
             except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
-                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {_reason(error)}")
+                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {reason_of(error)}")
         return Sample(None, -1, tuple(broken))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return what an error says, without the path, which is named before it."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
