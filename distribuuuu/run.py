@@ -110,22 +110,17 @@ def describe_machine(launch: Launch, device: torch.device) -> None:
     logger.info("device: %s (%s), %s", device, name, counted(torch.get_num_threads(), "CPU thread"))
 
 
-def describe_model(cfg, model: nn.Module) -> None:
-    """Log the model and its size."""
-    logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
-
-
-def warn_of_data(*loaders: Loader) -> None:
-    """Log what was noticed about the data, on the main process."""
+def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
+    """Log the model and its size, and on the main process what there is to warn of in its data."""
     for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
         if dist.is_main():
             logger.warning("%s", note)
+    logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
 
 
 def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
     """Log what is trained on what: the model, the data and the arithmetic of a step."""
-    describe_model(cfg, state.model)
-    warn_of_data(train_loader, val_loader)
+    describe_model(cfg, state.model, train_loader, val_loader)
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
     classes = counted(len(state.classes), "class")

@@ -36,7 +36,6 @@ from distribuuuu.run import (
     describe_model,
     describe_training,
     open_run,
-    warn_of_data,
     write_config,
     write_test_results,
 )
@@ -338,8 +337,7 @@ def test_model(cfg) -> dict:
             load_state_dict(model, content["state_dict"], weights)
             if other := find_other_class(content, loader.images.classes):
                 raise CheckpointError(f"{weights}: was trained on other classes: {other}")
-        describe_model(cfg, model)
-        warn_of_data(loader)
+        describe_model(cfg, model, loader)
         result = evaluate_weights(cfg, model, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
         write_test_results(cfg, device, model, weights, {kind: result})

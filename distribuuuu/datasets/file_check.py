@@ -15,8 +15,8 @@ from distribuuuu.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.datasets.decode import DecodeOptions, build_decode_options, check_size, decode, open_image
 from distribuuuu.datasets.folder_index import identity_of, take_turn
 from distribuuuu.datasets.folder_scan import NUM_THREADS
-from distribuuuu.datasets.image_set import ImageSet
-from distribuuuu.datasets.imagefolder import file_stamp, open_at_once, read_file
+from distribuuuu.datasets.image_set import ImageSet, file_stamp
+from distribuuuu.datasets.imagefolder import open_at_once, read_file
 from distribuuuu.datasets.jpeg import read_jpeg_header
 from distribuuuu.datasets.samples import reason_of
 

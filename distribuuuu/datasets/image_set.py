@@ -1,5 +1,6 @@
 """What a data set is to the rest of the package: images by number, their labels and their class names."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +71,7 @@ class ImageSet:
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return numbers that change when image `index` is changed in place; none where the set cannot tell."""
-        return ()
+        return file_stamp(self.where(index)) if self.has_files else ()
 
     def check_place(self) -> tuple[Path | None, str]:
         """Return the file beside which the record of a check may lie, None for nowhere, and the version of the list."""
@@ -83,6 +84,15 @@ class ImageSet:
     def where(self, index: int) -> str:
         """Return what to call image `index` in a message: its file, or its number."""
         return f"image {index}"
+
+
+def file_stamp(path: str) -> tuple[int, ...]:
+    """Return the size of a file in bytes and the time of its last change in ns; nothing if it is not there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns
 
 
 def contradiction(num_classes: int, found: int, where: str) -> str:

@@ -104,10 +104,6 @@ class ImageFolder(ImageSet):
         """Return the bytes of image `index`, in memory of their own that may be written to."""
         return read_file(self.where(index))
 
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return the size and the time of the last change of the file."""
-        return file_stamp(self.where(index))
-
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
         if not 0 <= index < len(self):
@@ -127,15 +123,6 @@ def read_file(path: str) -> bytearray:
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]
     return data
-
-
-def file_stamp(path: str) -> tuple[int, ...]:
-    """Return the size of a file in bytes and the time of its last change in ns; nothing if it is not there."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_size, status.st_mtime_ns
 
 
 def open_at_once(path: str, flags: int) -> int:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError
-from distribuuuu.datasets.image_set import ImageSet, contradiction
-from distribuuuu.datasets.imagefolder import file_stamp, read_file
+from distribuuuu.datasets.image_set import ImageSet, contradiction, file_stamp
+from distribuuuu.datasets.imagefolder import read_file
 from distribuuuu.registry import DATASETS, did_you_mean
 
 if TYPE_CHECKING:
@@ -220,10 +220,6 @@ class Multilabel(ImageSet):
     def check_place(self) -> tuple[Path | None, str]:
         """Return a name in a folder beside the CSV, and the CSV's own stamp."""
         return self.folder / ".distribuuuu" / self._path.name, str(file_stamp(self._path))
-
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return the size and the time of the last change of the file."""
-        return file_stamp(self.where(index))
 
     def label(self, index: int) -> "np.ndarray":
         """Return float32 (classes,) of image `index`: 1 for each class that applies, else 0."""
