@@ -12,8 +12,8 @@ from distribuuuu.checkpoint_file import read_checkpoint
 
 # What a record says about time, which no two runs share.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
-# What a checkpoint says about time and place: the options, among them OUT_DIR, were read to make it.
-NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config")
+# What a checkpoint says about time and place (the options, among them OUT_DIR), and the checkpoints that a stop added.
+NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config", "checkpoints")
 
 
 def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
