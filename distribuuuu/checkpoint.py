@@ -13,7 +13,7 @@ from typing import Any
 from distribuuuu import distributed as dist
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.checkpoint_writer import BackgroundWriter, find_not_finite, snapshot
-from distribuuuu.state import TrainState
+from distribuuuu.state import TrainState, check_resumable
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class CheckpointFolder:
 
     Args:
         out_dir: the folder of the run.
-        keep_last: how many of the newest checkpoints to keep.
+        keep_last: how many of the newest checkpoints that the run wrote to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
         every_steps: the most steps of an epoch that may be lost; 0: all of them.
     """
@@ -43,6 +43,10 @@ class CheckpointFolder:
         # The path that is being written, and whether it need not be any more.
         self._writing: Path | None = None
         self._is_superseded = threading.Event()
+        # Names of the files that this run wrote, over all its starts: each checkpoint holds them as `checkpoints`.
+        self._own: set[str] = set()
+        self._not_removable: set[str] = set()
+        self._has_removed = False
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after `step` steps of an epoch.
@@ -85,6 +89,8 @@ class CheckpointFolder:
             self._is_superseded.clear()
             self._writing = path
             self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
+            self._own &= {path.name for path in self.list()}
+            content["checkpoints"] = sorted(self._own | {path.name})
             self._writer.start(lambda: self._write(path, content, before), f"checkpoint {path.name}")
         return path
 
@@ -137,15 +143,29 @@ class CheckpointFolder:
         if superseded:
             with contextlib.suppress(OSError):
                 superseded.unlink()
+        self._own.add(path.name)
         self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
-        kept = self.list()[-self.keep_last :] + [newest]
-        for path in self.list():
+        own = [path for path in self.list() if path.name in self._own]
+        for path in own:
             epoch, step = position_of(path)
             every_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
-            if path not in kept and not every_kth:
-                path.unlink(missing_ok=True)
+            if path not in (*own[-self.keep_last :], newest) and not every_kth:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint that is no longer kept; the first is logged, one that cannot be removed is a warning."""
+        if not self._has_removed:
+            logger.info("CHECKPOINT.KEEP_LAST %d, KEEP_EVERY %d: older checkpoints of this run are removed, first %s; "
+                        "files of other runs stay", self.keep_last, self.keep_every, path.name)  # fmt: skip
+        self._has_removed = True
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if path.name not in self._not_removable:
+                logger.warning("%s: cannot be removed: %s; fix: remove it by hand", path, error.strerror or error)
+            self._not_removable.add(path.name)
 
     def list(self) -> list[Path]:
         """Return the checkpoints, oldest position first: by number, so 1000 comes after 999."""
@@ -160,7 +180,9 @@ class CheckpointFolder:
     def _find_latest(self) -> Path | None:
         for path in reversed(self.list()):
             try:
-                read_checkpoint(path)
+                content = read_checkpoint(path)
+                check_resumable(content, path)
+                self._own |= {*content.get("checkpoints", ())}
                 return path
             except CheckpointError as error:
                 logger.warning("skipped a broken checkpoint: %s", error)

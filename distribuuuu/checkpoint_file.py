@@ -1,14 +1,17 @@
 """Files of weights and checkpoints: written whole or not at all, verified before they are believed.
 
-The zip that torch writes carries a CRC-32 of every tensor; it is checked before a file is used. Nothing but plain data
-is ever unpickled.
+The zip that torch writes has a CRC-32 of every entry: a damaged one is refused. torch's format from before 1.6 and
+safetensors have no checksums: damage to their structure is refused, changed values of tensors are not noticed.
+Only plain data is unpickled. A tensor or an entry that claims more bytes than its file has is refused.
 """
 
 import io
 import os
 import pickle
+import re
+import stat
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ import torch
 
 from distribuuuu.atomic_file import replacing
 from distribuuuu.config import ConfigError
+
+# Containers and values that a file may hold. More come of containers that hold each other many times over.
+_MAX_VALUES = 1_000_000
+_FOLDER_ATTRIBUTE = 0x10  # of MS-DOS
 
 
 class CheckpointError(ConfigError):
@@ -29,7 +36,7 @@ def find_other_class(content: dict[str, Any], classes: Sequence[str]) -> str | N
     None: the same, or another number of them, or the file does not name them (others may keep their number there).
     """
     theirs = content.get("classes")
-    if not isinstance(theirs, (list, tuple)) or len(theirs) != len(classes):
+    if not is_list_of(theirs, str) or len(theirs) != len(classes):
         return None
     different = (pair for pair in zip(theirs, classes, strict=True) if pair[0] != pair[1])
     return next((f"{other!r} where the data has {own!r}" for other, own in different), None)
@@ -102,50 +109,116 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """
     try:
         content = _read_verified(Path(path))
+        state_dict = _find_state_dict(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{path}: not a sound checkpoint: {reason[:200]}") from error
-    state_dict = _find_state_dict(content)
+    except Exception as error:  # torch's reader raises nearly anything when bytes are wrong
+        # torch puts advice to unpickle anything before what was wrong.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        raise CheckpointError(f"{path}: not a sound checkpoint: {reason.splitlines()[0][:200]}") from error
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
-    whole = content if isinstance(content, dict) and "state_dict" in content else {}
-    return {**_plain(whole), "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
+    whole = content if "state_dict" in content else {}
+    return {**whole, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
+
+
+def is_state_dict(value: Any) -> bool:
+    """Tell whether a value is tensors by name."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    )
+
+
+def is_list_of(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Tell whether a value is a list or a tuple with items of one type."""
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
 def _read_verified(path: Path) -> Any:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(error) from error
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            raise zipfile.BadZipFile(f"checksum of {damaged} does not match")
-    with torch.serialization.safe_globals(list(_numpy_scalars())):
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load_file(path)
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == b"PK\3\4"  # as torch decides
+    if is_zip:
+        _verify_zip(path, status.st_size)
+    with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    _verify_content(content, status.st_size)
+    return content
 
 
-def _numpy_scalars() -> Iterator[Any]:
-    """Yield the types that pickled numpy scalars need (old checkpoints hold a learning rate of type float64)."""
-    scalar = np.float64(0).__reduce__()[0]
-    yield from (np.dtype, *{type(np.dtype(kind)) for kind in "dfilqILQ?"})
-    yield from ((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core"))
+def _verify_zip(path: Path, size: int) -> None:
+    """Raise BadZipFile unless all entries are as torch writes them, uncompressed, and match their checksums."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise zipfile.BadZipFile(f"{entry.filename} is compressed, which torch does not write")
+            if entry.external_attr & _FOLDER_ATTRIBUTE:  # torch would take its tensor for read and leave it undefined
+                raise zipfile.BadZipFile(f"{entry.filename} is marked as a folder")
+        if len({entry.filename for entry in entries}) < len(entries):
+            raise zipfile.BadZipFile("several entries have the same name")
+        if sum(entry.file_size for entry in entries) > size:
+            raise zipfile.BadZipFile("its entries have more bytes than the file")
+        damaged = archive.testzip()
+    if damaged:
+        raise zipfile.BadZipFile(f"checksum of {damaged} does not match")
 
 
-def _plain(value: Any) -> Any:
-    """Return the value with numpy scalars as Python numbers."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item) for item in value)
-    return value.item() if isinstance(value, np.generic) else value
+def _verify_content(content: Any, size: int) -> None:
+    """Raise ValueError for a tensor that is no plain one or has more bytes than the file, and for endless nesting."""
+    waiting, num_values = [content], 0
+    while waiting:
+        value = waiting.pop()
+        num_values += 1
+        if num_values > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES} values, or containers that hold themselves")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, torch.Tensor) and (problem := _find_tensor_problem(value, size)):
+            raise ValueError(f"a tensor {problem}")
+
+
+def _find_tensor_problem(tensor: torch.Tensor, size: int) -> str | None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu":
+        return "is not a plain one on the CPU"
+    if min((*tensor.shape, *tensor.stride()), default=0) < 0:
+        return f"has the shape {tuple(tensor.shape)} and the strides {tensor.stride()}"
+    if max(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) > size:
+        return f"of the shape {tuple(tensor.shape)} needs more bytes than the file has"
+    return None
+
+
+class _NumpyType:
+    """Stand-in for `numpy.dtype`, whose own reader trusts what it reads."""
+
+    def __init__(self, name: str, *_: Any):
+        if not re.fullmatch("[fiu][1248]|b1", name):
+            raise pickle.UnpicklingError(f"a numpy scalar of type {name[:20]!r}")
+        self.name, self.byte_order = name, "="
+
+    def __setstate__(self, state: tuple) -> None:
+        self.byte_order = {"<": "<", ">": ">"}.get(state[1], "=")
+
+
+def _read_numpy_scalar(kind: _NumpyType, data: bytes) -> bool | int | float:
+    """Return a pickled numpy scalar as a Python number (old checkpoints hold a learning rate of type float64)."""
+    (number,) = np.frombuffer(data, kind.byte_order + kind.name)
+    return number.item()
+
+
+_NUMPY_GLOBALS = [
+    (_NumpyType, "numpy.dtype"),
+    (_read_numpy_scalar, "numpy.core.multiarray.scalar"),
+    (_read_numpy_scalar, "numpy._core.multiarray.scalar"),
+]
 
 
 def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:
@@ -154,8 +227,7 @@ def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:
     for key in ("state_dict", "model", "model_state", "model_state_dict"):
         if isinstance(content.get(key), dict):
             return _find_state_dict(content[key])
-    is_bare = content and all(isinstance(value, torch.Tensor) for value in content.values())
-    return content if is_bare else None
+    return content if content and is_state_dict(content) else None
 
 
 def _describe(content: Any) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
+_MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
 _EVALUATION = {"epoch": int, "top1": _MAYBE_NUMBER, "topk": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
 _MULTILABEL = {"epoch": int, "map": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
 SHAPE = {
@@ -16,7 +17,7 @@ SHAPE = {
     "model": {"arch": str, "params_m": _NUMBER},
     "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
     "evaluation": {"resize": int, "crop": int, "interpolation": str, "k": int, "count": int},
-    "accuracy": {"raw": {"last": _EVALUATION, "best": _EVALUATION}},
+    "accuracy": {"raw": {"last": _EVALUATION, "best": {**_EVALUATION, "epoch": _MAYBE_INT}}},
     "training": {
         "px": int,
         "epochs_done": int,
@@ -46,7 +47,7 @@ def _shape_of(record: dict) -> dict:
     if isinstance(seen, dict) and "multilabel" in seen:
         evaluation = {"multilabel" if key == "k" else key: kind for key, kind in evaluation.items()}
         evaluation, measured = {**evaluation, "multilabel": bool}, _MULTILABEL
-    accuracy = dict.fromkeys(kinds, {"last": measured, "best": measured})
+    accuracy = dict.fromkeys(kinds, {"last": measured, "best": {**measured, "epoch": _MAYBE_INT}})
     return {**SHAPE, "evaluation": evaluation, "accuracy": accuracy}
 
 

@@ -54,14 +54,15 @@ class Progress:
         hours: of training so far, over all starts, evaluation included.
         images_per_s: of the training steps; None: none were timed.
         peak_memory_mib: the most that was in use; None: not known.
-        bests: top-1, or map, in percent and epoch, from 1, of the best evaluation of each kind of weights.
+        bests: top-1, or map, in percent and epoch, from 1, of the best evaluation of each kind of weights; epoch None:
+            the resumed checkpoint did not record it.
     """
 
     epochs: int
     hours: float
     images_per_s: float | None
     peak_memory_mib: float | None
-    bests: dict[str, tuple[float, int]]
+    bests: dict[str, tuple[float, int | None]]
 
 
 # --------------------------------------------------------------------------------------- the config
@@ -161,7 +162,7 @@ def _measures(result: dict) -> dict:
     return {name: value for name, value in result.items() if name != "count"}
 
 
-def _best(last: dict, best: tuple[float, int] | None, before: dict) -> dict:
+def _best(last: dict, best: tuple[float, int | None] | None, before: dict) -> dict:
     """Return the best evaluation: the last one, or what the file says of an earlier epoch, or its accuracy alone."""
     if best is None or best[1] == last["epoch"]:
         return last

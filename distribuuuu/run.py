@@ -230,7 +230,11 @@ class RunResults:
             hours=state.seconds / 3600,
             images_per_s=images_per_s,
             peak_memory_mib=state.peak_memory_mib(),
-            bests={kind: (best.top1, best.epoch + 1) for kind, best in state.bests.items() if best.epoch >= 0},
+            bests={
+                kind: (best.top1, best.epoch + 1 if best.epoch >= 0 else None)
+                for kind, best in state.bests.items()
+                if best.epoch >= 0 or best.top1 > 0
+            },
         )
         self._unwritten = progress, evaluations
         self.finish()

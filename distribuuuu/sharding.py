@@ -196,6 +196,26 @@ def _with_own_rows(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, A
     return {**content, "state": state}
 
 
+@torch.no_grad()
+def match_strides(optimizer: Optimizer) -> None:
+    """Lay out loaded state in memory as its parameters are, which fused kernels ask for; the values stay.
+
+    Raises:
+        ValueError: a state tensor cannot belong to its parameter.
+    """
+    optimizer = optimizer.optim if isinstance(optimizer, PartitionedOptimizer) else optimizer
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items() if isinstance(parameter, torch.Tensor) else ():
+            if not isinstance(value, torch.Tensor) or value.ndim != parameter.ndim:
+                continue  # e.g. a count of steps, or row and column statistics
+            if any(mine not in (1, own) for mine, own in zip(value.shape, parameter.shape, strict=True)):
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+            is_whole = value.shape == parameter.shape
+            if is_whole and own_part(value).stride() != own_part(parameter).stride():
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                own_part(entry[name]).copy_(own_part(value))
+
+
 def _indices(groups: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in groups))
 

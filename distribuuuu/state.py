@@ -3,14 +3,18 @@
 A checkpoint is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
 `optimizer`, `optimizer_names` (of its parameters, by group), `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`,
 `config` (every option by its key), `global_batch`, `seconds`, `timing`, `peak_memory_mib`, `meter` (what each process
-has counted since the last row of metrics), and where the run has them `ema_state_dict`, `best_ema_acc1`,
-`best_ema_epoch` and `scaler`. With all steps of an epoch done and `epoch` not yet counted, its evaluation is pending.
-The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, and means the same by them.
+has counted since the last row of metrics), `checkpoints` (names of those that the run wrote and keeps), and where the
+run has them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`. With all steps of an epoch done and
+`epoch` not yet counted, its evaluation is pending. The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and
+`best_acc1`, and means the same by them.
 """
 
 import logging
+import math
 import os
+import reprlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -19,7 +23,7 @@ import torch
 from torch import nn
 
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint_file import CheckpointError, find_other_class
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, is_list_of, is_state_dict
 from distribuuuu.ema import Ema
 from distribuuuu.limits import OPEN_SECTIONS
 from distribuuuu.metrics import ClassificationMeter, MultilabelMeter, StepTiming
@@ -27,7 +31,7 @@ from distribuuuu.plural import counted
 from distribuuuu.precision import Precision
 from distribuuuu.provenance import peak_memory_mib
 from distribuuuu.seeding import derive_seed
-from distribuuuu.sharding import load_whole_state_dict, whole_state_dict
+from distribuuuu.sharding import load_whole_state_dict, match_strides, whole_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +39,72 @@ logger = logging.getLogger(__name__)
 _WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
 
+def _is_integer(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    is_single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return is_single or isinstance(value, float) or _is_integer(value)
+
+
+def _is_scaler(value: Any) -> bool:
+    names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    return isinstance(value, dict) and (not value or all(_is_number(value.get(name)) for name in names))
+
+
+def _is_optimizer(value: Any) -> bool:
+    state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
+    if not isinstance(state, dict) or not is_list_of(list(state.values()), dict) or not is_list_of(groups, dict):
+        return False
+    is_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
+    is_numbered = all(_is_integer(index, 0) for index in state) and not is_text
+    return is_numbered and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
+
+
+# What a checkpoint must hold under its keys to be resumed: a test, and what it asks for.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "epoch": (lambda value: _is_integer(value, -1), "an integer from -1"),
+    "optimizer": (_is_optimizer, "the state dict of an optimizer"),
+    **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
+    **dict.fromkeys(("best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")),
+    **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
+    "seconds": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number from 0"),
+    "seed": (_is_integer, "an integer"),
+    "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
+    "arch": (lambda value: isinstance(value, str), "a text"),
+    **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of texts")),
+    "optimizer_names": (
+        lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),
+        "lists of texts",
+    ),
+    "ema_state_dict": (is_state_dict, "tensors by name"),
+    "scaler": (_is_scaler, "the state dict of a gradient scaler"),
+}
+
+
+def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
+    """Raise CheckpointError for a checkpoint that holds weights only, or values of another type or range."""
+    if "optimizer" not in content or "epoch" not in content:
+        raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
+    for key, (is_right, expected) in _FIELDS.items():
+        if key in content and not is_right(content[key]):
+            got = reprlib.repr(content[key])[:80]
+            raise CheckpointError(f"{path}: not a sound checkpoint: `{key}` is {got}; expected {expected}")
+
+
 @dataclass
 class Best:
-    """The best evaluation so far: its accuracy in percent, and after which epoch, from 0."""
+    """The best evaluation so far: its accuracy in percent, and after which epoch, from 0.
+
+    The epoch is -1 when there is none yet, or when the 2021 distribuuuu did not record it.
+    """
 
     top1: float = 0.0
     epoch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.top1:.2f}, " + (f"of epoch {self.epoch + 1}" if self.epoch >= 0 else "epoch unknown")
 
     def beaten_by(self, top1: float, epoch: int) -> bool:
         """Take in an evaluation, and tell whether it is the best."""
@@ -156,8 +220,7 @@ class TrainState:
         Raises:
             CheckpointError: the model or the optimizer does not take it, or it is not a whole checkpoint.
         """
-        if "optimizer" not in content or "epoch" not in content:
-            raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
+        check_resumable(content, path)
         self._check_classes(content, path)
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
@@ -289,7 +352,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], pa
     settings = [{key: group[key] for key in group if key in names} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(content)
-    except (ValueError, KeyError, TypeError) as error:
+        match_strides(optimizer)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {_WEIGHTS_ONLY}") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
