@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import re
+import reprlib
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 from yacs.config import CfgNode
 
+from distribuuuu import bounded_yaml
 from distribuuuu.config_files import similar_files
 from distribuuuu.contradictions import find_contradictions
 from distribuuuu.defaults import _C
@@ -161,7 +163,7 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
     """Return (key, value, origin) of each leaf of a YAML file; what is wrong with it goes to `problems`."""
     try:
         with open(path, encoding="utf-8") as file:
-            root = yaml.compose(file, Loader=yaml.SafeLoader)
+            root = bounded_yaml.compose(file.read(bounded_yaml.MAX_CHARACTERS + 1))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         what = "cannot be read: it is a folder" if isinstance(error, IsADirectoryError) else "no such file"
         problems.append(f"--cfg {path}: {what}{similar_files(path)}")
@@ -169,8 +171,8 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"--cfg {path}: cannot be read: {error}")
         return []
-    except yaml.YAMLError as error:
-        problems.append(f"--cfg {path}: not YAML: {' '.join(str(error).split())}")
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(f"--cfg {path}: not YAML for a config: {' '.join(str(error).split())}")
         return []
     if root is None:
         return []
@@ -181,14 +183,17 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Any, str]]:
 
 
 def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[str]) -> Iterator[tuple[str, Any, str]]:
-    loader = yaml.SafeLoader("")
     first_line: dict[str, int] = {}
     for key_node, _ in node.value:
         name, line = str(key_node.value), key_node.start_mark.line + 1
         if name in first_line and name != "<<":
             problems.append(f"{prefix}{name} ({path}:{line}): set before, in line {first_line[name]}; keep one")
         first_line[name] = line
-    loader.flatten_mapping(node)
+    try:
+        yaml.SafeLoader("").flatten_mapping(node)
+    except yaml.YAMLError as error:
+        problems.append(f"{prefix or 'top level'} ({path}): {' '.join(str(error).split())}")
+        return
     for key_node, value_node in node.value:
         key, origin = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
@@ -197,8 +202,8 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[st
             continue  # an empty section
         else:
             try:
-                yield key, loader.construct_object(value_node, deep=True), origin
-            except (yaml.YAMLError, ValueError, TypeError) as error:
+                yield key, bounded_yaml.construct(value_node), origin
+            except yaml.YAMLError as error:
                 problems.append(f"{key} ({origin}): {' '.join(str(error).split())}")
 
 
@@ -261,7 +266,7 @@ def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str
                 value = _coerce(key, value, known[key])
             else:
                 raise ValueError(_unknown_key(key, known))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             problems.append(f"{key} ({origin}): {error}")
             continue
         (get_value(cfg, section) if section else cfg)[name] = value
@@ -284,18 +289,27 @@ def _from_text(text: str) -> Any:
     """Read a word as Python, else as YAML, else as itself; lists become tuples."""
     try:
         return _frozen(ast.literal_eval(text))
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         pass
     try:
-        return _frozen(yaml.safe_load(text))
-    except yaml.YAMLError:
+        return _frozen(bounded_yaml.load(text))
+    except (yaml.YAMLError, ValueError):
         return str(text)
 
 
 def _frozen(value: Any) -> Any:
+    """Return a value with lists as tuples and dicts as configs.
+
+    Raises:
+        ValueError: it is nothing that a config can hold.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item) for item in value)
-    return Config({key: _frozen(item) for key, item in value.items()}) if isinstance(value, dict) else value
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return Config({key: _frozen(item) for key, item in value.items()})
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ValueError(f"got {reprlib.repr(value)}; expected text, numbers, true, false, null, or lists and dicts of them")
 
 
 def _coerce(key: str, value: Any, default: Any) -> Any:

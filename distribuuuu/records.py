@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.atomic_file import replacing
+from distribuuuu.plural import counted
 
 logger = logging.getLogger(__name__)
 
@@ -102,20 +104,25 @@ def _pass_over_tensorboard(before: Callable, problem: threading.ExceptHookArgs) 
 
 
 def drop_records_after(path: Path, epoch: int, step: int) -> None:
-    """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop a half-written line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-            position = (record["epoch"] - 1, record["step"], record["kind"].startswith("eval"))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-        if position[0] < epoch or (position[0] == epoch and position[1] <= step and not position[2]):
-            kept.append(line + "\n")
+    """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop unreadable lines."""
     try:
-        with replacing(path, "w", encoding="utf-8") as file:
-            file.writelines(kept)
+        content = path.read_bytes() if path.exists() else b""
+        places = {line: _place_of(line) for line in content.splitlines()}
+        if num_lost := sum(place is None for place in places.values()):
+            logger.warning("%s: %s removed, which cannot be read", path, counted(num_lost, "line"))
+        kept = [line + b"\n" for line in content.splitlines() if places[line] and places[line] <= (epoch, step)]
+        if b"".join(kept) != content:
+            with replacing(path) as file:
+                file.writelines(kept)
     except OSError as error:
         logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are done again: %s", path, error)
+
+
+def _place_of(line: bytes) -> tuple[int, float] | None:
+    """Return (finished epochs, steps since) of a record, an evaluation after all steps; None: it is no record."""
+    try:
+        record = json.loads(line)
+        epoch, step, is_eval = record["epoch"], record["step"], record["kind"].startswith("eval")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return (epoch - 1, math.inf if is_eval else step) if type(epoch) is int and type(step) is int else None

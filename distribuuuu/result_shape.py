@@ -1,5 +1,6 @@
 """What results.json holds, and whether a file does: names, and the types of what they stand for."""
 
+import reprlib
 from typing import Any
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
@@ -55,9 +56,10 @@ def _find_misfit(value: Any, shape: Any, where: str = "") -> str | None:
     """Return what is missing in the value, or is of another type than the shape says."""
     if not isinstance(shape, dict):
         fits = isinstance(value, shape) and (not isinstance(value, bool) or shape is bool)
-        return None if fits else f"`{where}` is {value!r}"
+        is_huge = isinstance(value, int) and abs(value) >= 1 << 64
+        return None if fits and not is_huge else f"`{where}` is {reprlib.repr(value)}"
     if not isinstance(value, dict):
-        return f"`{where}` is {value!r}"
+        return f"`{where}` is {reprlib.repr(value)}"
     for key, inner in shape.items():
         name = f"{where}.{key}" if where else key
         problem = _find_misfit(value[key], inner, name) if key in value else f"lacks `{name}`"

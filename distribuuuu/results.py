@@ -229,6 +229,7 @@ def read_results(path: str | os.PathLike) -> dict:
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no text that cannot be written
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:

@@ -2,13 +2,17 @@
 
 import argparse
 import glob
+import math
+import reprlib
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from distribuuuu import bounded_yaml
 from distribuuuu.cli import USAGE_ERROR, report
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.plural import counted
@@ -142,7 +146,8 @@ def read_configs(words: Sequence[str], problems: list[str]) -> list[Config]:
 def read_reported(path: Path, problems: list[str]) -> dict[str, dict]:
     """Return what others reported: config -> numbers; what is wrong with the file goes to `problems`."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        with open(path, encoding="utf-8") as file:
+            content = bounded_yaml.load(file.read(bounded_yaml.MAX_CHARACTERS + 1)) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         problems.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
         return {}
@@ -150,9 +155,19 @@ def read_reported(path: Path, problems: list[str]) -> dict[str, dict]:
     for name, entry in content.items() if isinstance(content, dict) else [("", content)]:
         if not isinstance(entry, dict) or not set(entry) <= set(REPORTED_KEYS) or "source" not in entry:
             problems.append(f"{path}: {name}: must hold `source` and any of {', '.join(REPORTED_KEYS[:-1])}")
+        elif wrong := [key for key, value in entry.items() if key != "source" and not _is_number(value)]:
+            problems.append(f"{path}: {name}: {wrong[0]}: got {reprlib.repr(entry[wrong[0]])}; expected a number")
         else:
             reported[name] = entry
     return reported
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a finite number, or the text of one, as it was printed."""
+    try:
+        return isinstance(value, (int, float, str)) and math.isfinite(float(value))
+    except (ValueError, OverflowError):
+        return False
 
 
 # --------------------------------------------------------------------------------------- README

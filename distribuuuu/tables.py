@@ -92,7 +92,7 @@ def _find_differences(group: list[Run]) -> Iterator[str]:
     for what, get in getters.items():
         first = {}
         for run in group:
-            first.setdefault(get(run.record), run)
+            first.setdefault(str(get(run.record)), run)  # a damaged file may hold what cannot be a key
         if len(first) > 1:
             shown = "; ".join(f"{value} ({run.where})" for value, run in first.items())
             yield f"{name}: its runs differ in the {what}: {shown}"
@@ -162,7 +162,7 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     """Return the row of a config that no run was made of; `by` and `reported` as for `make_row`."""
     name, optim, train = name_config(cfg), cfg.OPTIM, cfg.TRAIN
     published = reported.get(name, {})
-    global_batch = train.GLOBAL_BATCH_SIZE or int(published.get("global_batch", 0))
+    global_batch = train.GLOBAL_BATCH_SIZE or int(float(published.get("global_batch", 0)))
     params, seen = str(published.get("params", EMPTY)), describe_evaluation(cfg)
     cells = {
         "params (M)": params,

@@ -20,6 +20,7 @@ LAYERS = {
     0: (
         "__init__",
         "defaults",
+        "bounded_yaml",
         "memory",
         "atomic_file",
         "blocks",
