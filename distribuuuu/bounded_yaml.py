@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1 << 17, 10_000, 50
+MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1 << 17, 5_000, 50
 
 
 def compose(text: str) -> yaml.Node | None:

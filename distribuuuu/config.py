@@ -309,7 +309,9 @@ def _frozen(value: Any) -> Any:
         return Config({key: _frozen(item) for key, item in value.items()})
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise ValueError(f"got {reprlib.repr(value)}; expected text, numbers, true, false, null, or lists and dicts of them")
+    raise ValueError(
+        f"got {reprlib.repr(value)}; expected text, numbers, true, false, null, or lists and dicts of them"
+    )
 
 
 def _coerce(key: str, value: Any, default: Any) -> Any:
@@ -324,6 +326,8 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
     given = value
     if isinstance(value, _Word) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _from_text(value)
+    if type(value) is int and abs(value) >= 1 << 63:
+        raise ValueError(f"{reprlib.repr(value)} has more than 64 bits")
     if kind is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 5e-5, without a dot, as text

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distribuuuu import distributed as dist
-from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
+from distribuuuu.checkpoint_file import CheckpointError, find_other_class, is_state_dict, read_checkpoint
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.models import build_model, count_parameters, find_head, finetune_problems
 from distribuuuu.models.freeze import count_frozen, freeze
@@ -111,7 +111,8 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         raise CheckpointError([f"{key}: {problem}" for problem in error.problems]) from error
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    average = next((content[name] for name in EMA_KEYS if settings.EMA and content.get(name)), None)
+    averages = [content.get(name) for name in EMA_KEYS if settings.EMA]
+    average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     made_by = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:
         transfer = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)

@@ -36,10 +36,13 @@ def find_weights_file(path: str) -> Path:
 
 def _find_snapshot(repository: Path) -> Path | None:
     """Return the folder of the revision to use of a repository in the Hub's cache; None when it is none."""
-    main = repository / "refs" / "main"
-    if main.is_file() and (repository / "snapshots" / main.read_text().strip()).is_dir():
-        return repository / "snapshots" / main.read_text().strip()
     revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())
+    try:
+        main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):  # not there, or damaged
+        main = ""
+    if chosen := [folder for folder in revisions if folder.name == main]:
+        return chosen[0]
     if len(revisions) > 1:
         names = ", ".join(folder.name for folder in revisions[:5])
         raise ConfigError(f"{repository} holds several revisions; name one of {repository}/snapshots: {names}")

@@ -1,12 +1,17 @@
 """Files that a run reads back: damaged ones are refused, repaired or passed over, never a traceback."""
 
 import collections
+import errno
+import json
 import os
 import pickle
+import re
 import zipfile
+import zlib
 from pathlib import Path
 
 import fuzz_checkpoints
+import fuzz_readback
 import numpy as np
 import pytest
 import torch
@@ -17,12 +22,19 @@ from test_trainer import newest, records
 from distribuuuu import distributed as dist
 from distribuuuu.checkpoint import CheckpointFolder, checkpoint_name
 from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.datasets.array_file import read_arrays, write_arrays
+from distribuuuu.datasets.pack_file import read_index
+from distribuuuu.datasets.packed import Packed
 from distribuuuu.launch import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim import build_optimizer
+from distribuuuu.records import drop_records_after
 from distribuuuu.results import read_results
+from distribuuuu.run import write_config
 from distribuuuu.sharding import build_placement
 from distribuuuu.state import check_resumable, load_optimizer
+from distribuuuu.table_words import read_reported
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
@@ -282,3 +294,159 @@ def test_a_checkpoint_of_ours_is_resumable_as_it_is_written(tmp_path):
     content = pickle.loads(pickle.dumps(read_checkpoint(path)))
     content["best_acc1"] = torch.tensor(12.5)  # as forks of 2021 wrote it
     check_resumable(content, path)
+
+
+# ------------------------------------------------------------------------------- the other files
+
+
+def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path):
+    counts, violations = fuzz_readback.fuzz(tmp_path, number=150, seed=5)
+    assert not violations, "\n".join(violations)
+    assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b'{"kind": "train", "epoch": "1", "step": 2}', b'{"kind": 3, "epoch": 1, "step": 2}', b"[" * 9999,
+     b"{", b'{"kind": "train", "epoch": 1, "step": "x"}', b"9" * 5000],
+)  # fmt: skip
+def test_an_unreadable_line_of_the_records_is_removed_with_a_warning(tmp_path, line, caplog):
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps({"kind": kind, "epoch": 1, "step": 4}).encode() for kind in ("train", "eval")]
+    path.write_bytes(b"\n".join([good[0], line, good[1], b""]))
+    drop_records_after(path, 1, 0)
+    assert path.read_bytes().splitlines() == good
+    assert f"{path}: 1 unreadable lines are removed" in caplog.text
+
+
+def test_records_that_are_whole_are_not_written_again(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "epoch": 1, "step": 4}\n{"kind": "eval", "epoch": 1, "step": 4}\n')
+    before = path.stat().st_ino
+    drop_records_after(path, 1, 0)
+    assert path.stat().st_ino == before and not caplog.text
+    drop_records_after(path, 0, 4)  # the evaluation after these steps is done again
+    assert path.read_text() == '{"kind": "train", "epoch": 1, "step": 4}\n'
+
+
+def test_a_folder_in_the_place_of_the_records_is_a_warning(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    drop_records_after(tmp_path / "metrics.jsonl", 1, 0)
+    assert "metrics.jsonl CANNOT BE WRITTEN" in caplog.text
+
+
+def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeypatch, small_cfg):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("broken\n")
+    cfg = small_cfg("CFG_DEST", "metrics.jsonl", "OUT_DIR", tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    drop_records_after(path, 1, 0)
+    with pytest.raises(ConfigError, match="OUT_DIR: .*metrics.jsonl cannot be written: No space left"):
+        write_config(cfg)
+    assert path.read_text() == "broken\n" and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)}\n  <<: [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
+)
+YAML_BOMBS = {
+    "aliases": (LAUGHS, "more than 5000 values"),
+    "merges": (MERGES, "more than 5000 values"),
+    "deep": ("MODEL:\n  ARCH: " + "[" * 5000, "nested deeper than 50 levels"),
+    "deep blocks": ("- " * 5000, "nested deeper than 50 levels"),
+    "circle": (
+        "MODEL: &m\n  KWARGS:\n    x: *m\n",
+        "nested deeper than 50 levels, or an alias stands for what it is in",
+    ),
+    "huge": ("#" * (1 << 18), "more than 131072 characters"),
+    "many": ("[" + "1," * 20000 + "]", "more than 5000 values"),
+}
+
+
+@pytest.mark.parametrize("kind", YAML_BOMBS)
+def test_yaml_without_bounds_is_refused_in_a_file(tmp_path, kind):
+    text, said = YAML_BOMBS[kind]
+    path = tmp_path / "bomb.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"--cfg {path}: not YAML for a config: .*{said}"):
+        load_cfg(str(path))
+    problems: list[str] = []
+    assert read_reported(path, problems) == {} and said in problems[0]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [LAUGHS, MERGES, "[" * 5000, "-" * 60000 + "1", "1+" * 30000 + "1", "{1: 2}", "{[]: 1}", "9" * 5000, "&a [*a]",
+     "!!bool x", "2021-02-31", "1" + "0" * 400, "{a: {2: b}}", "b'x'", "{1, 2}"],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["OPTIM.BASE_LR", "OPTIM.STEPS", "TRAIN.WORKERS", "FINETUNE.LR_MULT.a"])
+def test_odd_words_are_refused_with_their_key(key, word):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        load_cfg(None, [key, word])
+
+
+def test_an_open_section_takes_no_words_that_yaml_cannot_hold():
+    assert load_cfg(None, ["MODEL.KWARGS.x", "[" * 5000]).MODEL.KWARGS.x == "[" * 5000
+    assert load_cfg(None, ["MODEL.KWARGS.x", "{a: {b: [1, 2]}}"]).MODEL.KWARGS.x == {"a": {"b": (1, 2)}}
+
+
+def test_an_event_folder_that_is_a_file_stops_nothing(small_cfg):
+    cfg = small_cfg("LOG.TENSORBOARD", True, "OPTIM.MAX_EPOCH", 1)
+    Path(cfg.OUT_DIR).mkdir()
+    (Path(cfg.OUT_DIR) / "tensorboard").write_bytes(b"\xff")
+    (Path(cfg.OUT_DIR) / "results.json").write_bytes(b"\xff{")
+    train_model(cfg)
+    assert "TensorBoard events CANNOT BE WRITTEN" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert read_results(Path(cfg.OUT_DIR) / "results.json")["finished"]
+
+
+def crafted(header: dict, path: Path) -> None:
+    """Write a file of arrays with that header, under a right checksum."""
+    text = json.dumps(header).encode()
+    path.write_bytes(b"DUARRAYS" + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {}, [], 3, None, "x", {"kind": "packed images"}, {"arrays": 3}, {"arrays": {"a": 3}}, {"meta": []},
+        {"arrays": {"a": ["|O", [2], 0]}}, {"arrays": {"a": ["<i4", [-1], 0]}},
+        {"arrays": {"a": ["<i4", [1 << 62], 0]}},
+        {"arrays": {"a": ["<i4", ["x"], 0]}}, {"arrays": {"a": ["<i4", [1], 1 << 40]}}, {"size": "x"},
+    ],
+)  # fmt: skip
+def test_a_crafted_header_of_a_pack_is_refused(tmp_path, header):
+    whole = {"kind": "packed images", "version": 1, "size": 0, "meta": {}, "arrays": {}}
+    crafted({**whole, **header} if isinstance(header, dict) and header else header, tmp_path / "index.bin")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/index.bin .*; pack the data again"):
+        read_index(tmp_path)
+
+
+def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path):
+    fuzz_readback.pack(tmp_path / "train", "raw")
+    meta, columns = read_arrays(tmp_path / "train" / "index.bin", "packed images", 1)
+    changes = {"label": 2, "shard": 9, "offset": 10**12, "length": -1, "height": 5}
+    for name, value in changes.items():
+        wrong = {**columns, name: columns[name].copy()}
+        wrong[name][2] = value
+        write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, meta, wrong)
+        with pytest.raises(ConfigError, match="index.bin is damaged: .*; pack the data again"):
+            Packed(tmp_path, "train")
+    for part, value in {
+        "classes": [1, 2],
+        "mean": "x",
+        "shards": [{}],
+        "options": {},
+        "crop": 3,
+        "source": None,
+    }.items():
+        write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, {**meta, part: value}, columns)
+        with pytest.raises(ConfigError, match=f"has a wrong header: .*{part}"):
+            Packed(tmp_path, "train")

@@ -10,6 +10,7 @@ All processes of a machine share the pages of such a file, so an index costs its
 """
 
 import json
+import math
 import mmap
 import os
 import zlib
@@ -77,16 +78,24 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-        header = _read_header(file, kind, version)
-        size = os.fstat(file.fileno()).st_size
-        if size != header["size"]:
-            raise ArrayFileError(f"has {counted(size, 'byte')} in place of {header['size']:,}: it was cut or damaged")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    arrays = {}
-    for name, (dtype, shape, offset) in header["arrays"].items():
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(mapped, dtype, count, offset).reshape(shape) if count else np.empty(shape, dtype)
-    return header["meta"], arrays
+        try:
+            header = _read_header(file, kind, version)
+            size = os.fstat(file.fileno()).st_size
+            if size != header["size"]:
+                found = f"has {counted(size, 'byte')} in place of {header['size']:,}"
+                raise ArrayFileError(f"{found}: it was cut or damaged")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return dict(header["meta"]), {name: _map(mapped, *place) for name, place in header["arrays"].items()}
+        except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            raise error if isinstance(error, ArrayFileError) else ArrayFileError("has a wrong header") from error
+
+
+def _map(mapped: mmap.mmap, dtype: str, shape: list[int], offset: int) -> np.ndarray:
+    """Return an array of numbers in a map, which raises ValueError for one beyond its end."""
+    if np.dtype(dtype).kind not in "iuf" or min(shape, default=0) < 0:
+        raise ValueError(f"an array of {dtype} in the shape {shape}")
+    count = math.prod(shape)
+    return np.frombuffer(mapped, dtype, count, offset).reshape(shape) if count else np.empty(shape, dtype)
 
 
 def _read_header(file, kind: str, version: int) -> dict[str, Any]:

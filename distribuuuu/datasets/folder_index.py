@@ -68,6 +68,22 @@ class FolderIndex:
         """Return the path of each folder."""
         return [os.path.join(self.folder, self._folder_path(number)) for number in range(self.num_folders)]
 
+    def is_consistent(self) -> bool:
+        """Tell whether all numbers in the arrays are of names, folders and classes that are there."""
+        arrays = self.arrays
+        offsets = {part: arrays[f"{part}_offsets"] for part in ("names", "paths")}
+        for part, num in (("names", len(self)), ("paths", self.num_folders)):
+            ends = offsets[part]
+            if len(ends) != num + 1 or ends[0] != 0 or ends[-1] != len(arrays[f"{part}_bytes"]):
+                return False
+        ascending = (*offsets.values(), arrays["sample_folder"], arrays["folder_class"])
+        is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
+        in_range = not len(self) or 0 < arrays["sample_folder"][0] <= arrays["sample_folder"][-1] < self.num_folders
+        # The folder of the classes, -1, then each class without a gap.
+        steps = np.diff(arrays["folder_class"])
+        is_gapless = arrays["folder_class"][0] == -1 and (steps <= 1).all()
+        return bool(is_sorted and in_range and is_gapless and len(arrays["folder_mtime_ns"]) == self.num_folders)
+
     @property
     def num_folders(self) -> int:
         """The number of folders, with that of the classes."""
@@ -177,11 +193,14 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
             raise ValueError("was made with other extensions of image files")
         if meta["crc32"] != checksum_of(arrays):
             raise ValueError("is damaged")
-        return FolderIndex(folder, meta, arrays, file)
+        index = FolderIndex(folder, meta, arrays, file)
+        if not index.is_consistent():
+            raise ValueError("holds numbers that contradict each other")
+        return index
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError) as error:
-        _logger.info("%s is not used: %s", file, error)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        _logger.warning("%s is not used: %s; the folder is scanned", file, error)
         return None
 
 

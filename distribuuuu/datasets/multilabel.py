@@ -278,7 +278,7 @@ def _missing_images(path: str | os.PathLike, table: Table) -> tuple[str, ...]:
         if parent not in listed:
             try:
                 listed[parent] = frozenset(os.listdir(parent))
-            except OSError:
+            except (OSError, ValueError):  # ValueError: a path with a NUL
                 listed[parent] = frozenset()
         if name not in listed[parent] and not os.path.isfile(image):  # in any case that the disk takes for the same
             places.append(f"line {table.lines[index]}, {table.path(index)!r}")

@@ -26,6 +26,11 @@ from distribuuuu.plural import counted
 KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
+# Columns of the index beside the names: the place of a record, and what it is.
+COLUMNS = {
+    "shard": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32,
+    "height": np.int32, "width": np.int32, "crc32": np.uint32,
+}  # fmt: skip
 HEADER_SIZE = 64
 FOREIGN_SHARD = "is not of this pack, or its header is damaged; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
@@ -63,7 +68,10 @@ def read_index(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def _read_index_alone(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     path = folder / INDEX
     try:
-        return read_arrays(path, KIND, VERSION)
+        meta, columns = read_arrays(path, KIND, VERSION)
+        if problem := find_wrong_meta(meta) or _find_wrong_columns(columns):
+            raise ArrayFileError(f"has a wrong header: {problem}")
+        return meta, columns
     except FileNotFoundError:
         if any(folder.glob("shard-*")):
             message = f"{folder}: packing was not finished: run the same tools/pack_dataset.py command again"
@@ -74,6 +82,64 @@ def _read_index_alone(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarra
         raise ConfigError(f"{path} {error}; pack the data again") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def find_wrong_meta(meta: Mapping[str, Any]) -> str | None:
+    """Return which part of the meta of an index is missing or of another type."""
+    options, shards, classes = meta.get("options"), meta.get("shards"), meta.get("classes")
+    if (
+        not isinstance(options, dict)
+        or options.get("format") not in FORMATS
+        or not isinstance(meta.get("source"), dict)
+    ):
+        return "options or source"
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes) or not classes:
+        return "classes"
+    if len(set(classes)) < len(classes):
+        return "classes, of which two have one name"
+    for part in ("mean", "std"):
+        numbers = meta.get(part)
+        if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
+            return part
+    if not isinstance(meta.get("crop"), str) or type(meta.get("crc32")) is not int:
+        return "crop or crc32"
+    if not isinstance(shards, list) or not all(_is_shard(shard, number) for number, shard in enumerate(shards)):
+        return "shards"
+    return None
+
+
+def _is_shard(shard: Any, number: int) -> bool:
+    is_named = isinstance(shard, dict) and shard.get("name") == shard_name(number)
+    return is_named and all(type(shard.get(key)) is int for key in ("size", "images"))
+
+
+def _find_wrong_columns(columns: Mapping[str, np.ndarray]) -> str | None:
+    """Return which column of an index is missing, of another type or of another length."""
+    num = len(columns.get("label", ()))
+    expected = {name: (np.dtype(kind), (num,)) for name, kind in COLUMNS.items()}
+    expected["name_offsets"] = np.dtype(np.int64), (num + 1,)
+    for name, (kind, shape) in expected.items():
+        if name not in columns or columns[name].dtype != kind or columns[name].shape != shape:
+            return f"column {name}"
+    names = columns.get("name_bytes")
+    return None if names is not None and names.dtype == np.uint8 and names.ndim == 1 else "column name_bytes"
+
+
+def find_wrong_rows(meta: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str | None:
+    """Return what the index says of an image that cannot be: looks at all rows."""
+    sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
+    shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
+    if not len(label):
+        return None
+    if label.min() < 0 or label.max() >= len(meta["classes"]):
+        return f"a label outside the {len(meta['classes'])} classes"
+    if shard.min() < 0 or shard.max() >= len(sizes):
+        return f"an image outside the {len(sizes)} shards"
+    if start.min() < HEADER_SIZE or length.min() < 0 or (start > sizes[shard] - length).any():
+        return "an image outside its shard"
+    pixels = columns["height"].astype(np.int64) * columns["width"] * 3
+    is_raw = meta["options"]["format"] == "raw"
+    return "pixels of another size than the image" if is_raw and (pixels != length).any() else None
 
 
 def _shard_problems(folder: Path, meta: Mapping[str, Any]) -> Iterator[str]:
@@ -96,6 +162,8 @@ def read_whole_or_cut(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarra
         ConfigError: there is no index, or it cannot be used.
     """
     meta, columns = _read_index_alone(folder)
+    if problem := find_wrong_rows(meta, columns):
+        raise ConfigError(f"{folder / INDEX} is damaged: {problem}; pack the data again")
     problems = list(_shard_problems(folder, meta))
     for number, shard in enumerate(meta["shards"]):
         with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:

@@ -15,8 +15,8 @@ import torchvision.io  # noqa: F401
 
 from distribuuuu.datasets.decode import DEFAULTS, DecodeOptions, decode
 from distribuuuu.datasets.image_set import ImageSet
-from distribuuuu.datasets.pack_file import image_name, shard_name
-from distribuuuu.datasets.pack_writer import COLUMNS, Record
+from distribuuuu.datasets.pack_file import COLUMNS, image_name, shard_name
+from distribuuuu.datasets.pack_writer import Record
 from distribuuuu.datasets.picture import open_picture
 from distribuuuu.plural import counted
 

@@ -16,11 +16,13 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.datasets.pack_file import (
+    COLUMNS,
     HEADER_SIZE,
     INDEX,
     KIND,
     VERSION,
     Identity,
+    find_wrong_meta,
     shard_header,
     shard_name,
 )
@@ -28,11 +30,6 @@ from distribuuuu.plural import counted
 
 PART_KIND = "rows of a shard"
 _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
-# Columns of the index beside the names: the place of a record, and what it is.
-COLUMNS = {
-    "shard": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32,
-    "height": np.int32, "width": np.int32, "crc32": np.uint32,
-}  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -89,7 +86,10 @@ def _read_identity(folder: Path) -> Identity | None:
         ArrayFileError: the index cannot be used.
     """
     if (folder / INDEX).exists():
-        return read_arrays(folder / INDEX, KIND, VERSION)[0]
+        meta = read_arrays(folder / INDEX, KIND, VERSION)[0]
+        if problem := find_wrong_meta(meta):
+            raise ArrayFileError(f"has a wrong header: {problem}")
+        return meta
     parts = _finished_parts(folder)
     return parts[0][0] if parts else None
 
@@ -97,7 +97,7 @@ def _read_identity(folder: Path) -> Identity | None:
 def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Return the meta and the rows of each finished shard, up to the first that is not whole."""
     parts = []
-    with contextlib.suppress(OSError, ArrayFileError):
+    with contextlib.suppress(OSError, ArrayFileError, LookupError, TypeError):
         while True:
             path = folder / shard_name(len(parts))
             meta, rows = read_arrays(path.with_suffix(".part"), PART_KIND, VERSION)

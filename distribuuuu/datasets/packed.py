@@ -28,11 +28,13 @@ class Packed(ImageSet):
     """
 
     def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None):
-        from distribuuuu.datasets.pack_file import read_index
+        from distribuuuu.datasets.pack_file import INDEX, find_wrong_rows, read_index
 
         self._made_from = (root, split, classes)
         self.folder = Path(root) / split
         self.meta, self._columns = read_index(self.folder)
+        if problem := find_wrong_rows(self.meta, self._columns):
+            raise ConfigError(f"{self.folder / INDEX} is damaged: {problem}; pack the data again")
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):

@@ -1,0 +1,316 @@
+"""Check that damaged files of a run and of its data are refused, repaired or passed over, never with a traceback.
+
+Random damage to metrics.jsonl, results.json, config files and words, reported numbers, a README with tables, the folder
+index, packs and the CSV of a multi-label set. What a run needs is read or refused with a ConfigError that names the
+file; what it can do without is repaired or made anew.
+
+    python benchmarks/fuzz_readback.py --number 5000 --seed 0
+"""
+
+import argparse
+import collections
+import faulthandler
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mutations import damage
+from PIL import Image
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.datasets.draw_shapes import draw_shapes
+from distribuuuu.datasets.folder_index import open_index
+from distribuuuu.datasets.multilabel import Multilabel
+from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
+from distribuuuu.datasets.pack_writer import PackWriter, Record, find_conflicts
+from distribuuuu.datasets.packed import Packed
+from distribuuuu.records import drop_records_after
+from distribuuuu.results import read_results
+from distribuuuu.table_words import read_reported, write_block
+from distribuuuu.tables import Run, format_table, group_runs, make_row
+from distribuuuu.weights_file import find_weights_file
+
+ODD_VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**70,
+    1e308,
+    "",
+    "text",
+    "\ud800",
+    [],
+    {},
+    [[1]],
+    {"a": 1},
+    ["a", 2],
+    float("nan"),
+]
+ODD_YAML = [
+    "&a ", "*a ", "<<: *a\n", "!!binary x\n", "!!bool 3\n", "!!timestamp x\n", "? [1, 2]\n", "{", "[" * 60, "- ", ": ",
+    "\t", "\0", "\ud800", "!!python/object:os.system x", "9" * 5000, "1e999", "2021-02-31", "|\n", "'", '"', "%",
+    "---\n", "!!int ''", "!!set {a}", "~", "\x85", "#", "{1: 2}", "-" * 200,
+]  # fmt: skip
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Subject:
+    """A file to be damaged, and what reads it: the reader raises AssertionError for a wrong answer."""
+
+    path: Path
+    whole: bytes
+    read: Callable[[], Any]
+    craft: Callable[[bytes, random.Random], bytes] | None = None
+
+
+# ------------------------------------------------------------------------------------ crafted files
+
+
+def change_json(value: Any, chance: random.Random) -> Any:
+    """Return JSON with one of its values, at any depth, replaced or removed."""
+    if not isinstance(value, (dict, list)) or not value or chance.random() < 0.2:
+        return chance.choice(ODD_VALUES)
+    key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    if chance.random() < 0.2:
+        del value[key]
+    else:
+        value[key] = change_json(value[key], chance)
+    return value
+
+
+def craft_json(whole: bytes, chance: random.Random) -> bytes:
+    """Return JSON, or lines of JSON, with one value changed."""
+    lines = whole.splitlines() if whole.count(b"\n{") else [whole]
+    place = chance.randrange(len(lines))
+    lines[place] = json.dumps(change_json(json.loads(lines[place]), chance)).encode()
+    return b"\n".join(lines)
+
+
+def craft_yaml(whole: bytes, chance: random.Random) -> bytes:
+    """Return YAML with something odd put in some places."""
+    text = whole.decode()
+    for _ in range(chance.choice((1, 1, 3))):
+        place = chance.randrange(len(text) + 1)
+        text = text[:place] + chance.choice(ODD_YAML) + text[place:]
+    return text.encode(errors="surrogatepass")
+
+
+def craft_array_file(whole: bytes, chance: random.Random) -> bytes:
+    """Return a file of arrays with one value of its header changed, under a right checksum."""
+    size = int.from_bytes(whole[8:16], "little")
+    header = change_json(json.loads(whole[20 : 20 + size]), chance)
+    text = json.dumps(header).encode().ljust(size)
+    return (
+        whole[:8] + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text + whole[20 + size :]
+    )
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+def draw_images(folder: Path) -> None:
+    """Write six small images in two classes."""
+    for number in range(6):
+        path = folder / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path)
+
+
+def pack(folder: Path, kind: str) -> None:
+    """Write a pack of four images."""
+    folder.mkdir(parents=True)
+    identity = {"options": {"format": kind}, "source": {"name": "test"}}
+    about = {"classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3, "crop": "resized"}
+    with PackWriter(folder, identity, max_bytes=100) as writer:
+        for number in range(4):
+            data = bytes(range(48))
+            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
+        writer.finish(4, about)
+
+
+def read_pack(folder: Path) -> None:
+    """Read all images of a pack, whether packing can go on in its folder, and what verification says."""
+    find_conflicts(folder, {"options": {"format": "raw"}, "source": {}})
+    images = Packed(folder.parent, folder.name)
+    for index in range(len(images)):
+        assert 0 <= images.label(index) < len(images.classes)
+        images.where(index)
+        bytes(images.read(index))
+    read_whole_or_cut(folder)
+
+
+def read_index(root: Path) -> None:
+    """Open the index of a folder, which must be right whatever its file holds."""
+    index = open_index(root, "train", root / "cache")
+    assert [Path(index.path(number)).name for number in range(len(index))] == [f"{n}.jpg" for n in (0, 2, 4, 1, 3, 5)]
+    assert [index.class_of(number) for number in range(len(index))] == [0, 0, 0, 1, 1, 1]
+
+
+def read_table(path: Path) -> None:
+    """Make the table of a run."""
+    groups, _ = group_runs([Run(path, read_results(path)), Run(path, read_results(path))])
+    format_table([make_row(group, "config", "best", {}) for group in groups], "config", "best").encode()
+
+
+def read_records(path: Path) -> None:
+    """Go on with the records of a run; what is kept must be records."""
+    drop_records_after(path, 3, 0)
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        assert json.loads(line)["epoch"] <= 4
+
+
+def read_reported_numbers(path: Path) -> None:
+    """Read what others reported, and make the row of a config with it."""
+    problems: list[str] = []
+    reported = read_reported(path, problems)
+    for entry in reported.values():
+        float(entry.get("params", 0)), int(float(entry.get("global_batch", 0)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_shapes(root: Path) -> None:
+    """Open the drawn data set."""
+    draw_shapes(root, num_train=10, num_val=10, size=8)
+
+
+def make_subjects(folder: Path) -> list[Subject]:
+    """Write the files, and return what reads each."""
+    data, runs = folder / "data", folder / "run"
+    draw_images(data / "train")
+    open_index(data, "train", data / "cache")
+    for kind in ("jpeg", "raw"):
+        pack(folder / "packs" / kind, kind)
+    runs.mkdir()
+    records = [{"kind": kind, "epoch": e, "step": s} for e in (1, 2, 3) for kind, s in (("train", 5), ("eval", 10))]
+    csv = runs / "train.csv"
+    texts = {
+        "metrics.jsonl": "".join(json.dumps(record) + "\n" for record in records),
+        "results.json": next(iter(sorted(RESULTS.rglob("*.json")))).read_text(),
+        "config.yaml": load_cfg(None, ["FINETUNE.LR_MULT.a", "2.0"]).dump(),
+        "reported.yaml": (Path(__file__).parent / "reported.yaml").read_text(),
+        "README.md": "# Title\n<!-- table one -->\n| a |\n<!-- /table -->\n",
+        "train.csv": "image,labels\n" + "".join(f"{n}.jpg,a;b\n" for n in range(5)),
+        "main": "0123abc\n",
+    }
+    for name, text in texts.items():
+        (runs / name).write_text(text)
+    (runs / "model.safetensors").write_bytes(b"")
+    hub = folder / "hub"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "snapshots" / "0123abc").mkdir(parents=True)
+    (hub / "snapshots" / "0123abc" / "model.safetensors").write_bytes(b"")
+    (hub / "refs" / "main").write_text("0123abc\n")
+    read_shapes(folder / "shapes")
+    readers: dict[Path, tuple[Callable[[], Any], Callable | None]] = {
+        runs / "metrics.jsonl": (lambda: read_records(runs / "metrics.jsonl"), craft_json),
+        runs / "results.json": (lambda: read_table(runs / "results.json"), craft_json),
+        runs / "config.yaml": (lambda: load_cfg(str(runs / "config.yaml")).dump(), craft_yaml),
+        runs / "reported.yaml": (lambda: read_reported_numbers(runs / "reported.yaml"), craft_yaml),
+        runs / "README.md": (lambda: write_block(runs / "README.md", "one", "| b |\n"), None),
+        csv: (lambda: Multilabel(csv), None),
+        hub / "refs" / "main": (lambda: find_weights_file(str(hub)), None),
+        data / ".distribuuuu" / "index-train.bin": (lambda: read_index(data), craft_array_file),
+        folder / "shapes" / "README.txt": (lambda: read_shapes(folder / "shapes"), None),
+    }
+    for kind in ("jpeg", "raw"):
+        place = folder / "packs" / kind
+        readers[place / INDEX] = (lambda place=place: read_pack(place), craft_array_file)
+        readers[place / "shard-00000.bin"] = (lambda place=place: read_pack(place), None)
+    return [Subject(path, path.read_bytes(), *reader) for path, reader in readers.items()]
+
+
+# ------------------------------------------------------------------------------------------ fuzzing
+
+
+def read_words(chance: random.Random) -> tuple[str, str]:
+    """Read a random word of the command line; return what it was, and the verdict."""
+    text = "".join(chance.choice((*ODD_YAML, "1", ",", "]", "}", "a", "(")) for _ in range(chance.randrange(1, 6)))
+    key = chance.choice(
+        ("OPTIM.BASE_LR", "OPTIM.STEPS", "MODEL.KWARGS.x", "TRAIN.WORKERS", "FINETUNE.FREEZE", "OUT_DIR")
+    )
+    return f"{key} {text!r}", verdict_of(lambda: load_cfg(None, [key, text]).dump(), key)
+
+
+def verdict_of(read: Callable[[], Any], name: str) -> str:
+    """Return 'read', 'refused', or a violation."""
+    try:
+        read()
+    except ConfigError as error:
+        return "refused" if name in str(error) else f"violation: {name} is not named: {error}"
+    except OSError as error:  # the drawn data set says so of its folder
+        return "refused" if "draw the data set" in str(error) else f"violation: {traceback.format_exc()}"
+    except BaseException:
+        return f"violation: {traceback.format_exc()}"
+    return "read"
+
+
+def restore(subject: Subject) -> None:
+    """Put the whole file back."""
+    if subject.path.is_dir():
+        subject.path.rmdir()
+    subject.path.parent.mkdir(parents=True, exist_ok=True)
+    subject.path.write_bytes(subject.whole)
+
+
+def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage files so many times; return by file how often each verdict was reached, and the violations."""
+    subjects, chance = make_subjects(folder), random.Random(seed)
+    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    violations = []
+    for subject in subjects:
+        subject.read()
+    for index in range(number):
+        if chance.random() < 0.1:
+            name = "words"
+            done, verdict = read_words(chance)
+        else:
+            subject = chance.choice(subjects)
+            name = str(subject.path.relative_to(folder))
+            restore(subject)
+            if subject.craft and chance.random() < 0.5:
+                subject.path.write_bytes(subject.craft(subject.whole, chance))
+                done = "crafted"
+            else:
+                done = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
+            verdict = verdict_of(subject.read, str(folder))
+            restore(subject)
+        counts[name][verdict.partition(":")[0]] += 1
+        if verdict.startswith("violation"):
+            violations.append(f"mutation {index} of {name}, {done}: {verdict}")
+    return counts, violations
+
+
+def main() -> int:
+    """Run the fuzzer, print a summary, and return the status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=5000, help="mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    faulthandler.enable()
+    logging.getLogger("distribuuuu").setLevel(logging.ERROR)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        counts, violations = fuzz(Path(folder), args.number, args.seed)
+    for name, verdicts in sorted(counts.items()):
+        print(f"{name}: {', '.join(f'{verdict} {count}' for verdict, count in sorted(verdicts.items()))}")
+    print(*violations, sep="\n")
+    seconds = time.perf_counter() - start
+    print(f"{args.number} mutations with seed {args.seed} in {seconds:.0f} s: {len(violations)} violations")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
