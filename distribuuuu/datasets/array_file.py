@@ -32,6 +32,10 @@ class ArrayFileError(ValueError):
     """A file of arrays that cannot be used; the message says why, without its path."""
 
 
+class OtherVersionError(ArrayFileError):
+    """A file that is whole, and was made by another version or for something else."""
+
+
 def write_arrays(
     path: str | os.PathLike, kind: str, version: int, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
@@ -110,7 +114,7 @@ def _read_header(file, kind: str, version: int) -> dict[str, Any]:
         raise ArrayFileError("has a damaged header")
     header = json.loads(text)
     if (header["kind"], header["version"]) != (kind, version):
-        raise ArrayFileError(f"is {header['kind']} of version {header['version']}, not {kind} of version {version}")
+        raise OtherVersionError(f"is {header['kind']} of version {header['version']}, not {kind} of version {version}")
     return header
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from distribuuuu.datasets.array_file import checksum_of, name_at, read_arrays, write_arrays
+from distribuuuu.datasets.array_file import OtherVersionError, checksum_of, name_at, read_arrays, write_arrays
 from distribuuuu.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, Scan, scan_folder
 from distribuuuu.datasets.imagefolder import EXTENSIONS
 from distribuuuu.plural import counted
@@ -190,7 +190,7 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
     try:
         meta, arrays = read_arrays(file, KIND, VERSION)
         if meta["extensions"] != list(EXTENSIONS):
-            raise ValueError("was made with other extensions of image files")
+            raise OtherVersionError("was made with other extensions of image files")
         if meta["crc32"] != checksum_of(arrays):
             raise ValueError("is damaged")
         index = FolderIndex(folder, meta, arrays, file)
@@ -200,7 +200,8 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        _logger.warning("%s is not used: %s; the folder is scanned", file, error)
+        level = logging.INFO if isinstance(error, OtherVersionError) else logging.WARNING
+        _logger.log(level, "%s is not used: %s; the folder is scanned", file, error)
         return None
 
 
