@@ -389,7 +389,7 @@ class RunLog:
         Args:
             epoch: from 0.
             results: what the meter read for each kind of weights, "raw" and "ema".
-            bests: the best of the run for each kind: its `top1`, the first measure, and its `epoch` from 0.
+            bests: the best of the run for each kind: `top1` is its first measure, its text has the epoch too.
         """
         seconds, merit, found = time.perf_counter() - self._last_read, self.measures[self.merit], []
         for weights, metrics in results.items():
@@ -399,7 +399,7 @@ class RunLog:
             measures = " ".join(f"{called} {metrics[name]:.2f}" for name, called in self.measures.items())
             loss = format_decimal(metrics["loss"], 6)
             logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, label, measures, loss)
-            found.append(f"{label[2:]} {best.top1:.2f} (epoch {best.epoch + 1})".lstrip())
+            found.append(f"{label[2:]} {best}".lstrip())
         logger.info("best %s so far: %s", merit, ", ".join(found))
         self._shown_at = time.perf_counter()
 

@@ -159,7 +159,7 @@ def describe_end(cfg, state: TrainState, bests: Mapping[str, Path], started: flo
             command = shlex.join(
                 ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
             )
-            logger.info("best %s%s: %.2f (epoch %d); weights: %s", name, merit, best.top1, best.epoch + 1, path)
+            logger.info("best %s%s: %s; weights: %s", name, merit, best, path)
             logger.info("to evaluate: %s", command)
     if state.seconds > time.perf_counter() - started:
         logger.info("time of all starts: %s", format_duration(state.seconds))

@@ -48,6 +48,15 @@ def _is_number(value: Any) -> bool:
     return is_single or isinstance(value, float) or _is_integer(value)
 
 
+def _is_duration(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_timing(value: Any) -> bool:
+    names = ("images", "seconds", "row_seconds")
+    return isinstance(value, dict) and all(_is_duration(value.get(name, 0)) for name in names)
+
+
 def _is_scaler(value: Any) -> bool:
     names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
     return isinstance(value, dict) and (not value or all(_is_number(value.get(name)) for name in names))
@@ -69,7 +78,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
     **dict.fromkeys(("best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")),
     **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
-    "seconds": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number from 0"),
+    "seconds": (_is_duration, "a number from 0"),
     "seed": (_is_integer, "an integer"),
     "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
     "arch": (lambda value: isinstance(value, str), "a text"),
@@ -79,6 +88,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "lists of texts",
     ),
     "ema_state_dict": (is_state_dict, "tensors by name"),
+    "timing": (_is_timing, "images, seconds and row_seconds, each a number from 0"),
+    "peak_memory_mib": (lambda value: value is None or _is_duration(value), "a number from 0"),
+    "meter": (lambda value: is_list_of(value, dict), "a list of counters"),
+    "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "options by name"),
     "scaler": (_is_scaler, "the state dict of a gradient scaler"),
 }
 
@@ -104,7 +117,7 @@ class Best:
     epoch: int = -1
 
     def __str__(self) -> str:
-        return f"{self.top1:.2f}, " + (f"of epoch {self.epoch + 1}" if self.epoch >= 0 else "epoch unknown")
+        return f"{self.top1:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
 
     def beaten_by(self, top1: float, epoch: int) -> bool:
         """Take in an evaluation, and tell whether it is the best."""
@@ -252,10 +265,22 @@ class TrainState:
 
     def _load_meter(self, parts: list[dict[str, torch.Tensor]]) -> None:
         """Give each process what it had counted; with another number of processes, all of it to the main one."""
-        if self.meter and len(parts) == dist.world_size():
-            self.meter.load_state_dict([parts[dist.rank()]])
-        elif self.meter:
-            self.meter.load_state_dict(parts if dist.is_main() else [])
+        if self.meter is None:
+            return
+        if len(parts) == dist.world_size():
+            parts = [parts[dist.rank()]]
+        elif not dist.is_main():
+            parts = []
+        self.meter.load_state_dict([part for part in parts if self._is_own_kind(part)])
+
+    def _is_own_kind(self, part: dict[str, Any]) -> bool:
+        """Tell whether a meter of this run has counted something: another task or other classes count otherwise."""
+        own = self.meter.state_dict()
+        return part.keys() == own.keys() and all(
+            isinstance(part[name], torch.Tensor) and part[name].dtype == value.dtype
+            and (part[name].dim(), part[name].shape[-1:]) == (value.dim(), value.shape[-1:])
+            for name, value in own.items()
+        )  # fmt: skip
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         other = find_other_class(content, self.classes)

@@ -226,7 +226,7 @@ def test_a_run_of_2021_goes_on_and_its_best_stays_until_it_is_beaten(small_cfg):
     assert accuracy["best"] == {"epoch": None, "top1": 100.0, "topk": None, "loss": None}
     assert accuracy["last"]["epoch"] == 3
     assert (out_dir / "best.pth.tar").read_bytes() == best
-    assert "done: best top1 100.00, epoch unknown" in (out_dir / "train.log").read_text()
+    assert "best top1: 100.00 (epoch unknown); weights: " in (out_dir / "train.log").read_text()
     assert records(out_dir)[-1]["best_top1"] == 100.0
     assert (newest(out_dir)["best_acc1"], newest(out_dir)["best_epoch"]) == (100.0, -1)
     assert (out_dir / "checkpoints" / checkpoint_name(1, 0)).exists()
@@ -236,8 +236,8 @@ def test_a_better_epoch_takes_the_place_of_a_best_of_2021(tmp_path):
     original_checkpoint(tmp_path / "old.pth.tar", make_state())
     state = make_state()
     state.load_dict(read_checkpoint(tmp_path / "old.pth.tar"), "old.pth.tar")
-    assert state.finish_epoch({"raw": 33.5}) == [] and str(state.bests["raw"]) == "33.50, epoch unknown"
-    assert state.finish_epoch({"raw": 33.6}) == ["raw"] and str(state.bests["raw"]) == "33.60, of epoch 7"
+    assert state.finish_epoch({"raw": 33.5}) == [] and str(state.bests["raw"]) == "33.50 (epoch unknown)"
+    assert state.finish_epoch({"raw": 33.6}) == ["raw"] and str(state.bests["raw"]) == "33.60 (epoch 7)"
 
 
 # ------------------------------------------------------------------------------------------ strides
