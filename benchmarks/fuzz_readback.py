@@ -136,7 +136,7 @@ def pack(folder: Path, kind: str) -> None:
     with PackWriter(folder, identity, max_bytes=100) as writer:
         for number in range(4):
             data = bytes(range(48))
-            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
+            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number), (number,))
         writer.finish(4, about)
 
 
