@@ -122,7 +122,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     train_epoch(
         cfg, state, state.model, loader, build_recipe(cfg, loader, device, state.precision),
         checkpoints=SimpleNamespace(is_due=lambda step: False),
-        log=SimpleNamespace(steps=lambda epoch, step: range(num)),
+        log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None),
         stop=SimpleNamespace(begin_phase=lambda: None, check=lambda position: next(checks) == 2 and begin()),
     )  # fmt: skip
     return state

@@ -648,7 +648,7 @@ def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
     assert run_tool("pack_dataset.py", "--verify", out).returncode == 0
     words = small_words(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
     done = run_tool("train_net.py", *words)
-    assert done.returncode == 0 and "of 5 images" in done.stderr, done.stderr
+    assert done.returncode == 0 and "validation: 5 images" in done.stderr, done.stderr
     data = bytearray((out / "val/shard-00000.bin").read_bytes())
     data[-30] ^= 1
     (out / "val/shard-00000.bin").write_bytes(data)
