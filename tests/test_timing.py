@@ -125,7 +125,7 @@ def test_every_forward_pass_that_replays_cuda_graphs_is_told_of_a_new_step(small
     monkeypatch.setattr(timing, "compile_model", note_passes)
     timing.time_model(small_cfg("MODEL.COMPILE", mode))
     before = ["step", "forward"] if marks else ["forward"]
-    assert len(events) > 50 and events == before * (len(events) // len(before))
+    assert len(events) >= 20 and events == before * (len(events) // len(before))
 
 
 def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
