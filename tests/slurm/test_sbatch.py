@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from cluster import SHARED, Job, need, processes_left, run, srun_words
-from conftest import small_words
+from conftest import ROOT, small_words
 
 from distribuuuu.checkpoint import CheckpointFolder
 from distribuuuu.checkpoint_file import read_checkpoint
@@ -95,6 +95,45 @@ def test_a_cancelled_job_leaves_no_process(start_job):
     job.wait_for(lambda: job.show()["JobState"] == "CANCELLED" and not processes_left(str(job.out_dir)))
     assert time.monotonic() - began < 15
     assert CheckpointFolder(job.out_dir).list(), "and its checkpoint stays"
+
+
+def restarts_of(job: str) -> str:
+    fields = run("scontrol", "-o", "show", "job", job).stdout.split()
+    return next(field.removeprefix("Restarts=") for field in fields if field.startswith("Restarts="))
+
+
+def test_an_element_of_an_array_requeues_itself_alone(image_folder, tmp_path):
+    """SLURM_JOB_ID of the element that started last is the number of the whole array."""
+    words = small_words(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 10000)
+    words = words[: words.index("OUT_DIR")] + words[words.index("OUT_DIR") + 2 :]
+    metrics = [tmp_path / "sweep" / f"lr0.1_seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
+    job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0-1")
+    try:
+        job.wait_for(lambda: all(path.exists() and path.read_text().count("\n") > 6 for path in metrics))
+        ids = dict(
+            line.split() for line in run("squeue", "-h", "-j", job.id, "-t", "R", "-o", "%K %A").stdout.splitlines()
+        )
+        own = next(task for task, number in ids.items() if number == job.id)
+        run("scancel", "--signal=USR1", f"{job.id}_{own}")
+        job.wait_for(lambda: restarts_of(f"{job.id}_{own}") == "1")
+        job.wait_for(lambda: "resumed from" in job.text())
+        assert restarts_of(f"{job.id}_{1 - int(own)}") == "0"
+    finally:
+        run("scancel", job.id)
+
+
+@pytest.mark.parametrize("script", ["sweep.sbatch", "train.sbatch"])
+@pytest.mark.parametrize("array, requeued", [({}, "7"), ({"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "3"}, "7_3")])
+def test_what_the_scripts_requeue(tmp_path, script, array, requeued):
+    for name, line in {"srun": "exit 75", "scontrol": f"echo $@ > {tmp_path}/said"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    of_job = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "ARRAY_TASK_ID": "0"} if "sweep" in script else {
+        "JOB_ID": "7", "JOB_NUM_NODES": "1"}  # fmt: skip
+    env = {f"SLURM_{name}": value for name, value in {**of_job, **array}.items()}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert run("bash", str(ROOT / "tools" / "slurm" / script), PATH=path, **env).returncode == 75
+    assert (tmp_path / "said").read_text() == f"requeue {requeued}\n"
 
 
 def test_torchrun_inside_sbatch_across_two_nodes(image_folder, tmp_path, undisturbed):
