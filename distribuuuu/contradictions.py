@@ -158,6 +158,9 @@ def _in_sharding(cfg: CfgNode) -> Iterator[tuple[str, str]]:
         yield "OPTIM.NAME", message
     if shard == "zero1" and name.startswith(_UNFIT_FOR_ZERO1):
         yield "OPTIM.NAME", f"{name} needs to see all gradients, not DIST.SHARD zero1's share; set fsdp or none"
+    if cfg.DIST.BUCKET_MB < 1 and cfg.MODEL.COMPILE != "none" and shard != "fsdp":  # torch's DDPOptimizer asserts it
+        message = f"got {cfg.DIST.BUCKET_MB:g}; with MODEL.COMPILE {cfg.MODEL.COMPILE} expected 1 or more"
+        yield "DIST.BUCKET_MB", f"{message}; set it to 1 or more, or MODEL.COMPILE none"
     if cfg.MODEL.ACT_CHECKPOINT and cfg.MODEL.COMPILE != "none":
         yield "MODEL.ACT_CHECKPOINT", "does not go with MODEL.COMPILE, which decides by itself what to compute again"
     if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":

@@ -290,6 +290,16 @@ def test_wrong_factors_are_refused(words, said):
     assert re.match(said, problem)
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_buckets_that_the_compiler_cannot_cut_by_are_refused(mode):
+    """torch's DDPOptimizer asserts that a bucket is no smaller than the first, which has 1 MiB."""
+    words = ["MODEL.COMPILE", mode, "DIST.BUCKET_MB"]
+    (problem,) = problems_of(None, [*words, "0.999"])
+    assert re.match(r"DIST.BUCKET_MB .*got 0.999; .*MODEL.COMPILE .*expected 1 or more; set it to 1 or more", problem)
+    for sound in ([*words, "1"], [*words, "0.5", "DIST.SHARD", "fsdp"], ["DIST.BUCKET_MB", "0.5"]):
+        load_cfg(None, sound)
+
+
 def test_a_frozen_tree_cannot_be_changed_in_any_way():
     cfg = load_cfg()
     changes = [
