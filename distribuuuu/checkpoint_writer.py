@@ -10,6 +10,7 @@ import torch
 
 from distribuuuu.checkpoint_file import CheckpointError
 from distribuuuu.sharding import Gathered
+from distribuuuu.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class BackgroundWriter:
         """Begin with a job, once the one before has settled."""
         self.settle()
         self._is_replaced.clear()
-        self._thread = threading.Thread(target=self._work, args=(job, what), name="checkpoint writer")
+        self._thread = threading.Thread(target=self._work, args=(job, what), name=WRITER_NAME)
         self._thread.start()
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import signal
@@ -22,7 +23,17 @@ from distribuuuu.nproc import own_command, run_processes, without_nproc
 from distribuuuu.plural import counted
 from distribuuuu.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.registry import did_you_mean
-from distribuuuu.signals import STATUS_OF, RunStopped, die_with_parent, end_at_once, handled_by, is_first_process
+from distribuuuu.signals import (
+    STATUS_OF,
+    RunStopped,
+    SignalBox,
+    die_with_parent,
+    end_at_once,
+    end_process,
+    handled_by,
+    is_first_process,
+    print_stacks_on_quit,
+)
 
 USAGE_ERROR = 2
 
@@ -30,9 +41,11 @@ USAGE_ERROR = 2
 def run_tool(description: str, start: Callable[[Config], object], train: bool) -> int:
     """Read the command line, check the run, then call start(cfg), with --nproc in many processes; return the status.
 
-    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how; 130, 143 and
-    75: stopped by SIGINT, by SIGTERM, and to be started again (see signals.py).
+    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how; 130, 143, 129
+    and 75: stopped by SIGINT, by SIGTERM, by SIGHUP, and to be started again (see signals.py).
     """
+    open_standard_streams()
+    print_stacks_on_quit()
     # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
     # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -50,9 +63,14 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
                 start(cfg)
         except ConfigError as error:
             report(error)
-            return error.status
+            return _end_with(error.status)
         except RunStopped as stopped:
             return stopped.status
+        except Exception:
+            if not SignalBox.is_ending:
+                raise
+            sys.excepthook(*sys.exc_info())
+            end_process(1)
     return 0
 
 
@@ -61,6 +79,43 @@ def tell(message: str) -> None:
     if is_first_process():
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
+
+
+def _end_with(status: int) -> int:
+    """Return the status, or end with it at once where an error of this process alone has left the group as it was."""
+    if SignalBox.is_ending:
+        end_process(status)
+    return status
+
+
+class _TolerantStream(io.TextIOWrapper):
+    """Standard error that drops what cannot be written, e.g. when its reader has ended."""
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def open_standard_streams() -> None:
+    """Open those of descriptors 0 to 2 that are closed, and keep standard error from ending the process.
+
+    The next file to be opened would take the place of a closed one, and get what was meant for it.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        raw, encoding = io.BufferedWriter(io.FileIO(2, "w", closefd=False)), getattr(sys.stderr, "encoding", "utf-8")
+        sys.stderr = _TolerantStream(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 def report(error: ConfigError) -> None:

@@ -135,7 +135,7 @@ def close_logging() -> None:
 
 def shows_bar() -> bool:
     """Tell whether this process draws a progress bar: the main one, on a terminal."""
-    return dist.is_main() and sys.stderr.isatty()
+    return dist.is_main() and sys.stderr is not None and sys.stderr.isatty()
 
 
 def shows_colors() -> bool:

@@ -37,7 +37,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
         for process in processes:
             process.send_signal(signum)
 
-    with handled_by(pass_on):
+    with handled_by(pass_on, on_quit=pass_on):
         try:
             for rank in range(num):
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distribuuuu.cli import USAGE_ERROR, report
+from distribuuuu.cli import USAGE_ERROR, open_standard_streams, report
 from distribuuuu.config import ConfigError
 from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
 from distribuuuu.datasets.pack_workers import in_order
@@ -24,7 +24,7 @@ from distribuuuu.datasets.pack_writer import PackWriter, find_changed_shard, fin
 from distribuuuu.pack_words import DEFAULT_QUALITY, Job, parse_words
 from distribuuuu.plural import counted
 from distribuuuu.registry import DATASETS, did_you_mean
-from distribuuuu.signals import STATUS_OF, handled_by
+from distribuuuu.signals import STATUS_OF, handled_by, print_stacks_on_quit
 
 if TYPE_CHECKING:
     from distribuuuu.datasets.pack_record import Encoder
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 def run_packer(description: str) -> int:
     """Read the command line, then pack or verify; return the status.
 
-    0: done; 2: something has to be changed first, or the pack is not sound, and standard error says what; 130, 143 and
-    75: stopped by SIGINT, SIGTERM and SIGUSR1.
+    0: done; 2: something has to be changed first, or the pack is not sound, and standard error says what; 130, 143, 129
+    and 75: stopped by SIGINT, SIGTERM, SIGHUP and SIGUSR1.
     """
+    open_standard_streams()
+    print_stacks_on_quit()
     with handled_by(_stop):
         try:
             job = parse_words(description, sys.argv[1:])
@@ -57,7 +59,8 @@ def _stop(signum: int) -> None:
     """End this process and its workers now."""
     for child in multiprocessing.active_children():
         child.kill()
-    os.write(2, f"\n{signal.Signals(signum).name}: stopped; nothing that was finished is lost\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads standard error any more
+        os.write(2, f"\n{signal.Signals(signum).name}: stopped; nothing that was finished is lost\n".encode())
     os._exit(STATUS_OF[signum])
 
 

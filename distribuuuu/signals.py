@@ -1,11 +1,13 @@
 """Signals: what ends a run at once, what asks it to stop, and who shall not hear them; imports no torch.
 
-A run that was asked to stop exits with 130 after SIGINT (Ctrl-C), with 143 after SIGTERM (kill, scancel), and after
-SIGUSR1 (sbatch --signal) with 75, which says: start the same command again.
+A run that was asked to stop exits with 130 after SIGINT (Ctrl-C), with 143 after SIGTERM (kill, scancel), with 129
+after SIGHUP (a closed terminal), and after SIGUSR1 (sbatch --signal) with 75, which says: start the same command again.
+SIGQUIT prints the stacks of all threads, and the run goes on.
 """
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -13,18 +15,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # sysexits.h: a temporary failure, the user is invited to retry.
 REQUEUE = 75
 STATUS_OF = {signal.SIGINT: 130, signal.SIGTERM: 143}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     STATUS_OF[signal.SIGUSR1] = REQUEUE
+    STATUS_OF[signal.SIGHUP] = 129
 
 # Not a signal, but asks for the same: the hours of the run are over.
 OUT_OF_TIME = 1000
 # Launchers pass on what the terminal or Slurm has already sent to everybody; that soon, it is the same signal.
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
+# The thread that writes checkpoints, and the seconds that it gets when the process has to end.
+WRITER_NAME = "checkpoint writer"
+SAVE_S = 2.0
 
 
 class RunStopped(Exception):
@@ -51,8 +58,20 @@ def end_at_once(signum: int) -> None:
         return
     if is_first_process():
         left = "the newest checkpoint stays" if SignalBox.has_begun else "no step was made, nothing is lost"
-        os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
+        with contextlib.suppress(OSError):  # nobody reads standard error any more
+            os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
     os._exit(STATUS_OF[signum])
+
+
+def end_process(status: int) -> None:
+    """End this process without Python's clean-up, which may wait for ever: for other processes, for idle threads.
+
+    A checkpoint that is being written is still good, so its thread gets SAVE_S seconds.
+    """
+    for thread in threading.enumerate():
+        if thread.name == WRITER_NAME:
+            thread.join(SAVE_S)
+    os._exit(status)
 
 
 def is_first_process() -> bool:
@@ -61,8 +80,13 @@ def is_first_process() -> bool:
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
-    """Give our signals to handler(signum) for the length of the block; outside the main thread do nothing.
+def handled_by(
+    handler: Callable[[int], None],
+    on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalBox.stacks_file, "on SIGQUIT"),
+) -> Iterator[None]:
+    """Give our signals to handler(signum), SIGQUIT to on_quit(signum), for the length of the block.
+
+    Outside the main thread do nothing.
 
     It is called on a thread: Python's own handlers run between two steps of the main thread, which may wait in C for
     minutes, e.g. for the other processes. The number of a signal is written to a socket at once.
@@ -72,9 +96,9 @@ def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
         return
     ours, kernels = socket.socketpair()
     kernels.setblocking(False)
-    listener = threading.Thread(target=_listen, args=(ours, handler), name="signals", daemon=True)
+    listener = threading.Thread(target=_listen, args=(ours, handler, on_quit), name="signals", daemon=True)
     listener.start()
-    before = {signum: signal.signal(signum, _pass_by) for signum in STATUS_OF}
+    before = {signum: signal.signal(signum, _pass_by) for signum in STATUS_OF if not _is_nohup(signum)}
     fd_before = signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -91,12 +115,40 @@ def _pass_by(signum: int, frame: object) -> None:
     """Do nothing: the listener has the number."""
 
 
-def _listen(connection: socket.socket, handler: Callable[[int], None]) -> None:
+def _is_nohup(signum: int) -> bool:
+    """Tell whether this is SIGHUP and `nohup` has started the process, so that it is to be ignored."""
+    return signum == getattr(signal, "SIGHUP", None) and signal.getsignal(signum) is signal.SIG_IGN
+
+
+def _listen(connection: socket.socket, handler: Callable[[int], None], on_quit: Callable[[int], None]) -> None:
     with connection:
         while numbers := connection.recv(64):
             for signum in numbers:
                 if signum in STATUS_OF:
                     handler(signum)
+                elif signum == getattr(signal, "SIGQUIT", None):
+                    on_quit(signum)
+
+
+def print_stacks_on_quit() -> None:
+    """Have SIGQUIT print the stacks of all threads and, in a block of `handled_by`, write them to their file.
+
+    They are printed by a handler in C: it runs even while the interpreter lock is held.
+    """
+    if hasattr(signal, "SIGQUIT") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGQUIT, _pass_by)
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
+
+
+def write_stacks(path: Path | None, title: str) -> None:
+    """Write the stacks of all threads of this process to a file, if there is one."""
+    with contextlib.suppress(OSError):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"{socket.gethostname()}, pid {os.getpid()}, {title}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
 
 class SignalBox:
@@ -106,6 +158,8 @@ class SignalBox:
     has_begun = False
     # Whether this process has an error to print and ends by itself; a launcher may signal it for the others' end.
     is_ending = False
+    # The file that gets this process's stacks.
+    stacks_file: Path | None = None
 
     def __init__(self):
         SignalBox.has_begun = True
@@ -127,6 +181,13 @@ def die_with_parent(signum: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
+def ignore_signals() -> None:
+    """Ignore what a run handles, in a process that its parent ends."""
+    signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
+    for signum in (*STATUS_OF, getattr(signal, "SIGQUIT", signal.SIGINT)):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def shield_worker(worker_id: int, parent: int) -> None:
     """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not its own process.
 
@@ -136,9 +197,7 @@ def shield_worker(worker_id: int, parent: int) -> None:
         worker_id: the worker's number, which does not matter.
         parent: the process id of the process that loads.
     """
-    signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
-    for signum in STATUS_OF:
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals()
     if hasattr(signal, "SIGKILL"):
         die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.signals import STATUS_OF, die_with_parent
+from distribuuuu.signals import die_with_parent, ignore_signals
 
 # Images that a worker takes at a time, and how many such handfuls there may be for each worker.
 CHUNK = 4
@@ -61,9 +61,8 @@ def _start_worker(work: Callable[[int], Any], parent: int) -> None:
     """Leave the signals to the parent, except its end and the SIGTERM that the pool sends."""
     global _work
     _work = work
-    signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
-    for signum in STATUS_OF:
-        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.SIG_IGN)
+    ignore_signals()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
