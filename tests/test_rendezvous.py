@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as torch_dist
-from conftest import free_port
+from conftest import free_port, run_tool, small_words
 
+from distribuuuu import rendezvous
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
 from distribuuuu.nproc import without_nproc
@@ -49,7 +50,7 @@ def test_a_process_that_never_comes_is_an_error_in_time():
 
 def test_the_store_of_another_run_is_recognised():
     port = free_port()
-    mine = Launch("test", 0, 0, 2, "127.0.0.1", port, "mine")
+    mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
     store = meet(mine, 5)  # noqa: F841  # keeps the port
     with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is answered by another run"):
         meet(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
@@ -112,3 +113,68 @@ def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_o
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("ArithmeticError: the flux has run out")
+
+
+# ------------------------------------------------------------------------------------------ a process that never comes
+
+
+def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
+    """Return the error of a process that waits for the others; the first word comes after a second."""
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
+    with pytest.raises(rendezvous.MissingProcess) as caught:
+        meet(launch, timeout_s)
+    assert caught.value.one_process and caught.value.status == 1
+    return str(caught.value)
+
+
+def test_a_process_that_never_comes_is_named(monkeypatch, caplog):
+    error = wait_alone(Launch("test", 0, 0, 2, "127.0.0.1", free_port(), "mine"), 3, monkeypatch)
+    said = "waiting for 1 of 2 processes: rank 1"
+    assert caplog.messages == [said], "once, before the time is over"
+    assert error == f"launcher: the processes did not all come within 3 s (DIST.TIMEOUT_S): {said}"
+
+
+def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
+    port = free_port()
+    error = wait_alone(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 3, monkeypatch)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("waiting for 1 of 2 processes: rank 0")
+    assert f"127.0.0.1:{port}, where the processes meet, cannot be reached" in error
+
+
+def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
+    agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(meet, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
+        errors = [future.exception() for future in waiting]
+    said = "waiting for 2 of 4 processes: ranks 1, 3"
+    assert all(isinstance(error, rendezvous.MissingProcess) for error in errors)
+    assert caplog.messages == [said] and said in str(errors[0])
+    assert [error.one_process for error in errors] == [True, False]
+
+
+def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "waiting for 1 of 2 processes: rank 1" in done.stderr
+
+
+def test_processes_on_one_gpu_are_refused_together():
+    store = torch_dist.HashStore()
+
+    def check(rank: int, device: str) -> str | None:
+        try:
+            rendezvous.refuse_shared_device(store, Launch("test", rank, rank, 2), device)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    for devices, is_refused in ((["GPU a", "GPU b"], False), (["GPU a", "GPU a"], True)):
+        store = torch_dist.HashStore()
+        with ThreadPoolExecutor(2) as pool:
+            errors = list(pool.map(check, range(2), devices))
+        assert all(bool(error) == is_refused for error in errors)
+    assert "DIST.BACKEND gloo" in errors[0] and "GPU a" in errors[0]
