@@ -269,9 +269,13 @@ _C.LOG.NUM_IMAGES = 32
 _C.DIST = CfgNode()
 # How processes talk: nccl, gloo, or auto (nccl on CUDA, else gloo).
 _C.DIST.BACKEND = "auto"
-# Seconds without progress after which all processes write their stacks to OUT_DIR/stacks and end.
+# Seconds without progress after which all processes write their stacks to OUT_DIR/stacks and end, 1 or more; also the
+# seconds that processes wait in their start for one that has not come.
 _C.DIST.TIMEOUT_S = 300
-# MiB of gradients that are sent at once, while the backward pass goes on.
+# The same, if it is more, until a start has done its first step, and later its first batch of evaluation: models are
+# compiled and weights fetched in that time.
+_C.DIST.STARTUP_TIMEOUT_S = 1800
+# MiB of gradients that are sent at once, while the backward pass goes on; with MODEL.COMPILE 1 or more.
 _C.DIST.BUCKET_MB = 25.0
 # Type that gradients are sent in: none (their own), bf16 or fp16.
 _C.DIST.COMPRESS = "none"

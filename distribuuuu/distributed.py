@@ -8,7 +8,8 @@ import datetime
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch import Launch
-from distribuuuu.rendezvous import meet
+from distribuuuu.rendezvous import announce_hub, exchange_addresses, find_hub, meet, refuse_shared_device
 from distribuuuu.signals import SignalBox
 from distribuuuu.watch import Watch
 from distribuuuu.watch_hub import Hub
@@ -52,7 +53,13 @@ def pick_device(local_rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(
-    launch: Launch, device: torch.device, timeout_s: float, backend: str = "auto", report_dir: str = "."
+    launch: Launch,
+    device: torch.device,
+    timeout_s: float,
+    backend: str = "auto",
+    report_dir: str = ".",
+    startup_timeout_s: float = 0.0,
+    shard: str = "none",
 ) -> Iterator[None]:
     """Join the processes of the run for the length of the block; one process alone joins nothing.
 
@@ -65,56 +72,85 @@ def process_group(
         timeout_s: seconds to wait for the others.
         backend: 'nccl', 'gloo', or 'auto': nccl on CUDA, else gloo.
         report_dir: gets the stacks of all processes on a time-out.
+        startup_timeout_s: seconds to wait for the others in the first step and the first evaluation, if more.
+        shard: what the processes share out: 'none', 'zero1' or 'fsdp'.
 
     Raises:
         ConfigError: the backend does not go with the device, or the port is taken.
     """
-    global _local_rank, _host_group
+    global _local_rank
     _local_rank = launch.local_rank
+    SignalBox.stacks_file = Path(report_dir) / "stacks" / f"rank_{launch.rank}.txt"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
     if launch.world_size == 1:
         yield
         return
-    # The watch ends a run that hangs, with a report; the backend's own time-out comes after it.
-    patience = datetime.timedelta(seconds=timeout_s + 60)
-    torch_dist.init_process_group(
-        backend=("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=patience,
-        store=meet(launch, timeout_s),
-    )
-    _host_group = torch_dist.new_group(backend="gloo", timeout=patience)
-    try:
-        with _watched(launch, timeout_s, report_dir):
-            yield
-    finally:
-        _host_group = None
-        torch_dist.destroy_process_group()
+    if backend == "gloo" and device.type == "cuda" and shard != "none":
+        why = "gloo does not send shards of CUDA tensors"
+        raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {why}; use nccl or auto")
+    backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+    store = meet(launch, timeout_s)
+    if backend == "nccl":
+        refuse_shared_device(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
+    limits = (timeout_s, max(timeout_s, startup_timeout_s))
+    with _watched(launch, store, limits, report_dir), _joined(launch, store, backend, device, max(limits)):
+        yield
 
 
 @contextlib.contextmanager
-def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None]:
-    """Have the processes watch each other for the length of the block, and tell the others of an exception in it."""
-    global _watch
-    hub = Hub(launch.world_size, secrets.token_hex(16), timeout_s) if launch.rank == 0 else None
-    port, token = broadcast_object((hub.port, hub.token) if hub else None)
-    if hub:
-        hub.start()
-    host = "localhost" if hub else launch.address or os.environ["MASTER_ADDR"]
-    try:
-        _watch = Watch(launch.rank, (host, port), token, report_dir)
-        _watch.start()
-    except OSError as error:  # e.g. a firewall that knows only the ports of the backend
-        logger.warning("nobody watches this process: %s:%d cannot be reached: %s", host, port, error)
+def _joined(
+    launch: Launch, store: torch_dist.Store, backend: str, device: torch.device, timeout_s: float
+) -> Iterator[None]:
+    """Have a process group for the length of the block.
+
+    After an exception of this process alone it is left as it is: to destroy it may wait for the others for ever.
+    """
+    global _host_group
+    # The watch ends a run that hangs, with a report; the backend's own time-out comes after it.
+    patience = datetime.timedelta(seconds=timeout_s + 60)
+    torch_dist.init_process_group(
+        backend=backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=patience,
+        store=store,
+        device_id=device if backend == "nccl" else None,  # connects now: an error comes here, not in a step
+    )
+    _host_group = torch_dist.new_group(backend="gloo", timeout=patience)
+    is_left = False
     try:
         yield
     except Exception as error:
-        if _watch and not getattr(error, "on_all_processes", False):
+        is_left = not getattr(error, "on_all_processes", False)
+        raise
+    finally:
+        _host_group = None
+        if not is_left:
+            torch_dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _watched(launch: Launch, store: torch_dist.Store, limits: tuple[float, float], report_dir: str) -> Iterator[None]:
+    """Have the processes watch each other for the length of the block, and tell the others of an exception in it."""
+    global _watch
+    hub = _open_hub(launch, store, limits)
+    found = find_hub(store, launch)
+    try:
+        if found:
+            token, address = found
+            _watch = Watch(launch.rank, address, token, report_dir)
+            _watch.start()
+    except OSError as error:  # e.g. a firewall that knows only the ports of the backend
+        logger.warning("nobody watches this process: %s:%d cannot be reached: %s", *address, error)
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "on_all_processes", False):
             known, SignalBox.is_ending = isinstance(error, ConfigError), True
-            status = error.status if known else 1
-            _watch.fail(status, known, consequence=isinstance(error, PeerError) or is_broken_talk(error))
+            if _watch:
+                consequence = isinstance(error, PeerError) or is_broken_talk(error)
+                _watch.fail(error.status if known else 1, known, consequence)
             if known:
                 error.one_process = True
         raise
@@ -124,6 +160,24 @@ def _watched(launch: Launch, timeout_s: float, report_dir: str) -> Iterator[None
         _watch = None
         if hub:
             hub.close()
+
+
+def _open_hub(launch: Launch, store: torch_dist.Store, limits: tuple[float, float]) -> Hub | None:
+    """Start the hub on process 0 and tell the others where it is; it listens where they reach it and nowhere else."""
+    places = exchange_addresses(store, launch)
+    if places is None:
+        return None
+    token, addresses = secrets.token_hex(16), sorted(set(places.values()))
+    try:
+        hub = Hub(launch.world_size, token, *limits, addresses)
+        hub.start()
+    except OSError as error:
+        logger.warning("the processes do not watch each other: process 0 cannot listen: %s", error)
+        announce_hub(store, token, {})
+        return None
+    ports = dict(zip(addresses, hub.ports, strict=True))
+    announce_hub(store, token, {other: (address, ports[address]) for other, address in places.items()})
+    return hub
 
 
 def is_broken_talk(error: Exception) -> bool:
@@ -136,6 +190,19 @@ def mark_position(position: str) -> None:
     """Note where this process is, e.g. 'epoch 2, step 14': it is alive, and what is said if it dies."""
     if _watch:
         _watch.mark(position)
+
+
+def begin_start_up() -> None:
+    """Note that this process may take long, DIST.STARTUP_TIMEOUT_S, until the next position."""
+    if _watch:
+        _watch.begin_start_up()
+
+
+def marked(items: Iterable[T], position: str) -> Iterator[T]:
+    """Yield the items and note the position after each."""
+    for done, item in enumerate(items, 1):
+        yield item
+        mark_position(f"{position}, batch {done}")
 
 
 def greatest(values: Sequence[float]) -> list[float]:

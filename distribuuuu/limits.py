@@ -92,6 +92,7 @@ RANGES = {
     "CHECKPOINT.MAX_HOURS": (0, None),
     "TRAIN.MAX_ROLLBACKS": (0, None),
     "DIST.TIMEOUT_S": (1, None),
+    "DIST.STARTUP_TIMEOUT_S": (1, None),
     "DIST.BUCKET_MB": (0.001, None),
     "RNG_SEED": (0, 2**63 - 1),
 }

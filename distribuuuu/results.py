@@ -41,8 +41,8 @@ NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET"
 # What changes no result, or is not meant to: it is no other recipe, though its hash is another one.
 SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
               "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
-              "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS", "CHECKPOINT.KEEP_LAST",
-              "CHECKPOINT.KEEP_EVERY")  # fmt: skip
+              "DIST.STARTUP_TIMEOUT_S", "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS",
+              "CHECKPOINT.KEEP_LAST", "CHECKPOINT.KEEP_EVERY")  # fmt: skip
 
 
 @dataclass(frozen=True)

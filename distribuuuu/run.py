@@ -47,9 +47,13 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
         ConfigError: OUT_DIR cannot be made, or another run uses it.
     """
     set_backends(cfg, device)
-    has_log = False
+    settings, has_log = cfg.DIST, False
+    limits = {"timeout_s": settings.TIMEOUT_S, "startup_timeout_s": settings.STARTUP_TIMEOUT_S}
+    group = dist.process_group(
+        launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
+    )
     try:
-        with dist.process_group(launch, device, cfg.DIST.TIMEOUT_S, cfg.DIST.BACKEND, cfg.OUT_DIR):
+        with group:
             start = time.perf_counter()
             make_out_dir(cfg.OUT_DIR)
             with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():

@@ -27,6 +27,7 @@ class StopRequest:
         self._ends_at = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
         self._signals = SignalBox()
         self._handling = handled_by(self._signals.receive)
+        self._begun = {""}
         self.begin_phase()
 
     def __enter__(self) -> "StopRequest":
@@ -36,8 +37,15 @@ class StopRequest:
     def __exit__(self, *error: object) -> None:
         self._handling.__exit__(*error)
 
-    def begin_phase(self) -> None:
-        """Agree at the next call: what follows may be slower or faster than what was before."""
+    def begin_phase(self, name: str = "") -> None:
+        """Agree at the next call: what follows may be slower or faster than what was before.
+
+        Args:
+            name: the first of a name in this start may compile something before its first call.
+        """
+        if name not in self._begun:
+            self._begun.add(name)
+            dist.begin_start_up()
         self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:

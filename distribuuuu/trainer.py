@@ -109,7 +109,8 @@ def train_epoch(
     meter, precision = state.meter, state.precision
     batches = loader.batches_from(seed, epoch, state.step)
     model.train()
-    stop.begin_phase()
+    # Images of another size may be compiled for anew.
+    stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for step in log.steps(epoch, state.step):
         lr = recipe.lr_at(epoch + step / loader.num_steps)
         set_lr(state.optimizer, lr)
@@ -143,6 +144,7 @@ def evaluate_epoch(
     criterion, meter = build_loss(cfg, train=False), build_meter(cfg, val_loader.device)
     results, autocast, flip = {}, state.precision.autocast, cfg.TEST.FLIP
     for kind, model in state.models.items():
+        stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
             images = train_loader.some_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, autocast)
@@ -350,7 +352,8 @@ def evaluate_weights(cfg, model: nn.Module, loader: Loader) -> dict:
     rehearse_evaluation(cfg, model, loader.black(1))
     criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
     meter, autocast = build_meter(cfg, loader.device), build_precision(cfg, loader.device).autocast
-    return evaluate(model, loader, criterion, meter, bar, autocast, cfg.TEST.FLIP)
+    watched = lambda batches: dist.marked(bar(batches), "evaluation")  # noqa: E731
+    return evaluate(model, loader, criterion, meter, watched, autocast, cfg.TEST.FLIP)
 
 
 def find_weights(cfg) -> str:

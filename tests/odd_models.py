@@ -1,5 +1,6 @@
 """Run a tool with models that fail, sleep or lose their mind: python tests/odd_models.py tools/train_net.py WORDS..."""
 
+import ctypes
 import os
 import runpy
 import sys
@@ -33,10 +34,14 @@ class Odd(nn.Sequential):
 
 
 @MODELS.register
-def failing(num_classes: int, step: int = 3, rank: int = 1, text: str = "the flux has run out") -> nn.Module:
-    """Return a net that raises an exception."""
+def failing(
+    num_classes: int, step: int = 3, rank: int = 1, text: str = "the flux has run out", is_destroyable: bool = True
+) -> nn.Module:
+    """Return a net that raises an exception; without `is_destroyable` its process group waits for ever at its end."""
 
     def fail(model):
+        if not is_destroyable:
+            torch.distributed.destroy_process_group = lambda: time.sleep(600)
         raise ArithmeticError(text)
 
     return Odd(num_classes, fail, step, rank)
@@ -46,6 +51,12 @@ def failing(num_classes: int, step: int = 3, rank: int = 1, text: str = "the flu
 def sleepy(num_classes: int, seconds: float, step: int = 1, rank: int = -1) -> nn.Module:
     """Return a net that takes its time."""
     return Odd(num_classes, lambda model: time.sleep(seconds), step, rank)
+
+
+@MODELS.register
+def holding(num_classes: int, seconds: int, step: int = 2, rank: int = -1) -> nn.Module:
+    """Return a net that holds the interpreter lock."""
+    return Odd(num_classes, lambda model: ctypes.PyDLL(None).sleep(seconds), step, rank)
 
 
 @MODELS.register

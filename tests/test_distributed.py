@@ -1,5 +1,7 @@
 """Devices and the traffic of gradients."""
 
+import contextlib
+
 import pytest
 import torch
 from conftest import on_processes, small_words
@@ -44,6 +46,46 @@ def group_of_a_barrier() -> tuple[str, bool]:
 def test_a_barrier_needs_no_device():
     """nccl would have to guess the device, and says so."""
     assert on_processes(2, group_of_a_barrier) == [("gloo", True)] * 2
+
+
+def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -> dict:
+    """Return what torch's process group is asked for on a machine that pretends to have GPUs."""
+    asked = {}
+
+    class Asked(Exception):
+        """Ends what comes after."""
+
+    def ask(**words):
+        asked.update(words)
+        raise Asked
+
+    class Properties:
+        uuid = "0000"
+
+    monkeypatch.setattr(dist, "meet", lambda launch, timeout_s: torch.distributed.HashStore())
+    monkeypatch.setattr(dist, "refuse_shared_device", lambda *words: asked.update(refused=words))
+    monkeypatch.setattr(dist, "_watched", lambda *words: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.distributed, "init_process_group", ask)
+    launch = Launch("test", 0, 0, world_size, "127.0.0.1", 1)
+    with contextlib.suppress(Asked):
+        dist.process_group(launch, torch.device("cuda", 1), 10, backend, shard=shard).__enter__()
+    return asked
+
+
+def test_nccl_is_told_its_device_and_has_it_alone(monkeypatch):
+    asked = enter(monkeypatch, "auto", shard="fsdp")
+    assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
+    assert asked["refused"][2] == "GPU 0000"
+    asked = enter(monkeypatch, "gloo")
+    assert asked["backend"] == "gloo" and asked["device_id"] is None and "refused" not in asked
+
+
+@pytest.mark.parametrize("shard", ["zero1", "fsdp"])
+def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
+    with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
+        enter(monkeypatch, "gloo", shard=shard)
+    assert enter(monkeypatch, "gloo", world_size=1, shard=shard) == {}
 
 
 def test_buckets_and_compression_of_gradients(image_folder, tmp_path):

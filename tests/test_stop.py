@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from training_process import TrainingProcess
 
 NPROC = ("--nproc", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75, signal.SIGHUP: 129}
 LONG = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.WORKERS", 1,
         "TRAIN.GLOBAL_BATCH_SIZE", 12)  # fmt: skip
 
@@ -81,7 +82,7 @@ def wait_for_phase(run: TrainingProcess, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["start-up", "epoch", "save", "evaluation"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name)
 def test_a_signal_saves_and_ends_two_processes_in_any_phase(slow_to_evaluate, tmp_path, phase, signum):
     slow = ("TEST.BATCH_SIZE", 1) if phase == "evaluation" else ()
     with started(slow_to_evaluate, tmp_path / "out", *slow) as run:
@@ -216,6 +217,7 @@ def test_a_broken_image_on_one_process_is_told_once_without_a_traceback(image_fo
 
 def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path):
     words = ("MODEL.KWARGS.seconds", 600, "MODEL.KWARGS.step", 4, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 4)
+    words += ("DIST.STARTUP_TIMEOUT_S", 60)
     with started(image_folder, tmp_path / "out", "MODEL.ARCH", "sleepy", *words) as run:
         assert run.wait(60) == 1
         assert seconds_until_gone(run, 20) < 6
@@ -227,12 +229,89 @@ def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path
 
 
 def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out") as run:
-        run.wait_for(run.records)
+    with started(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 10) as run:
+        run.wait_for(run.is_evaluating)
+        run.wait_for(lambda: len(run.records()) > 20)
         run.signal_rank(1, signal.SIGSTOP)
         assert run.wait(40) != 0
-        assert re.search(r"process 1 on \S+ has been silent for 15 s", run.last_lines())
+        said = r"process 1 on \S+ has been silent and has made no step for 10 s \(DIST.TIMEOUT_S\)"
+        assert re.search(said, run.last_lines())
         assert seconds_until_gone(run, 20) < 12
+
+
+def test_the_first_step_may_take_longer_than_the_others(image_folder, tmp_path):
+    """It compiles models, and weights may be fetched before it."""
+    words = ("MODEL.KWARGS.seconds", 9, "MODEL.KWARGS.step", 1, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 3)
+    with started(image_folder, tmp_path / "out", "MODEL.ARCH", "sleepy", *words, "OPTIM.MAX_EPOCH", 1) as run:
+        assert run.wait(80) == 0, run.last_lines()
+    words += ("DIST.STARTUP_TIMEOUT_S", 4)
+    with started(image_folder, tmp_path / "late", "MODEL.ARCH", "sleepy", *words, "OPTIM.MAX_EPOCH", 1) as run:
+        assert run.wait(80) == 1
+        assert "has made no step for 4 s (DIST.STARTUP_TIMEOUT_S) after its start" in run.last_lines()
+
+
+def test_a_held_interpreter_lock_ends_no_run(image_folder, tmp_path):
+    """The launch of a kernel may hold it while the device is busy."""
+    words = ("MODEL.ARCH", "holding", "MODEL.KWARGS.seconds", 18, "MODEL.KWARGS.rank", 1, "OPTIM.MAX_EPOCH", 1)
+    with started(image_folder, tmp_path / "out", *words) as run:
+        assert run.wait(100) == 0, run.last_lines()
+
+
+def test_an_exception_is_printed_although_the_group_cannot_be_destroyed(image_folder, tmp_path):
+    """nccl waits for its kernels there, which wait for the process that has failed."""
+    for rank in (0, 1):
+        words = ("MODEL.ARCH", "failing", "MODEL.KWARGS.rank", rank, "MODEL.KWARGS.is_destroyable", False)
+        with started(image_folder, tmp_path / f"out{rank}", *words) as run:
+            assert run.wait(60) == 1
+            assert Path(f"{run.out_dir}.console").read_text().count("ArithmeticError: the flux has run out") == 1
+            assert seconds_until_gone(run, 20) < 6
+
+
+def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
+    for launcher, ranks in ((NPROC, (0, 1)), ((sys.executable,), (0,))):
+        out_dir = tmp_path / f"out{len(ranks)}"
+        with started(image_folder, out_dir, "TRAIN.WORKERS", 2, launcher=launcher) as run:
+            run.wait_for(run.records)
+            run.signal_launcher(signal.SIGQUIT)
+            files = [out_dir / "stacks" / f"rank_{rank}.txt" for rank in ranks]
+            run.wait_for(lambda files=files: all(path.exists() and "train_model" in path.read_text() for path in files))
+            run.wait_for(lambda run=run: "Current thread" in run.said_since_start())
+            run.signal_everybody(signal.SIGQUIT)  # workers too
+            time.sleep(0.5)
+            seen = len(run.records())
+            run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
+            run.signal_launcher(signal.SIGTERM)
+            assert run.wait(20) == 143 and "worker" not in run.last_lines()
+
+
+def test_nohup_is_respected(image_folder, tmp_path):
+    for flags in ((), NPROC):
+        launcher = ("nohup", sys.executable)
+        with started(image_folder, tmp_path / f"out{len(flags)}", *flags, launcher=launcher) as run:
+            run.wait_for(run.records)
+            pids = run.list_pids()
+            run.signal_everybody(signal.SIGHUP)
+            seen = len(run.records())
+            run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
+            assert run.list_pids() == pids
+
+
+@pytest.mark.parametrize(
+    "flags, closed", [("", "2>&-"), ("", ">&- 2>&- <&-"), ("", "2>&1 | true"), ("--nproc 2", "2>&-")]
+)
+def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, closed):
+    words = " ".join(small_words(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
+    command = f"{sys.executable} {ROOT / 'tools' / 'train_net.py'} {flags} {words} {closed}"
+    status = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], timeout=100).returncode
+    assert status == 0
+    assert "done: best top1" in (tmp_path / "out" / "train.log").read_text()
+    assert read_checkpoint(tmp_path / "out" / "best.pth.tar")
+
+
+def test_a_failing_run_with_a_closed_standard_error_keeps_its_status(tmp_path):
+    command = f"{sys.executable} {ROOT / 'tools' / 'train_net.py'} NO.SUCH 1"
+    for closed in ("2>&-", "2>&1 | true"):
+        assert subprocess.run(["bash", "-c", f"{command} {closed}; exit ${{PIPESTATUS[0]}}"]).returncode == 2
 
 
 def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):
