@@ -305,7 +305,7 @@ def _frozen(value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
         return Config({key: _frozen(item) for key, item in value.items()})
     if value is None or isinstance(value, (str, int, float)):
         return value

@@ -47,7 +47,8 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
         ConfigError: OUT_DIR cannot be made, or another run uses it.
     """
     set_backends(cfg, device)
-    settings, has_log = cfg.DIST, False
+    settings = cfg.DIST
+    has_log = False
     limits = {"timeout_s": settings.TIMEOUT_S, "startup_timeout_s": settings.STARTUP_TIMEOUT_S}
     group = dist.process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
