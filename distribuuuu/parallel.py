@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from distribuuuu.distributed import in_group
+from distribuuuu.distributed import greatest, in_group
 from distribuuuu.sharding import is_sharded
 
 # Gradients travel in this type and are added up in it; the model's own stays as it is.
@@ -28,6 +28,7 @@ def wrap_model(
     bucket_mb: float = 25,
     compress: str = "none",
     unused: Sequence[str] = (),
+    skips: bool = False,
 ) -> nn.Module:
     """Return the model with gradients averaged over the processes; alone or sharded, the model itself.
 
@@ -41,6 +42,7 @@ def wrap_model(
         compress: the type they are sent in: one of COMPRESSIONS.
         unused: names of the parameters that get no gradient on any process. They are frozen: optimizers skip them
             anyway, and to look for them DDP would wait for the device in each step.
+        skips: this process has seen other parameters without a gradient; DDP then does look for such in each step.
     """
     if not in_group() or is_sharded(model):
         return model
@@ -53,6 +55,7 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
+        find_unused_parameters=bool(greatest([skips])[0]),
         **{exchange: False},
     )
     if COMPRESSIONS[compress]:

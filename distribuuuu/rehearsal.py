@@ -14,7 +14,7 @@ from distribuuuu import distributed as dist
 from distribuuuu.config import ConfigError, with_origin
 from distribuuuu.out_of_memory import is_out_of_memory
 from distribuuuu.plural import counted
-from distribuuuu.sharding import inference
+from distribuuuu.sharding import inference, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MOST_IMAGES = 2
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> list[str]:
+def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> tuple[list[str], bool]:
     """Rehearse an evaluation and steps of the first and the last size; returns what `rehearse_training` does."""
     rehearse_evaluation(cfg, model, test_images)
     if start := cfg.TRAIN.IM_SIZE_START:
@@ -32,8 +32,13 @@ def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: tor
     return rehearse_training(cfg, model, train_images)
 
 
-def rehearse_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE") -> list[str]:
-    """Take a few images forward and backward, without a trace on the model; return the parameters without a gradient.
+def rehearse_training(
+    cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE"
+) -> tuple[list[str], bool]:
+    """Take a few images forward and backward, without a trace on the model.
+
+    Returns the names of the parameters that never get a gradient, and whether others get none in some steps: a model
+    may skip layers at random in training, so a parameter counts as unused if evaluation does not use it either.
 
     Args:
         cfg: the config.
@@ -49,11 +54,19 @@ def rehearse_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str
         logits = model(images[:MOST_IMAGES])
         _check_logits(cfg, logits, len(images[:MOST_IMAGES]))
         logits.sum().backward()
-        unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+        skipped = unused = _without_gradient(model)
+        if unused and not is_sharded(model):
+            model.eval()
+            model(images[:MOST_IMAGES]).sum().backward()  # adds to the gradients that are there
+            unused = _without_gradient(model)
     if unused:
         names = ", ".join(unused[:4]) + ", ..." * (len(unused) > 4)
         logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), names)
-    return unused
+    return unused, len(skipped) > len(unused)
+
+
+def _without_gradient(model: nn.Module) -> list[str]:
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
 def rehearse_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:

@@ -97,8 +97,8 @@ class Step:
         self.recipe = build_recipe(cfg, loader, device, self.state.precision)
         self.meter = build_meter(cfg, device)
         example = loader.example()
-        unused = rehearse(cfg, self.state.model, example, example[:1])
-        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
+        found = rehearse(cfg, self.state.model, example, example[:1])
+        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
         compile_model(self.model, cfg.MODEL.COMPILE)
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)

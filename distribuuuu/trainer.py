@@ -184,8 +184,8 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
 def prepare_model(cfg, model: nn.Module, train_loader: TrainLoader, val_loader: Loader) -> nn.Module:
     """Return the model ready for steps: tried out on a few images, wrapped for several processes, compiled."""
     example = train_loader.example()
-    unused = rehearse(cfg, model, example, val_loader.black(1))
-    model = wrap_model(model, train_loader.device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused)
+    found = rehearse(cfg, model, example, val_loader.black(1))
+    model = wrap_model(model, train_loader.device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
     compile_model(model, cfg.MODEL.COMPILE)
     return model
 

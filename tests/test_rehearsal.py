@@ -34,6 +34,18 @@ class Idle(nn.Module):
         return self.used(images)
 
 
+class Skipping(Idle):
+    """A net that leaves out a layer in every second pass of training, the rehearsed one among them."""
+
+    num_passes = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.num_passes += 1
+        if self.training and self.num_passes % 2 == 0:
+            return self.used(images)
+        return self.used(images) + self.idle(torch.ones(1, 5)).mean()
+
+
 class TwoHeads(Idle):
     """A net that answers twice in training."""
 
@@ -44,14 +56,14 @@ class TwoHeads(Idle):
 @pytest.fixture(autouse=True)
 def odd_models(monkeypatch):
     assert "resnet8" in MODELS  # so that the table is filled
-    for name, model in (("idle", Idle), ("two_heads", TwoHeads)):
+    for name, model in (("idle", Idle), ("skipping", Skipping), ("two_heads", TwoHeads)):
         monkeypatch.setitem(MODELS._table, name, lambda num_classes, model=model: model(num_classes))
 
 
 def test_a_rehearsal_leaves_no_trace(small_cfg):
     model = build_model(small_cfg())
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    assert rehearse_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == []
+    assert rehearse_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -104,7 +116,7 @@ def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
     model = build_model(cfg)
     assert not any("aux" in name for name in model.state_dict())
-    assert rehearse_training(cfg, model, torch.zeros(2, 3, 64, 64)) == []
+    assert rehearse_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
     asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
     with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
         rehearse_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
@@ -142,6 +154,18 @@ def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_pa
     one, two = newest(tmp_path / "1"), newest(tmp_path / "2")
     assert_close(one, two, 1e-5)
     assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4
+
+
+def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
+    """DDP waits for all gradients in each step unless it looks for unused parameters."""
+    words = ("MODEL.ARCH", "skipping", "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
+    cfg = small_cfg(*words)
+    assert rehearse_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16)) == ([], False)
+    skipping = Skipping(3)
+    skipping.num_passes = 1
+    assert rehearse_training(cfg, skipping, torch.zeros(2, 3, 16, 16)) == ([], True)
+    on_processes(2, train_model, cfg)
+    assert len(newest(tmp_path / "out")["optimizer"]["state"]) == 6
 
 
 def step_with_idle_parameters(zero1: bool) -> tuple[bool, list[str], list[str], int]:
