@@ -29,7 +29,8 @@ def assert_same_file(one: Path, other: Path) -> None:
     for mine, theirs in zip(one["optimizer"]["state"].values(), other["optimizer"]["state"].values(), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     # `checkpoints` names those in the folder: a run that was stopped has one more.
-    left_out = {"state_dict", "ema_state_dict", "optimizer", "seconds", "checkpoints"}
+    time_and_place = {"seconds", "timing", "peak_memory_mib", "config", "checkpoints"}  # config: OUT_DIR, TRAIN.WORKERS
+    left_out = {"state_dict", "ema_state_dict", "optimizer", "meter"} | time_and_place
     assert {k: v for k, v in one.items() if k not in left_out} == {k: v for k, v in other.items() if k not in left_out}
 
 

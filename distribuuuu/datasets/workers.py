@@ -153,7 +153,9 @@ def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> It
         may_follow = isinstance(error, (RuntimeError, OSError, EOFError))
         if dead := _find_dead(processes, _DEATH_S if may_follow else 0):
             for process in processes:
-                process.kill()
+                if process is not dead:
+                    process.kill()
+            dead.join()
             raise LoaderWorkerError(_describe_death(dead.pid, dead.exitcode)) from error
         if isinstance(error, MemoryError):
             what = str(error).strip().rpartition("\n")[2].removeprefix("MemoryError: ")
@@ -162,10 +164,12 @@ def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> It
 
 
 def _find_dead(processes: Sequence[multiprocessing.Process], wait_s: float) -> multiprocessing.Process | None:
-    """Return a process that has ended, or ends within some seconds."""
-    if processes:
-        multiprocessing.connection.wait([process.sentinel for process in processes], wait_s)
-    return next((process for process in processes if process.exitcode is not None), None)
+    """Return a process that has ended, or ends within some seconds.
+
+    Its exit code is left to one thread: of two that ask at once, one is told that there is none.
+    """
+    ended = multiprocessing.connection.wait([process.sentinel for process in processes], wait_s) if processes else ()
+    return next((process for process in processes if process.sentinel in ended), None)
 
 
 def _describe_death(pid: int, exitcode: int) -> str:
