@@ -29,9 +29,10 @@ OUT_OF_TIME = 1000
 # Launchers pass on what the terminal or Slurm has already sent to everybody; that soon, it is the same signal.
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
-# The thread that writes checkpoints, and the seconds that it gets when the process has to end.
+# The thread that writes checkpoints, and the seconds that it gets when the process has to end: one or two GiB take as
+# many. A process that failed prints its error after about as long.
 WRITER_NAME = "checkpoint writer"
-SAVE_S = 2.0
+SAVE_S = 8.0
 
 
 class RunStopped(Exception):
