@@ -160,6 +160,21 @@ def test_a_check_ends_when_very_many_files_are_broken(root, looks, monkeypatch):
     assert "4 of 4 images are broken" in refusal(root) and len(looks) == 4
 
 
+@pytest.mark.parametrize(
+    "damage", [{"done": "x"}, {"done": -1}, {"broken": 3}, {"broken": [[10**9, "x"]]}, {"broken": [["a"]]}, None]
+)
+def test_a_damaged_record_of_the_check_counts_as_none(root, damage):
+    def read() -> tuple[str, str]:
+        cfg = load_cfg(None, small_words(root, root / "out"))
+        return file_check.check_images(cfg, ImageFolder.from_cfg(cfg, train=False), train=False)
+
+    assert read() == ("", "")
+    (record,) = root.rglob("*.headers")
+    meta, _ = file_check.read_arrays(record, file_check.KIND, file_check.VERSION)
+    file_check.write_arrays(record, file_check.KIND, file_check.VERSION, {**meta, **damage} if damage else {}, {})
+    assert read() == ("", "")
+
+
 def test_a_disk_that_keeps_nothing_is_checked_at_each_start(root, looks, monkeypatch):
     def refuse(*args):
         raise OSError(30, "Read-only file system")

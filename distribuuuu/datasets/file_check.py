@@ -106,7 +106,7 @@ def _check_in_turn(
     broken, done, num_chunks = {}, 0, -(-len(images) // _CHUNK)
     if place is not None:
         file, key = place.with_suffix(f".{what}"), [scan, *key]
-        seen, (broken, done) = identity_of(file), _load(file, key)
+        seen, (broken, done) = identity_of(file), _load(file, key, len(images))
     if done == num_chunks and not broken:
         return broken, len(images)
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ def _check_in_turn(
         except OSError:  # nothing can be kept
             place = None
         if place is not None and identity_of(file) != seen:  # another process has gone on meanwhile
-            broken, done = _load(file, key)
+            broken, done = _load(file, key, len(images))
         else:
             done = _go_on(len(images), look, limit_s, broken, done)
             with contextlib.suppress(OSError):
@@ -126,11 +126,12 @@ def _check_in_turn(
     return broken, min(done * _CHUNK, len(images))
 
 
-def _load(file: Path, key: list) -> tuple[dict[int, str], int]:
-    with contextlib.suppress(OSError, ValueError):
+def _load(file: Path, key: list, num: int) -> tuple[dict[int, str], int]:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a damaged record counts as none
         meta, _ = read_arrays(file, KIND, VERSION)
-        if meta["key"] == key:
-            return dict(map(tuple, meta["broken"])), meta["done"]
+        broken, done = {int(index): str(problem) for index, problem in meta["broken"]}, int(meta["done"])
+        if meta["key"] == key and done >= 0 and all(0 <= index < num for index in broken):
+            return broken, done
     return {}, 0
 
 
