@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.atomic_file import replacing
 from distribuuuu.registry import did_you_mean, near_matches
 
 # Who knows models, in the order in which they are asked.
@@ -71,12 +72,8 @@ def keep_table(source: str, make: Callable[[], NameTable]) -> None:
     with contextlib.suppress(OSError, RuntimeError, ImportError):
         file = _file_of(source)
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
-        try:
-            temporary.write_text(json.dumps(asdict(make())), encoding="utf-8")
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(file, "w", encoding="utf-8") as table:
+            json.dump(asdict(make()), table)
 
 
 def _file_of(source: str) -> Path:

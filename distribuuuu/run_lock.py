@@ -30,6 +30,9 @@ FILE_NAME = ".lock"
 # Seconds to wait for a training that may be ending, e.g. one whose launcher was just killed.
 PATIENCE_S = 10.0
 POLL_S = 0.2
+# What the file says of the holder, and the most of it that is read.
+_RECORD = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
+_MOST_CHARACTERS = 4096
 # What file systems without locks answer.
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -138,10 +141,10 @@ def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def _read_holder(file: IO) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         file.seek(0)
-        holder = json.loads(file.read())
-        if isinstance(holder, dict):
+        holder = json.loads(file.read(_MOST_CHARACTERS))
+        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in _RECORD} == _RECORD:
             return holder
     return {}
 

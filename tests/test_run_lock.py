@@ -120,6 +120,20 @@ def test_where_there_are_no_locks_a_warning_and_the_process_of_this_host_count(t
         pass
 
 
+@pytest.mark.parametrize(
+    "record", [b"\xff\x00", b"[" * 100_000, b"[1]", b'{"host": 1, "pid": "../self", "restarts": "x"}']
+)
+def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, record):
+    (tmp_path / ".lock").write_bytes(record)
+    with run_lock.lock_out_dir(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    (tmp_path / ".lock").write_bytes(record)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_lock, "_try_lock", lambda file: False)
+    with pytest.raises(OutDirLocked, match="a process that left no name"), run_lock.lock_out_dir(tmp_path):
+        pass
+
+
 def test_a_folder_that_takes_no_lock_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(OutDirLocked, match=r"OUT_DIR: .*\.lock cannot be written: Is a directory"):
