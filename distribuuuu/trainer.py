@@ -77,6 +77,7 @@ def train_model(cfg) -> float:
                     except NonFiniteLoss as trouble:
                         roll_back(cfg, state, checkpoints, log, trouble)
                     else:
+                        checkpoints.save_in_background(state)  # an evaluation that fails is repeated alone
                         evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
                         new_bests = state.finish_epoch({kind: read[log.merit] for kind, read in evaluations.items()})
                         log.evaluation(state.epoch - 1, evaluations, state.bests)
@@ -131,7 +132,7 @@ def train_epoch(
             log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
         else:
             log.show_step(epoch, state.step, lr)
-        if checkpoints.is_due(state.step) or is_last:  # the last one lets an evaluation that fails be repeated alone
+        if checkpoints.is_due(state.step) and not is_last:
             checkpoints.save_in_background(state)
         stop.check(f"epoch {epoch + 1}, step {state.step}")
 
