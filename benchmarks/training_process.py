@@ -24,6 +24,11 @@ class RunEnded(Exception):
     """The training ended before the moment that was waited for."""
 
 
+def _hear_hang_ups() -> None:
+    """Undo what `nohup` has done to this process and so to those that it starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class TrainingProcess:
     """A running `tools/train_net.py`, alone or under a launcher.
 
@@ -47,6 +52,7 @@ class TrainingProcess:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
             start_new_session=True,
+            preexec_fn=_hear_hang_ups,
         )
         self._writer: int | None = None
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 # sysexits.h: a temporary failure, the user is invited to retry.
 REQUEUE = 75
@@ -189,6 +190,12 @@ def ignore_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
+def _pass_over_lost_reader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error of a worker, but not that the process that reads its batches has ended."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
+
+
 def shield_worker(worker_id: int, parent: int) -> None:
     """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not its own process.
 
@@ -199,6 +206,7 @@ def shield_worker(worker_id: int, parent: int) -> None:
         parent: the process id of the process that loads.
     """
     ignore_signals()
+    sys.excepthook = _pass_over_lost_reader
     if hasattr(signal, "SIGKILL"):
         die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above

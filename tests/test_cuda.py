@@ -14,6 +14,7 @@ from distribuuuu.datasets.samples import Samples
 from distribuuuu.datasets.workers import ThreadWorkers
 from distribuuuu.launch import Launch
 from distribuuuu.memory import copy_to_device
+from distribuuuu.metrics import build_meter
 from distribuuuu.optim import build_optimizer
 from distribuuuu.precision import build_precision
 from distribuuuu.recipe import build_recipe
@@ -114,7 +115,8 @@ def prepare(cfg) -> tuple:
 def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callable[[], object]):
     """Train for less than an epoch, so that no metric is read; `begin` is called after the first two steps."""
     loader = TrainLoader(parts.samples, parts.sampler, pinned_batches(num), make_normalizer(device))
-    state = dataclasses.replace(state, model=state.model.to(device), precision=build_precision(cfg, device))
+    parts_there = {"precision": build_precision(cfg, device), "meter": build_meter(cfg, device)}
+    state = dataclasses.replace(state, model=state.model.to(device), **parts_there)
     state.ema.model.to(device)
     state.ema.pair_with(state.model)
     state.optimizer = build_optimizer(cfg, state.model)
@@ -123,7 +125,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
         cfg, state, state.model, loader, build_recipe(cfg, loader, device, state.precision),
         checkpoints=SimpleNamespace(is_due=lambda step: False),
         log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None),
-        stop=SimpleNamespace(begin_phase=lambda: None, check=lambda position: next(checks) == 2 and begin()),
+        stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
     )  # fmt: skip
     return state
 

@@ -168,6 +168,7 @@ def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, 
     for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
         metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(measures, share)}
         run_log._read_position, run_log._paced_from = run_log._read_position - 1, (clock.now - 1e6, -1)
+        run_log._timing.begin(clock.now)
         clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
         run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, metrics, 1e9)
         clock.now += log.LINE_S

@@ -412,7 +412,7 @@ def test_shards_of_images_changed_in_place_are_packed_again(folder, tmp_path, mo
     pack(tmp_path / "out", *words)
     printed = capsys.readouterr().out
     assert f"have changed since shard-0000{shard}.bin was packed; it is packed again" in printed
-    assert ("going on after" in printed) == (shard > 0)
+    assert ("resumed after" in printed) == (shard > 0)
     pack(tmp_path / "whole", *words)
     assert contents(tmp_path / "out" / "train") == contents(tmp_path / "whole" / "train")
 

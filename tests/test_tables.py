@@ -119,7 +119,7 @@ def test_unfinished_runs_and_repeated_seeds_are_left_out_and_told(make, tmp_path
     save(tmp_path / "c" / "results.json", accuracy__raw__last__top1=99.0)
     status, rows, err = make(tmp_path)
     assert status == 0 and [row["top-1 here"] for row in rows] == ["93.00 (n = 1)"]
-    assert f"{tmp_path}/b/results.json: left out: 3 of 7 epochs are done" in err
+    assert f"{tmp_path}/b/results.json: left out: 3 of 7 epochs done" in err
     assert f"{tmp_path}/c/results.json: left out: seed 0 is in {tmp_path}/a/results.json already" in err
 
 

@@ -75,4 +75,4 @@ def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_f
     log = (tmp_path / "out" / "train.log").read_text()
     assert "OPTIM.STEPS (command line): [1] has no effect; it needs OPTIM.LR_POLICY steps" in log
     assert log.count("has no effect") == 1
-    assert f"evaluation data: {image_folder}/. (TEST.DATASET), training data: {image_folder}" in log
+    assert f"validation data: {image_folder}/. (TEST.DATASET), training data: {image_folder}" in log

@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from distribuuuu.datasets.samples import Samples, collate
 from distribuuuu.datasets.transforms import CentreCrop, ResizedCrop
 from distribuuuu.datasets.workers import LoaderWorkerError, count_cores, count_workers, start_workers
 from distribuuuu.launch import Launch, detect_launch
+from distribuuuu.signals import shield_worker
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -726,3 +728,17 @@ def test_any_layout_of_bytes_is_normalised_alike(last):
     for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:1], pixels[:0]):
         torch.testing.assert_close(normalize(some), expected[: len(some)], atol=1e-5, rtol=1e-5)
     assert normalize(pixels).dtype == torch.float32
+
+
+def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
+    parent = os.getpid()
+
+    def fail(error: Exception) -> None:
+        shield_worker(0, parent)
+        sys.excepthook(type(error), error, None)
+
+    for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):
+        process = multiprocessing.get_context("fork").Process(target=fail, args=(error,))
+        process.start()
+        process.join()
+    assert capfd.readouterr().err.strip() == "ArithmeticError: the flux has run out"
