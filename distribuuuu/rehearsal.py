@@ -57,7 +57,7 @@ def rehearse_training(
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
             model.eval()
-            model(images[:MOST_IMAGES]).sum().backward()  # adds to the gradients that are there
+            model(images[:1]).sum().backward()  # adds to the gradients that are there
             unused = _without_gradient(model)
     if unused:
         names = ", ".join(unused[:4]) + ", ..." * (len(unused) > 4)

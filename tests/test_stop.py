@@ -60,7 +60,8 @@ def seconds_until_gone(run: TrainingProcess, most_s: float) -> float:
 
 def lines_said(run: TrainingProcess, since: int = 0) -> list[str]:
     """Return what the run has printed but for the log of its progress."""
-    progress = re.compile(r"^[\d:]{8} (distribuuuu|python|device|model|data|step|learning|resumed|epoch| )")
+    begins = "distribuuuu|python|device|model|data|step|learning|resumed|epoch|validation|best|CHECKPOINT.KEEP_LAST| "
+    progress = re.compile(rf"^[\d:]{{8}} ({begins})")
     text = Path(f"{run.out_dir}.console").read_text(errors="replace")
     return [line for line in text.splitlines()[since:] if line and not progress.match(line) and "/10000" not in line]
 
