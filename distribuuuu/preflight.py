@@ -102,7 +102,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
         yield from _weights_problems(cfg)
     if "torch" not in sys.modules:  # else the tables themselves answer at once, also for what was registered since
         yield from _name_problems(cfg, train)
-    yield from _out_dir_problems(Path(cfg.OUT_DIR))
+    yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
@@ -141,12 +141,15 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
             yield "FINETUNE.WEIGHTS", str(error)
 
 
-def _out_dir_problems(out_dir: Path) -> Iterator[tuple[str, str]]:
-    existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        yield "OUT_DIR", f"{existing} is a file, not a folder"
-        return
-    try:
-        tempfile.TemporaryFile(dir=existing).close()  # os.access() does not know of read-only file systems and quotas
-    except OSError as error:
-        yield "OUT_DIR", f"{existing} cannot be written to: {error.strerror}"
+def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
+    """Yield what keeps a run from writing: training also writes to the folder of its checkpoints."""
+    for path in (out_dir, out_dir / "checkpoints") if train else (out_dir,):
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            yield "OUT_DIR", f"{existing} is a file, not a folder"
+            return
+        try:
+            tempfile.TemporaryFile(dir=existing).close()  # os.access() knows neither read-only file systems nor quotas
+        except OSError as error:
+            yield "OUT_DIR", f"{existing} cannot be written to: {error.strerror}"
+            return

@@ -68,7 +68,7 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
             file = open(path, "a+", encoding="utf-8")
             is_locked = _try_lock(file)
         except OSError as error:
-            return None, f"OUT_DIR: {path} cannot be written: {error.strerror}"
+            return None, f"OUT_DIR: {path} cannot be written: {error.strerror or error}"
         holder = _read_holder(file)
         if is_locked is None and not _is_running_here(holder):
             logger.warning("OUT_DIR: %s: this file system has no locks; a second training in the same folder would not"

@@ -170,6 +170,13 @@ def test_a_folder_that_takes_no_file_is_told_whoever_asks(image_folder):
     assert problem.startswith("OUT_DIR (command line): /proc cannot be written to: ")
 
 
+def test_a_file_in_the_place_of_the_checkpoints_is_told_before_training(image_folder, tmp_path):
+    (tmp_path / "checkpoints").touch()
+    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
+    (problem,) = problems_of(*words)
+    assert problem.endswith(f"{tmp_path}/checkpoints is a file, not a folder")
+
+
 def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*words, train=False)

@@ -134,6 +134,13 @@ def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, 
         pass
 
 
+def test_a_pipe_in_the_place_of_the_lock_is_named(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OutDirLocked, match=r"\.lock cannot be written: \S+ \S+") as refused, lock_out_dir(tmp_path):
+        pass
+    assert "None" not in str(refused.value)
+
+
 def test_a_folder_that_takes_no_lock_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(OutDirLocked, match=r"OUT_DIR: .*\.lock cannot be written: Is a directory"):
