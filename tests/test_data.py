@@ -192,10 +192,11 @@ def test_transforms_take_any_image_and_honour_the_sizes(size, crop):
     assert CentreCrop(30, 24)(picture, Draws(0, 0)).shape == (3, 24, 24)
 
 
-def test_the_folder_lists_what_torchvision_lists(image_folder):
-    (image_folder / "train" / "ant" / "notes.txt").write_text("not an image")
-    mine = ImageFolder(image_folder, "train")
-    theirs = torchvision_datasets.ImageFolder(image_folder / "train")
+def test_the_folder_lists_what_torchvision_lists(tmp_path):
+    draw_folder(tmp_path, "train", {"a": 2, "b": 3})
+    (tmp_path / "train" / "a" / "notes.txt").write_text("not an image")
+    mine = ImageFolder(tmp_path, "train")
+    theirs = torchvision_datasets.ImageFolder(tmp_path / "train")
     assert [(mine.where(index), mine.label(index)) for index in range(len(mine))] == theirs.samples
     assert list(mine.classes) == theirs.classes
 
