@@ -39,8 +39,8 @@ from chaos_run import NUM_STEPS, DisturbedRun, Trainings
 from machine import describe_run
 from same_runs import compare_runs
 
-from distribuuuu.checkpoint import checkpoint_name
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import checkpoint_name
 
 TOLERANCE = 1e-5
 # Of a run: enough that its last event comes before its end.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from training_process import RunEnded, TrainingProcess, read_records
 
-from distribuuuu.checkpoint import CheckpointFolder, position_of
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
-from distribuuuu.signals import STATUS_OF
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder, position_of
+from distribuuuu.launch.signals import STATUS_OF
 
 EVERY_STEPS = 4
 SIGNALS = {

@@ -15,13 +15,13 @@ import torch
 from machine import describe_run
 from step import CLASSES, MemoryLoader
 
-from distribuuuu.batching import BatchPlan
-from distribuuuu.checkpoint import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointFolder
 from distribuuuu.config import load_cfg
-from distribuuuu.log import RunLog
-from distribuuuu.recipe import build_recipe
-from distribuuuu.state import TrainState
-from distribuuuu.stop import StopRequest
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.engine.state import TrainState
+from distribuuuu.engine.stop import StopRequest
+from distribuuuu.report.run_log import RunLog
+from distribuuuu.tasks.classification import build_recipe
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
 # The most that a step with a save may take, in steps without.

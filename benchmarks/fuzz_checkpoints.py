@@ -26,11 +26,11 @@ from mutations import damage
 from same_runs import find_differences
 from torch import nn
 
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
 from distribuuuu.config import load_cfg
-from distribuuuu.optim import build_optimizer
-from distribuuuu.state import TrainState
+from distribuuuu.engine.state import TrainState
+from distribuuuu.optim.optimizer import build_optimizer
 
 
 @dataclass

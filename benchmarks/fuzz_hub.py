@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from machine import describe_run
 
-from distribuuuu.watch import Watch
-from distribuuuu.watch_hub import Hub
+from distribuuuu.distributed.watchdog import Watch
+from distribuuuu.distributed.watchdog_server import Hub
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # Processes that are watched, out of a world that has room for some more.

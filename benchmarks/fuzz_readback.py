@@ -26,18 +26,18 @@ from typing import Any
 from mutations import damage
 from PIL import Image
 
+from distribuuuu.checkpoint.locate import find_weights_file
+from distribuuuu.cli.make_table import read_reported, write_block
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.datasets.draw_shapes import draw_shapes
-from distribuuuu.datasets.folder_index import open_index
-from distribuuuu.datasets.multilabel import Multilabel
-from distribuuuu.datasets.pack_file import INDEX, read_whole_or_cut
-from distribuuuu.datasets.pack_writer import PackWriter, Record, find_conflicts
-from distribuuuu.datasets.packed import Packed
-from distribuuuu.records import drop_records_after
-from distribuuuu.results import read_results
-from distribuuuu.table_words import read_reported, write_block
-from distribuuuu.tables import Run, format_table, group_runs, make_row
-from distribuuuu.weights_file import find_weights_file
+from distribuuuu.data.datasets.draw_shapes import draw_shapes
+from distribuuuu.data.datasets.folder_index import open_index
+from distribuuuu.data.datasets.multilabel import Multilabel
+from distribuuuu.data.datasets.packed import Packed
+from distribuuuu.data.datasets.packed_format import INDEX, read_whole_or_cut
+from distribuuuu.data.packing.writer import PackWriter, Record, find_conflicts
+from distribuuuu.report.results import read_results
+from distribuuuu.report.tables import Run, format_table, group_runs, make_row
+from distribuuuu.report.writers import drop_records_after
 
 ODD_VALUES = [
     None,

@@ -44,15 +44,15 @@ from gpu_contestants import (
 from machine import describe_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu import distributed as dist
-from distribuuuu.batching import BatchPlan
 from distribuuuu.config import load_cfg
-from distribuuuu.datasets.dummy import Dummy
-from distribuuuu.log import close_logging, set_up_logging
-from distribuuuu.loss import build_loss
-from distribuuuu.parallel import compile_model, wrap_model
-from distribuuuu.recipe import build_recipe
-from distribuuuu.stop import StopRequest
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.dummy import Dummy
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.ddp import compile_model, wrap_model
+from distribuuuu.engine.stop import StopRequest
+from distribuuuu.report.run_log import close_logging, set_up_logging
+from distribuuuu.tasks.classification import build_recipe
+from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
 # Our images a second over those of the faster reference script must be at least this, on a GPU.

@@ -23,8 +23,8 @@ from pathlib import Path
 from machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.datasets.folder_scan import NUM_THREADS, YOUNG_NS, scan_folder
-from distribuuuu.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets.folder_scan import NUM_THREADS, YOUNG_NS, scan_folder
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 
 NUM_CLASSES = 1000
 MOST_SCAN_RATIO, MOST_START_S, MOST_WORKER_MB = 1.5, 1.0, 60

@@ -137,10 +137,10 @@ def ours(folder, words=(), workers=0, train=True, to_loop=False):
     import torch
 
     from distribuuuu.config import load_cfg
-    from distribuuuu.datasets.loader import build_loader
-    from distribuuuu.datasets.samples import collate
-    from distribuuuu.launch import Launch
-    from distribuuuu.memory import keep_freed_memory
+    from distribuuuu.data.loader import build_loader
+    from distribuuuu.data.samples import collate
+    from distribuuuu.launch.detect import Launch
+    from distribuuuu.launch.host import keep_freed_memory
 
     keep_freed_memory()
     words = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,

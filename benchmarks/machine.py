@@ -6,7 +6,7 @@ import shlex
 import sys
 from importlib.metadata import version
 
-from distribuuuu.provenance import name_cpu
+from distribuuuu.report.environment import name_cpu
 
 
 def describe_run() -> str:

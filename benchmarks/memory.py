@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 from machine import describe_run
 
-from distribuuuu import distributed as dist
-from distribuuuu.act_checkpoint import build_act_checkpoint
 from distribuuuu.config import load_cfg
-from distribuuuu.launch import Launch
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+from distribuuuu.distributed.ddp import wrap_model
+from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.ports import find_free_port
 from distribuuuu.models import build_model, count_parameters
-from distribuuuu.optim import build_optimizer
-from distribuuuu.parallel import wrap_model
-from distribuuuu.ports import find_free_port
-from distribuuuu.precision import build_precision
-from distribuuuu.sharding import build_placement
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import build_precision
 
 RECOMPUTED = "MODEL.ACT_CHECKPOINT True"
 ROWS = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from training_process import read_records
 
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
 
 # What a record says about time, which no two runs share.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")

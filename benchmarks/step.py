@@ -26,17 +26,17 @@ import torch
 from machine import describe_run
 from torch import nn
 
-from distribuuuu import distributed as dist
-from distribuuuu.batching import BatchPlan
 from distribuuuu.config import load_cfg
-from distribuuuu.datasets.dummy import Dummy
-from distribuuuu.launch import Launch
-from distribuuuu.log import RunLog, close_logging, set_up_logging
-from distribuuuu.loss import build_loss
-from distribuuuu.parallel import wrap_model
-from distribuuuu.ports import find_free_port
-from distribuuuu.recipe import build_recipe
-from distribuuuu.stop import StopRequest
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.dummy import Dummy
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.ddp import wrap_model
+from distribuuuu.engine.stop import StopRequest
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.ports import find_free_port
+from distribuuuu.report.run_log import RunLog, close_logging, set_up_logging
+from distribuuuu.tasks.classification import build_recipe
+from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
 STEPS = 30

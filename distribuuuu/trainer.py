@@ -8,29 +8,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distribuuuu import distributed as dist
-from distribuuuu.act_checkpoint import build_act_checkpoint
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import CheckpointError, find_other_class, read_checkpoint
-from distribuuuu.config import ConfigError, leaves
-from distribuuuu.datasets.loader import Loader, TrainLoader, build_loader
-from distribuuuu.ema import build_ema
-from distribuuuu.evaluator import evaluate
-from distribuuuu.finetune import build_start, freeze_parts
-from distribuuuu.launch import detect_launch, is_restart
-from distribuuuu.log import RunLog, evaluation_bar
-from distribuuuu.loss import build_loss
-from distribuuuu.metrics import NonFiniteLoss, build_measures, build_meter, finite
-from distribuuuu.models import build_model
-from distribuuuu.optim import build_optimizer, set_lr
-from distribuuuu.out_of_memory import explain_out_of_memory
-from distribuuuu.parallel import compile_model, without_gradient_sync, wrap_model
-from distribuuuu.precise_bn import compute_precise_statistics
-from distribuuuu.precision import build_precision
-from distribuuuu.preflight import resolve_num_classes
-from distribuuuu.recipe import Recipe, build_recipe
-from distribuuuu.rehearsal import rehearse, rehearse_evaluation
-from distribuuuu.run import (
+from distribuuuu.checkpoint.io import CheckpointError, find_other_class, read_checkpoint
+from distribuuuu.checkpoint.load import load_state_dict
+from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.config import ConfigError
+from distribuuuu.config.reader import leaves
+from distribuuuu.data.loader import Loader, TrainLoader, build_loader
+from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu, seed_step
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
+from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
+from distribuuuu.engine.dry_run import rehearse, rehearse_evaluation
+from distribuuuu.engine.evaluator import evaluate
+from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.setup import (
     RunResults,
     describe_end,
     describe_model,
@@ -39,12 +34,19 @@ from distribuuuu.run import (
     write_config,
     write_test_results,
 )
-from distribuuuu.seeding import derive_seed, draw_seed, seed_cpu, seed_step
-from distribuuuu.sharding import build_placement
-from distribuuuu.signals import RunStopped
-from distribuuuu.state import TrainState, list_changes, load_state_dict
-from distribuuuu.stop import StopRequest
-from distribuuuu.sync_batchnorm import convert_sync_batchnorm
+from distribuuuu.engine.state import TrainState, list_changes
+from distribuuuu.engine.stop import StopRequest
+from distribuuuu.launch.detect import detect_launch, is_restart
+from distribuuuu.launch.signals import RunStopped
+from distribuuuu.models import build_model
+from distribuuuu.models.finetune import build_start, freeze_parts
+from distribuuuu.optim.ema import build_ema
+from distribuuuu.optim.optimizer import build_optimizer, set_lr
+from distribuuuu.optim.precision import build_precision
+from distribuuuu.report.run_log import RunLog, evaluation_bar
+from distribuuuu.tasks.classification import Recipe, build_recipe
+from distribuuuu.tasks.losses import build_loss
+from distribuuuu.tasks.metrics import NonFiniteLoss, build_measures, build_meter, finite
 
 logger = logging.getLogger(__name__)
 

@@ -1,27 +1,18 @@
-"""What the tests share: small real images, a small config, and functions run on several processes."""
+"""Fixtures shared by all tests: small real images and a small config."""
 
 import fcntl
-import multiprocessing
 import os
-import pickle
-import random
-import socket
-import subprocess
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from support.images import draw_folder
+from support.runs import small_words
 
 from distribuuuu.config import load_cfg
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # training_process: a run to be signalled and killed
 
 # Forked processes must not inherit a pool of threads, and small tensors are faster without one.
 torch.set_num_threads(1)
@@ -51,19 +42,6 @@ def one_at_a_time_on_the_cluster(request):
         yield
 
 
-def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
-    """Write JPEGs of noise around a colour of each class."""
-    for number, (name, count) in enumerate(counts.items()):
-        folder = root / split / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for index in range(count):
-            noise = random.Random(f"{split}/{name}/{index}")
-            base = [60 + 60 * ((number + channel) % 3) for channel in range(3)]
-            tiny = Image.new("RGB", (5, 5))
-            tiny.putdata([tuple(value + noise.randrange(-50, 50) for value in base) for _ in range(25)])
-            tiny.resize(size).save(folder / f"{index:03d}.jpg", quality=90)
-
-
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory) -> Path:
     """A folder of 48 training and 37 evaluation images in three classes: 37 divides by nothing."""
@@ -71,17 +49,6 @@ def image_folder(tmp_path_factory) -> Path:
     draw_folder(root, "train", {"ant": 16, "bee": 16, "cat": 16})
     draw_folder(root, "val", {"ant": 12, "bee": 12, "cat": 13})
     return root
-
-
-def small_words(root: Path, out_dir: Path, *words: Any) -> list[str]:
-    """Return the KEY VALUE words of a run that takes a second: resnet8 on 16 px."""
-    settings = {
-        "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.DATASET": root,
-        "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "TRAIN.BATCH_SIZE": 12, "TEST.BATCH_SIZE": 16, "TRAIN.WORKERS": 0,
-        "TRAIN.PRINT_FREQ": 1, "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 1, "OPTIM.BASE_LR": 0.1, "RNG_SEED": 3,
-        "LOG.TENSORBOARD": False, "OUT_DIR": out_dir,
-    }  # fmt: skip
-    return [str(word) for pair in settings.items() for word in pair] + [str(word) for word in words]
 
 
 @pytest.fixture
@@ -92,46 +59,3 @@ def small_cfg(image_folder, tmp_path) -> Callable:
         return load_cfg(None, small_words(image_folder, tmp_path / "out", *words))
 
     return make
-
-
-def run_tool(tool: str, *words: Any, **env: str) -> subprocess.CompletedProcess:
-    """Run tools/TOOL with words in a process of its own; returns its status and what it printed."""
-    command = [sys.executable, str(ROOT / "tools" / tool), *(str(word) for word in words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def _enter(rank: int, num: int, port: int, function: Callable, arguments: tuple, pipe) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        answer = (True, function(*arguments))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))
-
-
-def on_processes(num: int, function: Callable, *arguments: Any) -> list[Any]:
-    """Return function(*arguments) of `num` processes that see each other's launcher variables, by rank."""
-    context, port, running = multiprocessing.get_context("fork"), free_port(), []
-    for rank in range(num):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_enter, args=(rank, num, port, function, arguments, theirs))
-        process.start()
-        theirs.close()
-        running.append((process, mine))
-    answers = []
-    for process, pipe in running:
-        assert pipe.poll(120), "a process did not answer within 120 s"
-        answers.append(pickle.loads(pipe.recv_bytes()))
-        process.join()
-    for ok, answer in answers:
-        assert ok, answer
-    return [answer for _, answer in answers]

@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
+from support.fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
 
-from distribuuuu.datasets.loader import Loader, Normalizer, TrainLoader, build_loader
-from distribuuuu.datasets.resident import ResidentBatches, ResidentImages
-from distribuuuu.datasets.samples import Samples
-from distribuuuu.datasets.workers import ThreadWorkers
-from distribuuuu.launch import Launch
-from distribuuuu.memory import copy_to_device
-from distribuuuu.metrics import build_meter
-from distribuuuu.optim import build_optimizer
-from distribuuuu.precision import build_precision
-from distribuuuu.recipe import build_recipe
-from distribuuuu.run import set_backends
+from distribuuuu.data.device_loader import ResidentBatches, ResidentImages
+from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
+from distribuuuu.data.samples import Samples
+from distribuuuu.data.workers import ThreadWorkers
+from distribuuuu.engine.setup import set_backends
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import copy_to_device
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import build_precision
+from distribuuuu.tasks.classification import build_recipe
+from distribuuuu.tasks.metrics import build_meter
 from distribuuuu.trainer import build_state, train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
@@ -215,7 +215,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(small_cfg, words):
 @needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_run_on_a_gpu_goes_on_with_another_memory_format(small_cfg, tmp_path, name):
-    from test_trainer import records
+    from support.runs import records
 
     losses = {}
     for kind, second in (("same", False), ("toggled", True)):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_words
+from support.runs import small_words
 
 from distribuuuu.config import load_cfg
-from distribuuuu.datasets.loader import build_loader
-from distribuuuu.launch import Launch
+from distribuuuu.data.loader import build_loader
+from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

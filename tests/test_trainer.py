@@ -12,51 +12,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, free_port, on_processes, run_tool, small_words
+from support.processes import free_port, on_processes
+from support.runs import (
+    GROUP_NORM,
+    ROOT,
+    _Stopped,
+    assert_close,
+    assert_same_run,
+    newest,
+    records,
+    run_tool,
+    small_words,
+    timeless,
+    train_and_kill,
+    train_and_read,
+    train_and_stop,
+)
 
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
-# Group norm: what a process computes does not depend on which images share its batch.
-GROUP_NORM = ("MODEL.KWARGS.norm", "group")
 TINY_VIT = (
     "MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2,
     "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
 )  # fmt: skip
-
-
-def newest(out_dir: Path | str) -> dict:
-    return read_checkpoint(sorted((Path(out_dir) / "checkpoints").glob("*.pth.tar"))[-1])
-
-
-def assert_same_run(one: Path | str, other: Path | str) -> None:
-    """Compare the weights, the momentum and the best of two finished runs, bit by bit."""
-    one, other = newest(one), newest(other)
-    assert one["state_dict"].keys() == other["state_dict"].keys()
-    assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in one["state_dict"])
-    buffers = [
-        [entry["momentum_buffer"] for entry in content["optimizer"]["state"].values()] for content in (one, other)
-    ]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*buffers, strict=True))
-    assert one["best_acc1"] == other["best_acc1"]
-    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
-
-
-def assert_close(one: dict, other: dict, tolerance: float) -> None:
-    for key, tensor in one["state_dict"].items():
-        torch.testing.assert_close(tensor, other["state_dict"][key], rtol=tolerance, atol=tolerance, msg=key)
-
-
-def records(out_dir: Path | str) -> list[dict]:
-    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(out_dir: Path | str) -> list[dict]:
-    timed = {"time", "seconds", "images_per_s", "wait", "eta_s"}
-    return [{key: value for key, value in entry.items() if key not in timed} for entry in records(out_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -102,26 +84,6 @@ def test_the_number_of_workers_does_not_change_a_bit(reference, small_cfg, worke
     cfg = small_cfg("TRAIN.WORKERS", workers)
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, reference)
-
-
-class _Stopped(BaseException):
-    """Stands for the end of the process, at an exact place."""
-
-
-def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
-    """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
-    save = CheckpointFolder.save_in_background
-
-    def save_and_stop(self, state, new_bests=()):
-        save(self, state, new_bests)
-        if (state.epoch, state.step) == place:
-            self.wait()
-            raise _Stopped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "save_in_background", save_and_stop)
-        with pytest.raises(_Stopped):
-            train_model(cfg)
 
 
 @pytest.mark.parametrize("place", [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)])
@@ -259,11 +221,6 @@ def test_a_finished_run_started_again_says_so(reference, image_folder):
     assert timeless(reference) == before
 
 
-def train_and_read(cfg) -> dict:
-    train_model(cfg)
-    return newest(cfg.OUT_DIR)
-
-
 @pytest.mark.parametrize("num", [2, 3])
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, num):
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, *GROUP_NORM)
@@ -293,11 +250,6 @@ def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp
     apart = on_processes(2, train_and_read, small_cfg(*shared, "TRAIN.AUTO_RESUME", False))[0]
     with pytest.raises(AssertionError):
         assert_close(apart, alone, 1e-5)
-
-
-def train_and_kill(cfg, place: tuple[int, int]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        train_and_stop(cfg, place, patch)
 
 
 @pytest.mark.parametrize("place", [(0, 2), (1, 4)])

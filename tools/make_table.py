@@ -15,6 +15,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
-    from distribuuuu.table_words import run_table_tool
+    from distribuuuu.cli.make_table import run_table_tool
 
     sys.exit(run_table_tool(__doc__, Path(__file__).parents[1] / "benchmarks" / "reported.yaml"))

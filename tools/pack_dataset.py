@@ -10,6 +10,6 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
-    from distribuuuu.packing import run_packer
+    from distribuuuu.cli.pack_dataset import run_packer
 
     sys.exit(run_packer(__doc__))

@@ -16,6 +16,6 @@ def test(cfg) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
-    from distribuuuu.cli import run_tool
+    from distribuuuu.cli.main import run_tool
 
     sys.exit(run_tool(__doc__, test, train=False))

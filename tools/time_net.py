@@ -11,8 +11,8 @@ import sys
 
 def time_net(cfg) -> None:
     """Check what needs torch to be checked, then measure."""
+    from distribuuuu.cli.time_net import time_model
     from distribuuuu.models import check_model
-    from distribuuuu.timing import time_model
 
     check_model(cfg)
     time_model(cfg)
@@ -20,6 +20,6 @@ def time_net(cfg) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
-    from distribuuuu.cli import run_tool
+    from distribuuuu.cli.main import run_tool
 
     sys.exit(run_tool(__doc__, time_net, train=True))

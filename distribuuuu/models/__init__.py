@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.locate import PUBLISHED
 from distribuuuu.config import ConfigError
 from distribuuuu.models.construction import Construction, plan_construction
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized
 from distribuuuu.models.resolve import Architecture, find_architecture
-from distribuuuu.param_groups import multipliers
-from distribuuuu.weights_file import PUBLISHED
+from distribuuuu.optim.param_groups import multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:

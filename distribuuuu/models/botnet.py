@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet50
 
-from distribuuuu.registry import MODELS
+from distribuuuu.config.registry import MODELS
 
 # Pixels of the image per cell of the map that the stack sees, after layer3 of ResNet-50.
 STRIDE = 16

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.registry import MODELS, did_you_mean
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.registry import MODELS
 
 
 def _group_norm(num_channels: int) -> nn.GroupNorm:

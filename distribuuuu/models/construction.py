@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.model_names import OWN_KEYS, find_objection
+from distribuuuu.config.model_names import OWN_KEYS, find_objection
 from distribuuuu.models.resolve import Architecture
 
 # What constructors here, in timm and in torchvision call the side of the image.

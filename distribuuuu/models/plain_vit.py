@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from distribuuuu.registry import MODELS
+from distribuuuu.config.registry import MODELS
 
 
 def sincos_positions(rows: int, columns: int, width: int, temperature: float = 10_000.0) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.model_names import SOURCES, NameTable, describe_unknown, keep_table
-from distribuuuu.registry import MODELS
+from distribuuuu.config.model_names import SOURCES, NameTable, describe_unknown, keep_table
+from distribuuuu.config.registry import MODELS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ arXiv 1608.06993. They are registered here so that timm's models of the same nam
 
 from torchvision.models import get_model_builder
 
-from distribuuuu.registry import MODELS
+from distribuuuu.config.registry import MODELS
 
 NAMES = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),

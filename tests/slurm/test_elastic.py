@@ -6,12 +6,13 @@ import sys
 
 import pytest
 import torch
-from cluster import TRAIN_NET, need, run
-from conftest import free_port, small_words
+from support.cluster import TRAIN_NET, need, run
+from support.processes import free_port
+from support.runs import small_words
 from training_process import TrainingProcess
 
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
 from distribuuuu.config import load_cfg
 from distribuuuu.trainer import train_model
 

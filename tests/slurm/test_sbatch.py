@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
-from cluster import SHARED, Job, need, processes_left, run, srun_words
-from conftest import ROOT, small_words
+from support.cluster import SHARED, Job, need, processes_left, run, srun_words
+from support.runs import ROOT, small_words
 
-from distribuuuu.checkpoint import CheckpointFolder
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
 
 EPOCHS = ("OPTIM.MAX_EPOCH", 60)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import TRAIN_NET, need, run, srun_words
-from conftest import small_words
+from support.cluster import TRAIN_NET, need, run, srun_words
+from support.runs import small_words
 from training_process import TrainingProcess
 
-from distribuuuu.checkpoint_file import read_checkpoint
+from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import load_cfg
 from distribuuuu.trainer import train_model
 

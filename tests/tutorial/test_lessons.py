@@ -8,7 +8,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT
+from support.runs import ROOT
 
 TUTORIAL = ROOT / "tutorial"
 spec = importlib.util.spec_from_file_location("tutorial_run_all", TUTORIAL / "run_all.py")

@@ -1,0 +1,1 @@
+"""Checkpoints: writing, verifying, retention, loading."""

@@ -1,0 +1,123 @@
+"""Loading a checkpoint: what it must hold to be resumed, its weights into a model, its optimizer state."""
+
+import math
+import os
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
+from distribuuuu.config.errors import counted
+from distribuuuu.distributed.fsdp import load_whole_state_dict, match_strides
+
+# What helps when all of a checkpoint does not fit.
+WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
+
+
+def _is_integer(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    is_single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return is_single or isinstance(value, float) or _is_integer(value)
+
+
+def _is_duration(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_timing(value: Any) -> bool:
+    names = ("images", "seconds", "row_seconds")
+    return isinstance(value, dict) and all(_is_duration(value.get(name, 0)) for name in names)
+
+
+def _is_scaler(value: Any) -> bool:
+    names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    return isinstance(value, dict) and (not value or all(_is_number(value.get(name)) for name in names))
+
+
+def _is_optimizer(value: Any) -> bool:
+    state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
+    if not isinstance(state, dict) or not is_list_of(list(state.values()), dict) or not is_list_of(groups, dict):
+        return False
+    is_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
+    is_numbered = all(_is_integer(index, 0) for index in state) and not is_text
+    return is_numbered and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
+
+
+# What a checkpoint must hold under its keys to be resumed: a test, and what it asks for.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "epoch": (lambda value: _is_integer(value, -1), "an integer from -1"),
+    "optimizer": (_is_optimizer, "the state dict of an optimizer"),
+    **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
+    **dict.fromkeys(("best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")),
+    **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
+    "seconds": (_is_duration, "a number from 0"),
+    "seed": (_is_integer, "an integer"),
+    "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
+    "arch": (lambda value: isinstance(value, str), "a text"),
+    **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of texts")),
+    "optimizer_names": (
+        lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),
+        "lists of texts",
+    ),
+    "ema_state_dict": (is_state_dict, "tensors by name"),
+    "timing": (_is_timing, "images, seconds and row_seconds, each a number from 0"),
+    "peak_memory_mib": (lambda value: value is None or _is_duration(value), "a number from 0"),
+    "meter": (lambda value: is_list_of(value, dict), "a list of counters"),
+    "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "options by name"),
+    "scaler": (_is_scaler, "the state dict of a gradient scaler"),
+}
+
+
+def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
+    """Raise CheckpointError for a checkpoint that holds weights only, or values of another type or range."""
+    if "optimizer" not in content or "epoch" not in content:
+        raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
+    for key, (is_right, expected) in _FIELDS.items():
+        if key in content and not is_right(content[key]):
+            got = reprlib.repr(content[key])[:80]
+            raise CheckpointError(f"{path}: not a sound checkpoint: `{key}` is {got}; expected {expected}")
+
+
+def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
+    """Load weights into a model, all of them.
+
+    Raises:
+        CheckpointError: the class counts, the names or the shapes differ; says which.
+    """
+    mine = model.state_dict()
+    shapes = {key: (tuple(state_dict[key].shape), tuple(mine[key].shape)) for key in mine if key in state_dict}
+    different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
+    missing, extra = [key for key in mine if key not in state_dict], [key for key in state_dict if key not in mine]
+    if not (different or missing or extra):
+        load_whole_state_dict(model, state_dict)
+        return
+    if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
+        key, (theirs, ours) = next(iter(different.items()))
+        raise CheckpointError(f"{path}: has {counted(theirs[0], 'class')} ({key}), but MODEL.NUM_CLASSES is {ours[0]}")
+    parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
+    parts += [f"lacks {counted(len(missing), 'tensor')}, e.g. {missing[0]}"] if missing else []
+    parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
+    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was MODEL.ARCH another one?")
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
+    """Load the optimizer's buffers, counts and learning rate; its settings (weight decay, ...) stay the config's.
+
+    Raises:
+        CheckpointError: the groups or their sizes differ.
+    """
+    names = {*optimizer.defaults, "lr_scale"} - {"lr"}
+    settings = [{key: group[key] for key in group if key in names} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(content)
+        match_strides(optimizer)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {WEIGHTS_ONLY}") from error
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

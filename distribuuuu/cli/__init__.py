@@ -1,0 +1,1 @@
+"""The console commands. They import torch only when a command needs it."""

@@ -1,0 +1,169 @@
+"""The command line of tools/pack_dataset.py, and what is wrong with it before an image is read."""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from distribuuuu.cli.flag_hints import split_flags
+from distribuuuu.cli.main import USAGE_ERROR, open_standard_streams, report
+from distribuuuu.config import Config, ConfigError, get_cfg
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.reader import leaves, read_cfg, with_origin
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.packed_format import FORMATS
+from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
+from distribuuuu.data.packing.writer import find_conflicts, find_strangers
+from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
+
+
+def run_packer(description: str) -> int:
+    """Read the command line, then pack or verify; return the status.
+
+    0: done; 2: something has to be changed first, or the pack is not sound, and standard error says what; 130, 143, 129
+    and 75: stopped by SIGINT, SIGTERM, SIGHUP and SIGUSR1.
+    """
+    open_standard_streams()
+    print_stacks_on_quit()
+    with handled_by(_stop):
+        try:
+            job = parse_words(description, sys.argv[1:])
+            if job.verify:
+                verify_packs(job.out, job.workers)
+            else:
+                for train in job.trains:
+                    pack_split(job, train)
+        except ConfigError as error:
+            report(error)
+            return USAGE_ERROR
+        except OSError as error:  # a folder that cannot be listed, a file that cannot be deleted
+            report(ConfigError(f"{error.filename or '--'}: {error.strerror or error}"))
+            return USAGE_ERROR
+    return 0
+
+
+def _stop(signum: int) -> None:
+    """End this process and its workers now."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    with contextlib.suppress(OSError):  # nobody reads standard error any more
+        os.write(2, f"\n{signal.Signals(signum).name}: stopped; nothing that was finished is lost\n".encode())
+    os._exit(STATUS_OF[signum])
+
+
+def parse_words(description: str, words: list[str]) -> Job:
+    """Return what the command line asks for.
+
+    Raises:
+        ConfigError: with every problem of the words, the config, the source and the folder to write.
+    """
+    parser = build_parser(description)
+    args, rest = parser.parse_known_args(words)
+    known = [option for action in parser._actions for option in action.option_strings]
+    unknown, rest = split_flags(rest, known)
+    if unknown:
+        raise ConfigError(unknown)
+    if not rest or rest[0] in dict(leaves(get_cfg())):
+        raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
+    cfg, problems = read_cfg(args.cfg, rest[1:])
+    problems += find_flag_problems(args, rest[1:])
+    job = _job_of(args, Path(rest[0]), cfg)
+    if not args.verify:
+        problems += _source_problems(job, set_keys_only=bool(problems))
+        problems += _out_problems(job)
+    if problems:
+        raise ConfigError(problems)
+    return job
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the flags; what it leaves over are the folder and KEY VALUE words."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]\n       %(prog)s --verify OUT [--workers N]",
+        epilog="KEY VALUE words name the source, e.g. TRAIN.DATASET my_images, or DATA.NAME cifar10",
+    )
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
+    add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
+    add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
+    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where --shorter-side makes it necessary")
+    add("--shard-mb", metavar="MB", type=float, default=1024.0, help="the most that one file may have (1024)")
+    add("--workers", metavar="N", type=int, help="processes that read and encode (one a core); 0: none")
+    add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
+    add("--overwrite", action="store_true", help="delete what OUT holds of these splits, and start anew")
+    add("--no-check", action="store_true", help="do not decode the files that are kept as they are")
+    add("--verify", action="store_true", help="read every byte of OUT and name each image that is not sound")
+    return parser
+
+
+def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
+    encodes = args.format == "jpeg" and args.shorter_side is not None
+    quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
+    options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
+    if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file that is kept keeps its EXIF
+        options["exif_rotate"] = True
+    workers = _num_cores() if args.workers is None else args.workers
+    trains = SPLITS.get(args.split, ())
+    return Job(out, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
+    """Yield what is wrong with the flags."""
+    for flag, value, allowed in (("--format", args.format, FORMATS), ("--split", args.split, tuple(SPLITS))):
+        if value not in allowed:
+            yield f"{flag} {value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+    if args.format == "raw" and args.quality is not None:
+        yield f"--quality {args.quality}: --format raw keeps pixels, which have none; leave one of them out"
+    if args.quality is not None and not 1 <= args.quality <= 100:
+        yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
+    if args.shorter_side is not None and args.shorter_side < 1:
+        yield f"--shorter-side {args.shorter_side} is outside the allowed range: 1 and up"
+    if not 0 < args.shard_mb < 2**40:
+        yield f"--shard-mb {args.shard_mb} must be above 0"
+    if args.workers is not None and args.workers < 0:
+        yield f"--workers {args.workers} is outside the allowed range: 0 and up"
+    if args.verify and (overrides or args.cfg):
+        yield "--verify needs the folder alone: the pack says itself what it was made from"
+
+
+def _source_problems(job: Job, set_keys_only: bool) -> Iterator[str]:
+    """Yield what the disk contradicts; how many classes the model has does not matter here."""
+    cfg = job.cfg
+    if cfg.DATA.NAME not in DATASETS:  # told already
+        return
+    family = DATASETS.get(cfg.DATA.NAME)
+    for key, message in dict.fromkeys(found for train in job.trains for found in family.find_problems(cfg, train)):
+        if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
+            yield f"{with_origin(cfg, key)}: {message}"
+
+
+def _out_problems(job: Job) -> Iterator[str]:
+    existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        yield f"{existing} is a file, not a folder; name another"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{existing} cannot be written to"
+    else:
+        for train in job.trains:
+            yield from _pack_problems(job, train)
+
+
+def _pack_problems(job: Job, train: bool) -> Iterator[str]:
+    folder, source = job.folder(train), job.source(train)
+    if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
+        yield f"{folder} is the source itself; name another folder"
+        return
+    strangers = find_strangers(folder)
+    yield from strangers
+    if not strangers and not job.overwrite:
+        yield from find_conflicts(folder, {"options": job.options, "source": source})

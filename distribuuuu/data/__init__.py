@@ -1,0 +1,1 @@
+"""Data loading: data sets, decoding, transforms, samplers, workers."""

@@ -1,0 +1,302 @@
+"""The loader: from an ImageSet to normalised batches on the device."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.augment import Augmented, build_augmentation
+from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
+from distribuuuu.data.class_balance import build_balance
+from distribuuuu.data.datasets.base import ImageSet, contradiction
+from distribuuuu.data.datasets.file_check import check_images
+from distribuuuu.data.decode import build_decode_options
+from distribuuuu.data.device_loader import ResidentBatches, ResidentImages
+from distribuuuu.data.draws import Draws
+from distribuuuu.data.image_size import build_im_size
+from distribuuuu.data.picture import Picture
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.samples import Batch, Samples
+from distribuuuu.data.transforms import CentreCrop, Transform, train_transform
+from distribuuuu.data.workers import count_workers, start_workers
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import copy_to_device
+
+logger = logging.getLogger(__name__)
+
+
+class BadImageError(ConfigError):
+    """An image that cannot be read; names the file."""
+
+    one_process = True
+
+
+class Normalizer:
+    """Moves uint8 batches to the device and makes them what a model takes.
+
+    Args:
+        device: where to.
+        mean, std: of each channel, of 1.0.
+        channels_last: lay the result out as (N, H, W, C) in memory.
+    """
+
+    def __init__(self, device: torch.device, mean: Sequence[float], std: Sequence[float], channels_last: bool):
+        self.device = device
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
+        self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return float32 (N, 3, H, W) on the device, made from uint8 (N, 3, H, W) anywhere."""
+        pixels = pixels.to(self.device, non_blocking=True)
+        images = self.empty(pixels.shape)
+        # One image at a time stays in a CPU's cache: that takes half the time.
+        num = 1 if self.device.type == "cpu" else max(1, len(pixels))
+        for part, image in zip(pixels.split(num), images.split(num), strict=True):
+            image.copy_(part).sub_(self._mean).mul_(self._scale)
+        return images
+
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return memory for a batch of (N, 3, H, W)."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device, memory_format=self._format)
+
+
+class Loader:
+    """Batches of normalised images on the device.
+
+    Args:
+        samples: what the batches are made of.
+        sampler: which samples, in which order.
+        batches: the uint8 batches of the sampler, as workers make them.
+        normalize: what brings them to the device.
+        notes: what a run should warn of at its start.
+
+    Attributes:
+        images: the ImageSet behind it.
+        num_broken: broken images met so far on this process.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        sampler: EvalSampler | ResumableDistributedSampler,
+        batches: Iterable[Batch],
+        normalize: Normalizer,
+        notes: Sequence[str] = (),
+    ):
+        self.images = samples.images
+        self.samples = samples
+        self.sampler = sampler
+        self.device = normalize.device
+        self.notes = notes
+        self.num_broken = 0
+        self._batches = batches
+        self._normalize = normalize
+        self._stream = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            # It reads what the current stream has yet to compute: the constants of `normalize`.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._wait_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    @property
+    def num_rounds(self) -> int:
+        """The most batches that any process has."""
+        return self.sampler.num_rounds
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (float32 (N, 3, H, W), targets) on the device: int64 (N,), or of a multilabel set float32 (N, classes).
+
+        Raises:
+            BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
+        """
+        return map(self.to_device, self.host_batches())
+
+    def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (uint8 (N, 3, H, W), targets) as they come from the workers."""
+        batches = iter(self._batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self._wait_s += time.perf_counter() - start
+            if batch is None:
+                return
+            pixels, labels, broken = batch
+            self._report(broken, substituted=pixels is not None)
+            yield pixels, labels
+
+    def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalize a batch on the device; from the host to CUDA on a side stream, while the last step is computed.
+
+        Pixels that are on CUDA come from the current stream, so they stay on it.
+        """
+        pixels, labels = batch
+        if not self._stream or pixels.device.type == "cuda":
+            return self._normalize(pixels), copy_to_device(labels, self.device)
+        with torch.cuda.stream(self._stream):
+            moved = self._normalize(pixels), copy_to_device(labels, self.device)
+        main = torch.cuda.current_stream(self.device)
+        main.wait_stream(self._stream)
+        for tensor in moved:  # taken from the side stream's memory, used on the main one
+            tensor.record_stream(main)
+        return moved
+
+    def black(self, num: int) -> torch.Tensor:
+        """Return black images of the shape of those to come: float32 (num, 3, H, W) on the device."""
+        picture = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
+        shape = self.samples.transform(picture, Draws(0, 0)).shape
+        return self._normalize.empty((num, *shape)).zero_()
+
+    def take_wait_s(self) -> float:
+        """Return the seconds spent waiting for batches since the last call."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s
+
+    def _report(self, broken: tuple[str, ...], substituted: bool) -> None:
+        if not substituted:
+            raise BadImageError(f"broken image: {broken[-1]}; mend or remove it, or set DATA.ON_BAD_IMAGE skip")
+        for message in broken:
+            self.num_broken += 1
+            logger.warning("broken image no. %d, another in its place: %s", self.num_broken, message)
+
+
+class TrainLoader(Loader):
+    """A loader whose steps can be entered anywhere."""
+
+    sampler: ResumableDistributedSampler
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How a step falls into processes and micro-batches."""
+        return self.sampler.plan
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a whole epoch."""
+        return self.sampler.num_steps
+
+    def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return an iterator over this process's micro-batches from a step of an epoch on."""
+        self.sampler.set_position(seed, epoch, first_step)
+        return iter(self)
+
+    def example(self) -> torch.Tensor:
+        """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
+        return self.black(self.plan.micro_batch)
+
+    def some_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
+        """Yield the images (N, 3, H, W) of this process of an epoch's first steps, those of at least `num` in all."""
+        num_steps = -(-num // self.plan.global_batch)
+        for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.num_micro):
+            yield images
+
+    def preview(self, seed: int, num: int) -> torch.Tensor:
+        """Return the first images of a run as they are trained on: uint8 (at most num, 3, H, W)."""
+        self.sampler.set_position(seed, epoch=0, first_step=0)
+        samples = [self.samples[where] for where in next(iter(self.sampler))[:num]]
+        return torch.stack([sample.pixels for sample in samples if sample.pixels is not None]).cpu()
+
+
+def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
+    """Return the training or the evaluation loader of a config; call it before the process group is joined.
+
+    Raises:
+        ConfigError: the data contradicts the config.
+    """
+    images = build_images(cfg, train)
+    notes = list(find_notes(cfg, images, launch, train))
+    sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
+    num_workers, options = count_workers(cfg.TRAIN.WORKERS, launch), build_decode_options(cfg)
+    if cfg.DATA.LOADER == "device":
+        # Augmentations are computed on the host, so a copy on the device would come back image by image.
+        place = torch.device("cpu") if isinstance(transform, Augmented) else device
+        images = ResidentImages(images, cfg.DATA.DECODER, place, num_workers, options)
+    samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
+    if cfg.DATA.LOADER == "device":
+        batches = ResidentBatches(samples, sampler)
+    else:
+        pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
+        batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
+    normalize = Normalizer(device, *statistics_of(cfg, images), cfg.MODEL.CHANNELS_LAST)
+    return (TrainLoader if train else Loader)(samples, sampler, batches, normalize, notes)
+
+
+def find_notes(cfg, images: ImageSet, launch: Launch, train: bool) -> Iterator[str]:
+    """Yield what a run should warn of at its start.
+
+    Raises:
+        BadImageError: files are broken, and DATA.ON_BAD_IMAGE is not skip.
+    """
+    key = "TRAIN.DATASET" if train else "TEST.DATASET"
+    yield from (f"{key}: {note}" for note in images.notes())
+    broken, unknown = check_images(cfg, images, train)
+    if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
+        error = BadImageError(f"{key}: {broken}; mend or remove them, or set DATA.ON_BAD_IMAGE skip")
+        error.one_process = launch.local_rank == 0  # the disk may be this machine's own
+        raise error
+    yield from (f"{key}: {note}" for note in (broken, unknown) if note)
+    if train and len(images.classes) == 1:
+        yield f"{key}: there is one class only, {images.classes[0]}: every model has a top-1 of 100"
+    if not train and not images.multilabel:
+        seen = set(map(images.label, range(len(images))))
+        if missing := [name for label, name in enumerate(images.classes) if label not in seen]:
+            named = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+            yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
+
+
+def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
+    """Return which images this process takes in which step.
+
+    Raises:
+        ConfigError: a step takes more images than there are.
+    """
+    num_images = len(images)
+    if not train:
+        return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
+    plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
+    check_num_images(cfg, plan, num_images)
+    balance, im_size_at = build_balance(cfg, images), build_im_size(cfg)
+    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
+
+
+def build_images(cfg, train: bool) -> ImageSet:
+    """Return the ImageSet of a config."""
+    images = DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
+    if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+        where = f"DATA.NAME {cfg.DATA.NAME}"
+        raise ConfigError(f"MODEL.NUM_CLASSES: {contradiction(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}")
+    return images
+
+
+def statistics_of(cfg, images: ImageSet) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation of each channel that images are normalised with, of 1.0."""
+    return cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
+
+
+def build_transform(cfg, images: ImageSet, train: bool) -> Transform:
+    """Return the transform from a picture to uint8 (3, H, W).
+
+    Raises:
+        ConfigError: AUG.POLICY is not understood.
+    """
+    if not train:
+        return CentreCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE, cfg.TEST.INTERPOLATION)
+    data = cfg.DATA
+    kind = images.crop if data.CROP == "auto" else data.CROP
+    crop = train_transform(
+        cfg.TRAIN.IM_SIZE,
+        kind,
+        data.CROP_SCALE,
+        data.CROP_PADDING,
+        data.FLIP,
+        data.CROP_RATIO,
+        data.INTERPOLATION,
+    )
+    return build_augmentation(cfg, crop, *statistics_of(cfg, images))

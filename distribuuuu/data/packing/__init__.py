@@ -1,0 +1,1 @@
+"""Packing a data set into a few large files."""

@@ -1,0 +1,1 @@
+"""Distributed training: process group, collectives, DDP, sharding, watchdog."""

@@ -1,0 +1,177 @@
+"""The lock on OUT_DIR: one training at a time writes to a folder.
+
+The kernel's lock on OUT_DIR/.lock decides: it ends with the process that holds it, however that ends, and network file
+systems pass it on to other hosts. What the file says only names the holder.
+"""
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed import comm as dist
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = ".lock"
+# Seconds to wait for a training that may be ending, e.g. one whose launcher was just killed.
+PATIENCE_S = 10.0
+POLL_S = 0.2
+# What the file says of the holder, and the most of it that is read.
+_RECORD = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
+_MOST_CHARACTERS = 4096
+# What file systems without locks answer.
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class OutDirLocked(ConfigError):
+    """Another training writes to OUT_DIR, or the lock cannot be made; raised on every process."""
+
+    on_all_processes = True
+
+
+@contextlib.contextmanager
+def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
+    """Let no other training write to an existing folder for the length of the block. Every process must call it.
+
+    Raises:
+        OutDirLocked: another training writes to it, or the folder cannot be written to.
+    """
+    file, problem = _acquire(Path(out_dir) / FILE_NAME) if dist.is_main() else (None, None)
+    if problem := dist.broadcast_object(problem):
+        raise OutDirLocked(problem)
+    try:
+        yield
+    finally:
+        if file:
+            _release(file)
+
+
+def _acquire(path: Path) -> tuple[IO | None, str | None]:
+    """Return the locked file, whose end is the lock's, or the problem; neither where there are no locks."""
+    deadline, has_told = time.monotonic() + PATIENCE_S, False
+    while True:
+        try:
+            file = open(path, "a+", encoding="utf-8")
+            is_locked = _try_lock(file)
+        except OSError as error:
+            return None, f"OUT_DIR: {path} cannot be written: {error.strerror or error}"
+        holder = _read_holder(file)
+        if is_locked is None and not _is_running_here(holder):
+            logger.warning("OUT_DIR: %s: this file system has no locks; a second training in the same folder would not"
+                           " be noticed", path.parent)  # fmt: skip
+            is_locked = True
+        if is_locked and _is_at(file, path):
+            _write_holder(file)
+            return file, None
+        file.close()
+        if is_locked:
+            continue
+        if time.monotonic() > deadline:
+            return None, _describe(path, holder)
+        if _is_earlier_start(holder):  # its host is gone, and the file server has not noticed yet
+            with contextlib.suppress(OSError):
+                path.unlink()
+        elif not has_told:
+            has_told = True
+            logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, PATIENCE_S)
+        time.sleep(POLL_S)
+
+
+def _try_lock(file: IO) -> bool | None:
+    """Return whether this process now has the lock on a file; None: the file system knows no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers, which may live longer
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _is_at(file: IO, path: Path) -> bool:
+    """Tell whether an open file is still the one at its path: who ends deletes it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _release(file: IO) -> None:
+    with contextlib.suppress(OSError), file:
+        if _is_at(file, Path(file.name)):
+            os.unlink(file.name)
+
+
+def _write_holder(file: IO) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the lock stays without a name
+        file.truncate(0)
+        file.write(json.dumps(describe_holder()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what the file says: host, pid, start time, and the job with the number of its restarts."""
+    job, restarts = "", "0"
+    if "SLURM_JOB_ID" in env:
+        job, restarts = f"Slurm job {env['SLURM_JOB_ID']}", env.get("SLURM_RESTART_COUNT", "0")
+    elif env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        job, restarts = f"torchrun {env['TORCHELASTIC_RUN_ID']}", env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _start_of(os.getpid()), "started": now,
+            "job": job, "restarts": int(restarts) if restarts.isdigit() else 0}  # fmt: skip
+
+
+def _read_holder(file: IO) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        file.seek(0)
+        holder = json.loads(file.read(_MOST_CHARACTERS))
+        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in _RECORD} == _RECORD:
+            return holder
+    return {}
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process of this host started, in clock ticks since its boot; None: it is gone, or not known."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def _is_running_here(holder: dict[str, Any]) -> bool:
+    """Tell whether the holder is a process of this host: a pid that was given to another one started later."""
+    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
+        return False
+    return holder.get("pid_started") is not None and _start_of(holder["pid"]) == holder["pid_started"]
+
+
+def _is_earlier_start(holder: dict[str, Any]) -> bool:
+    """Tell whether the holder is on another host and an earlier start of this job, which the launcher has ended."""
+    own = describe_holder()
+    is_same_job = bool(own["job"]) and holder.get("job") == own["job"] and holder.get("host") != own["host"]
+    return is_same_job and holder.get("restarts", 0) < own["restarts"]
+
+
+def _describe(path: Path, holder: dict[str, Any]) -> str:
+    known = [f"host {holder['host']}, pid {holder['pid']}, started {holder['started']}"] if "pid" in holder else []
+    who = ", ".join([*known, *filter(None, [holder.get("job")])]) or "a process that left no name"
+    remedy = f"set another OUT_DIR, or stop that one; if its host is down, delete {path}"
+    return f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {remedy}"

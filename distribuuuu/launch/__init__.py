@@ -1,0 +1,1 @@
+"""Launcher detection, local processes, ports, signals and host facts. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Logs, TensorBoard, results.json, environment facts, result tables."""

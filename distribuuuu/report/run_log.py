@@ -1,0 +1,421 @@
+"""Log on the terminal and in train.log, metrics.jsonl, TensorBoard and progress bar of a run.
+
+Only the main process writes; the others pass on warnings.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from distribuuuu.distributed import comm as dist
+from distribuuuu.report.step_timing import MOST_WAIT, StepTiming
+from distribuuuu.report.writers import EventFile, RecordFile, drop_records_after
+
+logger = logging.getLogger("distribuuuu")
+# Rows of the table of steps; a terminal shows a bar in their place.
+_steps = logging.getLogger("distribuuuu.steps")
+
+# Seconds after which a step, or a batch of an evaluation, is logged between the reads of the metrics.
+LINE_S = 15.0
+# Rows of the table of steps below each header.
+_ROWS_PER_HEADER = 20
+# The dates of train.log and the columns of the table are short, so that a line has at most 80 characters.
+_MOST_COLUMNS = 65
+_TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
+# ANSI colors of the names of levels.
+_COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
+# Steps or seconds of a start before the share of waiting for data is looked at: of a handful of steps it is noise.
+# Within a long epoch it is looked at about once a minute: what the epoch's first batches cost is a small part of that.
+_NOISE_STEPS, _NOISE_S = 50, 20.0
+_WATCH_S = 60.0
+
+
+class _LineFormatter(logging.Formatter):
+    """Time, rank where it is not 0, level from WARNING on, and message.
+
+    Args:
+        time_format: as for time.strftime.
+        colored: color the name of the level.
+    """
+
+    def __init__(self, time_format: str, colored: bool = False):
+        super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
+        self._colored = colored
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line of a record whose time and message are formatted."""
+        if record.levelno < logging.WARNING:
+            return super().formatMessage(record)
+        color = _COLORS.get(record.levelno) if self._colored else None
+        level = f"\x1b[{color}m{record.levelname}:\x1b[0m" if color else f"{record.levelname}:"
+        return self._fmt % {**record.__dict__, "message": f"{level} {record.message}"}
+
+
+class _TerminalHandler(logging.StreamHandler):
+    """Print above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record; the bar makes way and comes back."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Pass over a line that cannot be written, e.g. to a file on a full disk."""
+
+
+class _FileHandler(logging.FileHandler):
+    """Write to train.log as long as the disk takes it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Pass over a line that cannot be written; the terminal has it."""
+
+    def close(self) -> None:
+        """Close the file, with what was written."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
+    """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal.
+
+    Without a name there is no file.
+    """
+    close_logging()
+    main = dist.is_main()
+    handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
+    if main and log_name:
+        handlers.append(_file_handler(out_dir, log_name))
+    handlers[0].setFormatter(_LineFormatter(_TERMINAL_TIME, colored=shows_colors()))
+    if shows_bar():
+        handlers[0].addFilter(lambda record: record.name != _steps.name)
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if main else logging.WARNING)
+    logger.propagate = False
+
+
+@contextlib.contextmanager
+def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
+    """Set up logging for the length of a block, see `set_up_logging`."""
+    set_up_logging(out_dir, log_name)
+    try:
+        yield
+    finally:
+        close_logging()
+
+
+def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
+    """Add lines to out_dir/log_name alone, as far as the disk takes them; for what the terminal gets elsewhere."""
+    with contextlib.suppress(OSError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
+        for line in lines:
+            handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
+
+
+def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
+    handler = _FileHandler(Path(out_dir) / log_name, encoding="utf-8")
+    handler.setFormatter(_LineFormatter(_FILE_TIME))
+    return handler
+
+
+def close_logging() -> None:
+    """Take the handlers off the package's logger and close their files."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def shows_bar() -> bool:
+    """Tell whether this process draws a progress bar: the main one, on a terminal."""
+    return dist.is_main() and sys.stderr is not None and sys.stderr.isatty()
+
+
+def shows_colors() -> bool:
+    """Tell whether standard error is a terminal that shows colors; NO_COLOR switches them off (no-color.org)."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0, every: int = 1) -> tqdm:
+    """Return the items behind a bar, where one is shown, that moves every so many items."""
+    return tqdm(
+        items,
+        desc=label,
+        total=total,
+        initial=initial,
+        miniters=every,
+        disable=not shows_bar(),
+        leave=False,
+        dynamic_ncols=True,
+    )
+
+
+def evaluation_bar(every: int) -> Callable[[Collection], Iterator]:
+    """Return a function that iterates over an evaluation loader behind a bar, and logs the batch every LINE_S seconds.
+
+    Args:
+        every: batches after which the bar moves.
+    """
+
+    def shown(loader: Collection) -> Iterator:
+        shown_at = time.perf_counter()
+        for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
+            yield batch
+            if time.perf_counter() - shown_at >= LINE_S:
+                shown_at = time.perf_counter()
+                _steps.info("validation: batch %d/%d", number, len(loader))
+
+    return shown
+
+
+def format_duration(seconds: float) -> str:
+    """Return the two greatest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days >= 100:
+        return f"{days}d"
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def format_decimal(value: float, width: int, most: int = 4) -> str:
+    """Return a number with `most` decimals, or with as many as fit into `width` characters."""
+    texts = (f"{value:.{decimals}f}" for decimals in range(most, -1, -1))
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
+
+
+def format_lr(lr: float) -> str:
+    """Return a learning rate with two digits in at most 6 characters, e.g. '0.023' or '1.2e-4'."""
+    return f"{lr:.2g}" if lr == 0 or lr >= 1e-3 else f"{lr:.1e}".replace("e-0", "e-")
+
+
+def format_speed(images_per_s: float) -> str:
+    """Return images per second in at most 5 characters, e.g. '3.4', '12345', '123k' or '12M'."""
+    if images_per_s < 9.95:
+        return f"{images_per_s:.1f}"
+    if images_per_s < 99999.5:
+        return f"{images_per_s:.0f}"
+    return f"{images_per_s / 1e3:.0f}k" if images_per_s < 9.9995e6 else f"{images_per_s / 1e6:.0f}M"
+
+
+class _StepTable:
+    """Log of steps in columns of fixed width, with a header at a start and every 20 rows."""
+
+    def __init__(self, num_epochs: int, num_steps: int, measures: Iterable[str]):
+        totals = {"epoch": num_epochs, "step": num_steps}
+        measured = {name: max(5, len(name)) for name in measures}
+        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
+        self._widths |= {"loss": 6, **measured, "lr": 6, "img/s": 5, "wait": 4, "eta": 6}
+        self._gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MOST_COLUMNS else " "
+        self.start()
+
+    def start(self) -> None:
+        """Begin with a header."""
+        self._num_rows = 0
+
+    def add(self, cells: dict[str, str]) -> None:
+        """Log a row; a column without a cell gets a '-'."""
+        if self._num_rows % _ROWS_PER_HEADER == 0:
+            self._log({name: name for name in self._widths})
+        self._num_rows += 1
+        self._log(cells)
+
+    def _log(self, cells: dict[str, str]) -> None:
+        _steps.info("%s", self._gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
+
+
+class RunLog:
+    """metrics.jsonl, TensorBoard and the table of steps of one run.
+
+    Args:
+        out_dir: the folder of the run.
+        tensorboard: write events to out_dir/tensorboard.
+        measures: the percentages among the metrics: name -> what it is called, e.g. {"top1": "top1", "topk": "top5"};
+            the first tells which evaluation is best.
+        num_epochs: epochs of the run.
+        num_steps: steps of an epoch.
+        images_per_step: images of a step, of all processes.
+        epoch, step: where this start begins; records of later positions, from a run that was killed, are removed.
+        timing: the clock of the steps; None: a new one.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | os.PathLike,
+        *,
+        tensorboard: bool,
+        measures: dict[str, str],
+        num_epochs: int,
+        num_steps: int,
+        images_per_step: int,
+        epoch: int = 0,
+        step: int = 0,
+        timing: StepTiming | None = None,
+    ):
+        self.measures, self.merit = measures, next(iter(measures))
+        self.num_epochs = num_epochs
+        self.num_steps = num_steps
+        self._images_per_step = images_per_step
+        self._table = _StepTable(num_epochs, num_steps, measures.values())
+        self._out_dir = Path(out_dir)
+        self._shows_curves = tensorboard
+        self._records: RecordFile | None = None
+        self._events: EventFile | None = None
+        self._has_warned = False
+        self._timing = timing or StepTiming()
+        self.rewind(epoch, step)
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """Go on from an earlier position: remove the records of later ones."""
+        self._started = self._last_read = self._shown_at = time.perf_counter()
+        self._first_position = self._read_position = epoch * self.num_steps + step
+        self._is_first_read = True
+        # Where the steps that the remaining time follows from begin: after the first one, which compiles and allocates.
+        self._paced_from: tuple[float, int] | None = None
+        self._table.start()
+        if not dist.is_main():
+            return
+        path = self._out_dir / "metrics.jsonl"
+        drop_records_after(path, epoch, step)
+        self._records = RecordFile(path)
+        if self._shows_curves:
+            self._close_events()
+            self._events = EventFile(self._out_dir / "tensorboard", purge_step=self._first_position + 1)
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Tell whether this process writes TensorBoard events."""
+        return self._events is not None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close_events()
+
+    def _close_events(self) -> None:
+        if self._events:
+            self._events.close()
+
+    def steps(self, epoch: int, first: int) -> Iterator[int]:
+        """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
+        self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
+        if first < self.num_steps:  # else only the evaluation is left
+            self._timing.begin(self._last_read)
+        self._watched_s = self._waited_s = 0.0
+        label = f"epoch {epoch + 1}/{self.num_epochs}"
+        self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        yield from self._bar
+
+    def train(self, epoch: int, step: int, lr: float, metrics: dict, wait_s: float) -> None:
+        """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
+        now = self._last_read = time.perf_counter()
+        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self.num_steps)
+        position = epoch * self.num_steps + step
+        speed = {
+            "images_per_s": metrics["count"] / elapsed,
+            "wait": min(1.0, wait_s / elapsed),
+            "eta_s": self._eta_s(now, position),
+        }
+        self._read_position = position
+        self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        merit = f"{self.measures[self.merit]} {metrics[self.merit]:.1f}"
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {merit}", refresh=False)
+        measures = {called: format_decimal(metrics[name], 5, most=2) for name, called in self.measures.items()}
+        shown = {"loss": format_decimal(metrics["loss"], 6), **measures, "wait": f"{speed['wait']:.0%}"}
+        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], shown)
+
+    def show_step(self, epoch: int, step: int, lr: float) -> None:
+        """Log a step whose metrics are not read: the first of a start, then one every LINE_S seconds.
+
+        The main process alone does so, by its own clock. Reading the loss would take every process, so there is none.
+        """
+        now, position = time.perf_counter(), epoch * self.num_steps + step
+        if self._paced_from and now - self._shown_at < LINE_S:
+            return
+        images_per_s = (position - self._read_position) * self._images_per_step / (now - self._last_read)
+        eta_s = self._eta_s(now, position) if self._paced_from else None
+        self._add_row(now, position, lr, images_per_s, eta_s, {})
+
+    def _add_row(
+        self, now: float, position: int, lr: float, images_per_s: float, eta_s: float | None, metrics: dict[str, str]
+    ) -> None:
+        epoch, step = (position - 1) // self.num_steps, (position - 1) % self.num_steps + 1
+        cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": format_lr(lr)}
+        cells |= {"img/s": format_speed(images_per_s)} | ({} if eta_s is None else {"eta": format_duration(eta_s)})
+        self._table.add({**cells, **metrics})
+        self._shown_at, self._paced_from = now, self._paced_from or (now, position)
+
+    def _eta_s(self, now: float, position: int) -> float:
+        """Return the seconds that the rest of the run takes at the pace of this start."""
+        since, first = self._paced_from or (self._started, self._first_position)
+        return (now - since) / (position - first) * (self.num_epochs * self.num_steps - position)
+
+    def _watch_wait(self, elapsed: float, wait_s: float, num_steps: int, ends_epoch: bool) -> None:
+        """Warn once if an epoch, or a minute of it, is spent waiting for data; a start's first read is left out.
+
+        The first batches of a start are always waited for.
+        """
+        if self._is_first_read:
+            self._is_first_read = False
+            return
+        self._watched_s, self._waited_s = self._watched_s + elapsed, self._waited_s + wait_s
+        is_noise = num_steps < _NOISE_STEPS and self._last_read - self._started < _NOISE_S
+        if is_noise or not (ends_epoch or self._watched_s >= _WATCH_S):
+            return
+        share, self._watched_s, self._waited_s = min(1.0, self._waited_s / self._watched_s), 0.0, 0.0
+        if share > MOST_WAIT and dist.is_main() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "waiting for data takes %.0f %% of the time; python tools/time_net.py with the same config says what"
+                " would help", 100 * share
+            )  # fmt: skip
+
+    def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
+        """Record the evaluation at the end of an epoch; its seconds count from the last `train`.
+
+        Args:
+            epoch: from 0.
+            results: what the meter read for each kind of weights, "raw" and "ema".
+            bests: the best of the run for each kind: `top1` is its first measure, its text has the epoch too.
+        """
+        seconds, merit, found = time.perf_counter() - self._last_read, self.measures[self.merit], []
+        for weights, metrics in results.items():
+            kind, label = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
+            best = bests[weights]
+            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{merit}": best.top1, "seconds": seconds})
+            measures = " ".join(f"{called} {metrics[name]:.2f}" for name, called in self.measures.items())
+            loss = format_decimal(metrics["loss"], 6)
+            logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, label, measures, loss)
+            found.append(f"{label[2:]} {best}".lstrip())
+        logger.info("best %s so far: %s", merit, ", ".join(found))
+        self._shown_at = time.perf_counter()
+
+    def images(self, tag: str, pixels: torch.Tensor) -> None:
+        """Show uint8 (N, 3, H, W) as a grid in TensorBoard."""
+        if self._events and len(pixels):
+            from torchvision.utils import make_grid
+
+            self._events.image(tag, make_grid(pixels, nrow=8), 0)
+
+    def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
+        values = {self.measures.get(name, name): value for name, value in values.items()}
+        if self._records:
+            time_s = round(time.time(), 3)
+            self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})
+        if self._events:
+            for name, value in values.items():
+                if name in ("count", "eta_s"):  # no curves
+                    continue
+                self._events.scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)

@@ -1,0 +1,1 @@
+"""Tasks: losses, metrics, distillation, classification."""

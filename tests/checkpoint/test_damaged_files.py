@@ -1,0 +1,452 @@
+"""Files that a run reads back: damaged ones are refused, repaired or passed over, never a traceback."""
+
+import collections
+import errno
+import json
+import os
+import pickle
+import re
+import zipfile
+import zlib
+from pathlib import Path
+
+import fuzz_checkpoints
+import fuzz_readback
+import numpy as np
+import pytest
+import torch
+from support.processes import on_processes
+from support.runs import newest, records
+from support.states import make_state, original_checkpoint
+
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.load import check_resumable, load_optimizer
+from distribuuuu.checkpoint.manager import CheckpointFolder, checkpoint_name
+from distribuuuu.cli.make_table import read_reported
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
+from distribuuuu.data.datasets.packed import Packed
+from distribuuuu.data.datasets.packed_format import read_index
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.engine.setup import write_config
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.models import build_model
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.report.results import read_results
+from distribuuuu.report.writers import drop_records_after
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+
+
+def test_random_damage_to_checkpoints_is_refused_or_changes_nothing(tmp_path):
+    counts, violations = fuzz_checkpoints.fuzz(tmp_path, number=150, seed=11)
+    assert not violations, "\n".join(violations)
+    assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
+
+
+def change_directory(path: Path, offset: int, change: bytes) -> None:
+    """Change bytes of a zip's directory by exclusive or."""
+    with zipfile.ZipFile(path) as archive:
+        place = archive.start_dir + offset
+    data = bytearray(path.read_bytes())
+    for index, byte in enumerate(change):
+        data[place + index] ^= byte
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "change"),
+    [(10, b"\x08"), (10, b"\x5d"), (24, b"\0\0\0\x40"), (38, b"\x10"), (46, b"\xff"), (8, b"\x01"), (42, b"\x01")],
+    ids=["deflated", "unknown method", "size", "marked as a folder", "name", "encrypted", "offset"],
+)
+def test_a_damaged_directory_of_the_newest_checkpoint_does_not_block_a_restart(tmp_path, offset, change):
+    folder = CheckpointFolder(tmp_path)
+    good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
+    change_directory(bad, offset, change)
+    with pytest.raises(CheckpointError, match=f"{bad}: not a sound checkpoint"):
+        read_checkpoint(bad)
+    assert folder.find_latest() == good
+
+
+class Rebuilt:
+    """Is pickled as a call of torch's function that makes a tensor of a storage."""
+
+    def __init__(self, size: tuple[int, ...], stride: tuple[int, ...]):
+        self.size, self.stride = size, stride
+
+    def __reduce__(self):
+        storage = torch.storage.TypedStorage(
+            wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.size, self.stride, False, collections.OrderedDict())
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((1 << 34,), (1,)), ((1 << 60,), (1,)), ((1 << 40,), (0,)), ((-4,), (1,)), ((1 << 62, 8), (1, 1))],
+)
+def test_a_tensor_that_claims_more_than_its_file_has_is_refused(tmp_path, size, stride, is_zip):
+    path = tmp_path / "huge.pth"
+    torch.save({"state_dict": {"w": Rebuilt(size, stride)}}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError, match="huge.pth: not a sound checkpoint"):
+        read_checkpoint(path)
+
+
+def test_a_compressed_entry_is_refused_before_it_is_unpacked(tmp_path):
+    whole, bomb = tmp_path / "whole.pth", tmp_path / "bomb.pth"
+    torch.save({"state_dict": {"w": torch.zeros(1000)}}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(CheckpointError, match="bomb.pth: .*data.pkl is compressed"):
+        read_checkpoint(bomb)
+
+
+def test_containers_that_hold_each_other_many_times_over_are_refused(tmp_path):
+    nested: list = [0]
+    for _ in range(64):
+        nested = [nested, nested]
+    circle: list = []
+    circle.append(circle)
+    for number, value in enumerate((nested, circle)):
+        torch.save({"state_dict": {"w": torch.ones(1)}, "x": value}, tmp_path / f"{number}.pth")
+        with pytest.raises(CheckpointError, match="more than 1000000 values"):
+            read_checkpoint(tmp_path / f"{number}.pth")
+
+
+def test_numpy_scalars_of_any_number_type_come_back_as_python_numbers(tmp_path):
+    numbers = [np.float64(0.1), np.float32(0.5), np.int64(-3), np.uint8(200), np.bool_(True)]
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": numbers}, tmp_path / "n.pth")
+    content = read_checkpoint(tmp_path / "n.pth")
+    assert content["x"] == [0.1, 0.5, -3, 200, True]
+    assert {type(number) for number in content["x"]} == {float, int, bool}
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": np.datetime64("2021-01-01")}, tmp_path / "n.pth")
+    with pytest.raises(CheckpointError, match="a numpy scalar of type 'M8'"):
+        read_checkpoint(tmp_path / "n.pth")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epoch", "7"), ("epoch", None), ("epoch", -2), ("epoch", 1.5), ("epoch", 1 << 70), ("step", -1),
+        ("step", True), ("best_acc1", "high"), ("best_acc1", [1]), ("best_epoch", "3"), ("seconds", float("nan")),
+        ("seed", "one"), ("classes", ["a", 3, "c"]), ("classes", 5), ("global_batch", 0), ("arch", 3),
+        ("optimizer_names", [["a"], 3]),
+        ("scaler", {"scale": "big"}), ("ema_state_dict", {"w": 3}), ("checkpoints", [1]), ("num_rollbacks", None),
+        ("optimizer", []), ("optimizer", {"state": [], "param_groups": []}), ("state_dict", {"w": "text"}),
+        ("state_dict", {3: torch.ones(1)}), ("state_dict", []), ("optimizer", {"state": {0: 3}, "param_groups": []}),
+        ("optimizer", {"state": {}, "param_groups": [{"params": ["a"], "lr": 0.1}]}),
+        ("optimizer", {"state": {0: {"momentum_buffer": "x"}}, "param_groups": []}),
+    ],
+)  # fmt: skip
+def test_wrong_values_in_the_newest_checkpoint_do_not_block_a_restart(tmp_path, key, value, caplog):
+    folder = CheckpointFolder(tmp_path)
+    good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
+    content = {**read_checkpoint(bad), key: value}
+    torch.save(content, bad)
+    if key != "state_dict":
+        with pytest.raises(CheckpointError, match=f"{bad}: not a sound checkpoint: `{key}` is .*; expected "):
+            make_state().load_dict(content, bad)
+    with caplog.at_level("WARNING"):
+        assert folder.find_latest() == good
+    assert str(bad) in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["text", "weights", "directory", "pipe"])
+def test_something_else_in_the_place_of_the_newest_checkpoint_does_not_block_a_restart(tmp_path, kind):
+    folder = CheckpointFolder(tmp_path)
+    good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
+    if kind == "weights":
+        torch.save(make_state().model.state_dict(), bad)
+    else:
+        bad.unlink()
+        {"text": lambda: bad.write_text("hello\n" * 99), "directory": bad.mkdir, "pipe": lambda: os.mkfifo(bad)}[kind]()
+    assert folder.find_latest() == good
+
+
+def test_a_momentum_of_another_shape_is_refused(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state())
+    content = read_checkpoint(path)
+    content["optimizer"]["state"][0]["momentum_buffer"] = torch.ones(7, 7)
+    with pytest.raises(CheckpointError, match=r"does not fit: momentum_buffer has the shape \(7, 7\), its parameter"):
+        make_state().load_dict(content, path)
+
+
+# ------------------------------------------------------------------------------------- what is kept
+
+
+def test_checkpoints_of_other_runs_stay_and_a_restart_knows_its_own(tmp_path, caplog):
+    old = [tmp_path / "checkpoints" / checkpoint_name(epoch, 0) for epoch in range(1, 6)]
+    old[0].parent.mkdir()
+    for path in old:
+        original_checkpoint(path, make_state())
+    with caplog.at_level("INFO"):
+        for start in (6, 8):  # two starts of one run
+            folder = CheckpointFolder(tmp_path, keep_last=2)
+            assert folder.find_latest() == folder.list()[-1]
+            for epoch in (start, start + 1):
+                folder.save(make_state(epoch=epoch))
+    assert folder.list() == [*old, *(folder.folder / checkpoint_name(epoch, 0) for epoch in (8, 9))]
+    assert caplog.text.count("KEEP_LAST 2, KEEP_EVERY 0: older checkpoints of this run are removed, first ckpt_") == 1
+    assert read_checkpoint(folder.list()[-1])["checkpoints"] == [checkpoint_name(epoch, 0) for epoch in (7, 8, 9)]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_one_warning_and_fails_no_save(tmp_path, caplog):
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    blocked = folder.save(make_state(epoch=1))
+    blocked.unlink()
+    blocked.mkdir()  # unlink refuses it, to any user
+    foreign = folder.folder / checkpoint_name(0, 5)
+    foreign.mkdir()
+    with caplog.at_level("WARNING"):
+        for epoch in (2, 3, 4):
+            folder.save(make_state(epoch=epoch))
+    assert [path.name for path in folder.list()] == [foreign.name, blocked.name, checkpoint_name(4, 0)]
+    assert caplog.text.count("cannot be removed") == 1 and str(blocked) in caplog.text
+
+
+# ----------------------------------------------------------------------------- checkpoints of 2021
+
+
+def test_a_run_of_2021_goes_on_and_its_best_stays_until_it_is_beaten(small_cfg):
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    out_dir, content = Path(cfg.OUT_DIR), newest(cfg.OUT_DIR)
+    for path in [*out_dir.rglob("*.pth.tar"), out_dir / "results.json"]:
+        path.unlink()
+    old = {key: content[key] for key in ("epoch", "state_dict", "optimizer")}
+    torch.save({**old, "best_acc1": 100.0}, out_dir / "checkpoints" / checkpoint_name(1, 0))
+    torch.save(content["state_dict"], out_dir / "best.pth.tar")
+    best = (out_dir / "best.pth.tar").read_bytes()
+    assert train_model(small_cfg("OPTIM.MAX_EPOCH", 3)) == 100.0
+    accuracy = read_results(out_dir / "results.json")["accuracy"]["raw"]
+    assert accuracy["best"] == {"epoch": None, "top1": 100.0, "topk": None, "loss": None}
+    assert accuracy["last"]["epoch"] == 3
+    assert (out_dir / "best.pth.tar").read_bytes() == best
+    assert "best top1: 100.00 (epoch unknown); weights: " in (out_dir / "train.log").read_text()
+    assert records(out_dir)[-1]["best_top1"] == 100.0
+    assert (newest(out_dir)["best_acc1"], newest(out_dir)["best_epoch"]) == (100.0, -1)
+    assert (out_dir / "checkpoints" / checkpoint_name(1, 0)).exists()
+
+
+def test_a_better_epoch_takes_the_place_of_a_best_of_2021(tmp_path):
+    original_checkpoint(tmp_path / "old.pth.tar", make_state())
+    state = make_state()
+    state.load_dict(read_checkpoint(tmp_path / "old.pth.tar"), "old.pth.tar")
+    assert state.finish_epoch({"raw": 33.5}) == [] and str(state.bests["raw"]) == "33.50 (epoch unknown)"
+    assert state.finish_epoch({"raw": 33.6}) == ["raw"] and str(state.bests["raw"]) == "33.60 (epoch 7)"
+
+
+# ------------------------------------------------------------------------------------------ strides
+
+
+def strided_state(cfg) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after a step, on this process's part of the work."""
+    torch.manual_seed(0)
+    model = build_placement(cfg, CPU)(build_model(cfg, False))
+    optimizer = build_optimizer(cfg, model)
+    memory_format = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
+    model(torch.randn(4, 3, 16, 16).to(memory_format=memory_format)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def load_state_of(cfg, content: dict) -> list[tuple[bool, bool]]:
+    """Return for each tensor of an optimizer's loaded state whether its strides and its values are right."""
+    with dist.process_group(detect_launch(), CPU, 60):
+        model, optimizer = strided_state(cfg)
+        load_optimizer(optimizer, content, "a file")
+        state = getattr(optimizer, "optim", optimizer).state
+        right = []
+        for index, parameter in enumerate(model.parameters()):
+            for name, value in state.get(parameter, {}).items():
+                right.append((value.stride() == parameter.stride(), torch.equal(value, content["state"][index][name])))
+        return right
+
+
+def gathered_state(cfg) -> dict:
+    with dist.process_group(detect_launch(), CPU, 60):
+        return strided_state(cfg)[1].state_dict()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_loaded_momentum_has_the_strides_of_its_parameter_whatever_wrote_it(small_cfg, last):
+    content = gathered_state(small_cfg("MODEL.CHANNELS_LAST", not last))
+    right = load_state_of(small_cfg("MODEL.CHANNELS_LAST", last), content)
+    assert right and all(strides and values for strides, values in right)
+
+
+def test_loaded_momentum_has_the_strides_of_its_parameter_after_a_zero1_gather(small_cfg):
+    cfg = small_cfg("MODEL.CHANNELS_LAST", True, "DIST.SHARD", "zero1")
+    content = on_processes(2, gathered_state, cfg)[0]
+    for right in on_processes(2, load_state_of, cfg, content):
+        assert right and all(strides and values for strides, values in right)
+    right = load_state_of(small_cfg("MODEL.CHANNELS_LAST", True), content)
+    assert right and all(strides and values for strides, values in right)
+
+
+def test_a_checkpoint_of_ours_is_resumable_as_it_is_written(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state(epoch=3, step=2))
+    check_resumable(read_checkpoint(path), path)
+    content = pickle.loads(pickle.dumps(read_checkpoint(path)))
+    content["best_acc1"] = torch.tensor(12.5)  # as forks of 2021 wrote it
+    check_resumable(content, path)
+
+
+# ------------------------------------------------------------------------------- the other files
+
+
+def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path):
+    counts, violations = fuzz_readback.fuzz(tmp_path, number=150, seed=5)
+    assert not violations, "\n".join(violations)
+    assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b'{"kind": "train", "epoch": "1", "step": 2}', b'{"kind": 3, "epoch": 1, "step": 2}', b"[" * 9999,
+     b"{", b'{"kind": "train", "epoch": 1, "step": "x"}', b"9" * 5000],
+)  # fmt: skip
+def test_an_unreadable_line_of_the_records_is_removed_with_a_warning(tmp_path, line, caplog):
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps({"kind": kind, "epoch": 1, "step": 4}).encode() for kind in ("train", "eval")]
+    path.write_bytes(b"\n".join([good[0], line, good[1], b""]))
+    drop_records_after(path, 1, 0)
+    assert path.read_bytes().splitlines() == good
+    assert f"{path}: 1 line removed, which cannot be read" in caplog.text
+
+
+def test_records_that_are_whole_are_not_written_again(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "epoch": 1, "step": 4}\n{"kind": "eval", "epoch": 1, "step": 4}\n')
+    before = path.stat().st_ino
+    drop_records_after(path, 1, 0)
+    assert path.stat().st_ino == before and not caplog.text
+    drop_records_after(path, 0, 4)  # the evaluation after these steps is done again
+    assert path.read_text() == '{"kind": "train", "epoch": 1, "step": 4}\n'
+
+
+def test_a_folder_in_the_place_of_the_records_is_a_warning(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    drop_records_after(tmp_path / "metrics.jsonl", 1, 0)
+    assert "metrics.jsonl CANNOT BE WRITTEN" in caplog.text
+
+
+def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeypatch, small_cfg):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("broken\n")
+    cfg = small_cfg("CFG_DEST", "metrics.jsonl", "OUT_DIR", tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    drop_records_after(path, 1, 0)
+    with pytest.raises(ConfigError, match="OUT_DIR: .*metrics.jsonl cannot be written: No space left"):
+        write_config(cfg)
+    assert path.read_text() == "broken\n" and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)}\n  <<: [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
+)
+YAML_BOMBS = {
+    "aliases": (LAUGHS, "more than 5000 values"),
+    "merges": (MERGES, "more than 5000 values"),
+    "deep": ("MODEL:\n  ARCH: " + "[" * 5000, "nested deeper than 50 levels"),
+    "deep blocks": ("- " * 5000, "nested deeper than 50 levels"),
+    "circle": (
+        "MODEL: &m\n  KWARGS:\n    x: *m\n",
+        "nested deeper than 50 levels, or an alias stands for what it is in",
+    ),
+    "huge": ("#" * (1 << 18), "more than 131072 characters"),
+    "many": ("[" + "1," * 20000 + "]", "more than 5000 values"),
+}
+
+
+@pytest.mark.parametrize("kind", YAML_BOMBS)
+def test_yaml_without_bounds_is_refused_in_a_file(tmp_path, kind):
+    text, said = YAML_BOMBS[kind]
+    path = tmp_path / "bomb.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"--cfg {path}: not YAML for a config: .*{said}"):
+        load_cfg(str(path))
+    problems: list[str] = []
+    assert read_reported(path, problems) == {} and said in problems[0]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [LAUGHS, MERGES, "[" * 5000, "-" * 60000 + "1", "1+" * 30000 + "1", "{1: 2}", "{[]: 1}", "9" * 5000, "&a [*a]",
+     "!!bool x", "2021-02-31", "1" + "0" * 400, "{a: {2: b}}", "b'x'", "{1, 2}"],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["OPTIM.BASE_LR", "OPTIM.STEPS", "TRAIN.WORKERS", "FINETUNE.LR_MULT.a"])
+def test_odd_words_are_refused_with_their_key(key, word):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        load_cfg(None, [key, word])
+
+
+def test_an_open_section_takes_no_words_that_yaml_cannot_hold():
+    assert load_cfg(None, ["MODEL.KWARGS.x", "[" * 5000]).MODEL.KWARGS.x == "[" * 5000
+    assert load_cfg(None, ["MODEL.KWARGS.x", "{a: {b: [1, 2]}}"]).MODEL.KWARGS.x == {"a": {"b": (1, 2)}}
+
+
+def test_an_event_folder_that_is_a_file_stops_nothing(small_cfg):
+    cfg = small_cfg("LOG.TENSORBOARD", True, "OPTIM.MAX_EPOCH", 1)
+    Path(cfg.OUT_DIR).mkdir()
+    (Path(cfg.OUT_DIR) / "tensorboard").write_bytes(b"\xff")
+    (Path(cfg.OUT_DIR) / "results.json").write_bytes(b"\xff{")
+    train_model(cfg)
+    assert "TensorBoard events CANNOT BE WRITTEN" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert read_results(Path(cfg.OUT_DIR) / "results.json")["finished"]
+
+
+def crafted(header: dict, path: Path) -> None:
+    """Write a file of arrays with that header, under a right checksum."""
+    text = json.dumps(header).encode()
+    path.write_bytes(b"DUARRAYS" + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {}, [], 3, None, "x", {"kind": "packed images"}, {"arrays": 3}, {"arrays": {"a": 3}}, {"meta": []},
+        {"arrays": {"a": ["|O", [2], 0]}}, {"arrays": {"a": ["<i4", [-1], 0]}},
+        {"arrays": {"a": ["<i4", [1 << 62], 0]}},
+        {"arrays": {"a": ["<i4", ["x"], 0]}}, {"arrays": {"a": ["<i4", [1], 1 << 40]}}, {"size": "x"},
+    ],
+)  # fmt: skip
+def test_a_crafted_header_of_a_pack_is_refused(tmp_path, header):
+    whole = {"kind": "packed images", "version": 1, "size": 0, "meta": {}, "arrays": {}}
+    crafted({**whole, **header} if isinstance(header, dict) and header else header, tmp_path / "index.bin")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/index.bin .*; pack the data again"):
+        read_index(tmp_path)
+
+
+def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path):
+    fuzz_readback.pack(tmp_path / "train", "raw")
+    meta, columns = read_arrays(tmp_path / "train" / "index.bin", "packed images", 1)
+    changes = {"label": 2, "shard": 9, "offset": 10**12, "length": -1, "height": 5}
+    for name, value in changes.items():
+        wrong = {**columns, name: columns[name].copy()}
+        wrong[name][2] = value
+        write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, meta, wrong)
+        with pytest.raises(ConfigError, match="index.bin is damaged: .*; pack the data again"):
+            Packed(tmp_path, "train")
+    for part, value in {
+        "classes": [1, 2],
+        "mean": "x",
+        "shards": [{}],
+        "options": {},
+        "crop": 3,
+        "source": None,
+    }.items():
+        write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, {**meta, part: value}, columns)
+        with pytest.raises(ConfigError, match=f"has a wrong header: .*{part}"):
+            Packed(tmp_path, "train")

@@ -1,0 +1,338 @@
+"""Checkpoints: whole or not there, verified, kept by number, and the original's welcome."""
+
+import os
+import random
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.states import make_state, original_checkpoint
+from torch import nn
+
+from distribuuuu.checkpoint import manager as checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_other_class, read_checkpoint, write_atomically
+from distribuuuu.checkpoint.load import load_state_dict
+from distribuuuu.checkpoint.manager import CheckpointFolder, checkpoint_name
+from distribuuuu.config import load_cfg
+from distribuuuu.config.atomic_file import replacing
+from distribuuuu.engine.state import Best, TrainState, list_changes
+from distribuuuu.optim.optimizer import build_optimizer
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    state = make_state(epoch=3, step=7, best=(12.5, 2))
+    path = CheckpointFolder(tmp_path).save(state)
+    assert path.name == "ckpt_ep_003_step_000007.pth.tar"
+    other = make_state()
+    nn.init.zeros_(other.model[0].weight)
+    other.optimizer = build_optimizer(load_cfg(None, ["OPTIM.WEIGHT_DECAY", "0.5"]), other.model)
+    other.load_dict(read_checkpoint(path), path)
+    assert (other.epoch, other.step, other.bests["raw"], other.seed) == (3, 7, Best(12.5, 2), 1)
+    assert all(torch.equal(a, b) for a, b in zip(state.model.parameters(), other.model.parameters(), strict=True))
+    mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5, "the config says the settings, not the file"
+
+
+def test_the_newest_is_found_by_number_not_by_name(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=9)
+    for position in ((999, 0), (1000, 0), (998, 12), (1000, 3)):
+        folder.save(make_state(epoch=position[0], step=position[1]))
+    names = [path.name for path in folder.list()]
+    assert names == [checkpoint_name(*p) for p in ((998, 12), (999, 0), (1000, 0), (1000, 3))]
+    assert folder.find_latest().name == "ckpt_ep_1000_step_000003.pth.tar"
+
+
+def test_what_is_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=3)
+    for epoch in range(1, 8):
+        folder.save(make_state(epoch=epoch), new_bests=["raw"] * (epoch == 2))
+    assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in (3, 6, 7)]
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 1
+
+
+def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    folder.save(make_state(epoch=9))
+    folder.save(make_state(epoch=2))
+    assert checkpoint_name(2, 0) in [path.name for path in folder.list()]
+
+
+@pytest.mark.parametrize("damage", ["cut in half", "cut by a byte", "emptied", "a bit turned", "text"])
+def test_a_damaged_newest_one_is_skipped_for_the_one_before(tmp_path, damage, caplog):
+    folder = CheckpointFolder(tmp_path)
+    good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
+    content = bytearray(bad.read_bytes())
+    if damage == "a bit turned":
+        with zipfile.ZipFile(bad) as archive:
+            entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+        content[entry.header_offset + 200] ^= 1
+    bad.write_bytes({"cut in half": content[: len(content) // 2], "cut by a byte": content[:-1], "emptied": b"",
+                     "a bit turned": content, "text": b"hello"}[damage])  # fmt: skip
+    with caplog.at_level("WARNING"):
+        assert folder.find_latest() == good
+    assert str(bad) in caplog.text
+    assert Path(f"{bad}.broken").exists() and not bad.exists()
+
+
+def test_when_none_is_sound_there_is_none(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    assert folder.find_latest() is None
+    folder.save(make_state(epoch=1)).write_bytes(b"x")
+    assert folder.find_latest() is None
+
+
+def test_no_damage_to_any_byte_goes_unnoticed_or_raises_anything_else(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state(epoch=1))
+    whole, sound = path.read_bytes(), read_checkpoint(path)
+    chance = random.Random(0)
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 20))):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        path.write_bytes(content if chance.random() < 0.8 else content[: chance.randrange(len(content))])
+        try:
+            read = read_checkpoint(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            continue
+        for key, tensor in sound["state_dict"].items():
+            assert torch.equal(read["state_dict"][key], tensor)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "a.pth.tar"
+    write_atomically(path, {"state_dict": {"w": torch.ones(2)}})
+    with pytest.raises(Exception, match="pickle"):
+        write_atomically(path, {"state_dict": {"w": torch.zeros(2)}, "bad": lambda: 0})
+    assert read_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1]
+    assert os.listdir(tmp_path) == ["a.pth.tar"]
+
+
+def test_a_write_that_is_abandoned_leaves_the_old_file_and_no_other(tmp_path):
+    path, asked = tmp_path / "a.pth.tar", []
+
+    def is_abandoned() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    assert write_atomically(path, {"state_dict": {"w": torch.ones(2)}})
+    assert not write_atomically(path, {"state_dict": {"w": torch.zeros(1000)}}, is_abandoned)
+    assert read_checkpoint(path)["state_dict"]["w"].tolist() == [1, 1] and len(asked) == 3
+    assert os.listdir(tmp_path) == ["a.pth.tar"]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path, monkeypatch, is_slow):
+    """It is removed, or abandoned where the evaluation takes less time than the write, which nobody waits for."""
+    write, folder, state = checkpoint.write_atomically, CheckpointFolder(tmp_path, keep_last=2), make_state(step=4)
+
+    def slow_write(path, content, is_abandoned=lambda: False):
+        while is_slow and "_step_" in path.name and not is_abandoned():
+            time.sleep(0.01)
+        return write(path, content, is_abandoned)
+
+    folder.save(make_state(step=2))
+    monkeypatch.setattr(checkpoint, "write_atomically", slow_write)
+    folder.save_in_background(state)
+    if not is_slow:
+        folder.wait()
+        assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(0, 4)]
+    new_bests = state.finish_epoch({"raw": 10.0})
+    folder.save(state, new_bests)
+    assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
+    assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+
+
+def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
+    with replacing(tmp_path / "results.json", "w") as one, replacing(tmp_path / "results.json", "w") as other:
+        assert one.name != other.name and Path(one.name).name.startswith(".results.json.")
+        one.write("one")
+    assert (tmp_path / "results.json").read_text() == "one"
+    kept = tmp_path / ".test_results.json.0123456789abcdef.tmp"
+    for path in (kept, tmp_path / ".best_ema.pth.tar.0123.tmp", tmp_path / ".metrics.jsonl.0123.tmp"):
+        path.write_text("half")
+    CheckpointFolder(tmp_path).clear_leftovers()
+    assert sorted(os.listdir(tmp_path)) == [kept.name, "results.json"]
+
+
+def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("distribuuuu.tasks.metrics.time.perf_counter", lambda: now[0])
+    state, other = make_state(), make_state(epoch=0, step=3)
+    state.timing.begin(now[0])
+    now[0] += 2
+    assert state.timing.end_row(now[0], 8, is_last=False) == 2
+    now[0] += 3  # within a row
+    state._peak_before = 10**6
+    path = CheckpointFolder(tmp_path).save(state)
+    now[0] += 1000
+    other.load_dict(read_checkpoint(path), path)
+    other.timing.begin(now[0])
+    now[0] += 1
+    assert other.timing.end_row(now[0], 16, is_last=True) == 4, "the seconds of the row before the resume count"
+    now[0] += 1000  # the evaluation
+    assert other.timing.images_per_s == 24 / 6 and other.timing.state_dict()["row_seconds"] == 0
+    assert other.peak_memory_mib() == 10**6, "the peak is that of all starts"
+    other.load_dict(read_checkpoint(path), path)
+    assert other.timing.images == 24, "a rollback does not take back what was timed"
+
+
+def test_changed_options_are_listed_by_section():
+    before = {"MODEL.ARCH": "a", "MODEL.KWARGS.width": 8, "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 5, "OLD.KEY": 1}
+    now = {"MODEL.ARCH": "b", "MODEL.KWARGS.norm": "group", "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 1, "NEW.KEY": 1}
+    model = ["MODEL.ARCH a -> b", "MODEL.KWARGS.width 8 -> unset", "MODEL.KWARGS.norm unset -> group"]
+    assert list_changes(before, now, ("MODEL.", "OPTIM.")) == model
+    assert list_changes(before, now) == [*model[:2], "TRAIN.TOPK 5 -> 1", model[2]]
+    assert list_changes({}, now) == ["MODEL.KWARGS.norm unset -> group"]
+
+
+def test_leftovers_of_killed_saves_are_cleared(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save(make_state(epoch=1))
+    leftover = kept.with_name(f".{kept.name}.tmp")
+    leftover.write_bytes(b"half")
+    folder.clear_leftovers()
+    assert not leftover.exists() and kept.exists()
+
+
+def test_the_originals_checkpoints_resume(tmp_path):
+    path = tmp_path / "ckpt_ep_005.pth.tar"
+    state = make_state()
+    original_checkpoint(path, state)
+    content = read_checkpoint(path)
+    assert type(content["optimizer"]["param_groups"][0]["lr"]) is float
+    other = make_state()
+    other.load_dict(content, path)
+    assert (other.epoch, other.step, other.best_top1["raw"]) == (5, 0, 33.5)
+    mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
+    other.optimizer.step()
+
+
+class _Trap:
+    """Would run code if it were unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch /tmp/distribuuuu_was_here",)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    path = tmp_path / "a.pth.tar"
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": _Trap()}, path)
+    with pytest.raises(CheckpointError, match=r"a\.pth\.tar"):
+        read_checkpoint(path)
+    assert not Path("/tmp/distribuuuu_was_here").exists()
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"model_state": s, "epoch": 3}])
+def test_bare_weights_under_any_usual_name(tmp_path, wrap):
+    state = make_state()
+    prefixed = {f"module.{key}": value for key, value in state.model.state_dict().items()}
+    torch.save(wrap(prefixed), tmp_path / "w.pth")
+    content = read_checkpoint(tmp_path / "w.pth")
+    load_state_dict(make_state().model, content["state_dict"], "w.pth")
+    with pytest.raises(CheckpointError, match="weights only"):
+        make_state().load_dict(content, "w.pth")
+
+
+def test_safetensors(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(make_state().model.state_dict(), tmp_path / "w.safetensors")
+    load_state_dict(make_state().model, read_checkpoint(tmp_path / "w.safetensors")["state_dict"], "w")
+    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(CheckpointError, match="bad.safetensors"):
+        read_checkpoint(tmp_path / "bad.safetensors")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"hello": 3}, {}, torch.ones(3), {"state_dict": {}}])
+def test_a_foreign_file_is_named(tmp_path, content):
+    torch.save(content, tmp_path / "foreign.pth")
+    with pytest.raises(CheckpointError, match="foreign.pth: holds no state dict"):
+        read_checkpoint(tmp_path / "foreign.pth")
+
+
+def test_weights_that_do_not_fit_say_why():
+    model = make_state(num_classes=3).model
+    with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
+        load_state_dict(model, make_state(num_classes=5).model.state_dict(), "w")
+    with pytest.raises(CheckpointError, match="lacks 9 tensors, e.g. 0.weight; has 1 that the model lacks, e.g. z"):
+        load_state_dict(model, {"z": torch.ones(1)}, "w")
+
+
+def test_other_classes_and_other_optimizers_are_errors(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state())
+    other = make_state()
+    other.classes = ("a", "x", "c")
+    with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
+        other.load_dict(read_checkpoint(path), path)
+    content = read_checkpoint(path)
+    content["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(CheckpointError, match="its optimizer does not fit"):
+        make_state().load_dict(content, path)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"classes": ["a", "x"]}, "'x' where the data has 'b'"),
+        ({"classes": ["a", "b"]}, None),
+        ({"classes": ["a"]}, None),
+        ({"classes": 2}, None),
+        ({"classes": None}, None),
+        ({}, None),
+    ],
+)
+def test_which_class_is_another_one_if_the_file_names_them(content, said):
+    assert find_other_class(content, ("a", "b")) == said
+
+
+def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):
+    """torch knows parameters by their number: groups of the same sizes would take each other's momentum."""
+
+    def state_with(*words) -> TrainState:
+        state = make_state()
+        state.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        state.optimizer = build_optimizer(load_cfg(None, [str(word) for word in words]), state.model)
+        return state
+
+    path = CheckpointFolder(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
+    state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
+    with pytest.raises(CheckpointError, match="other groups, e.g. 2.weight in the place of 1.weight: .*LR_MULT"):
+        state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
+    old = read_checkpoint(path)
+    del old["optimizer_names"]  # as they were written before
+    state_with("FINETUNE.LR_MULT.1", 2.0).load_dict(old, path)
+
+
+def test_another_global_batch_keeps_the_images_seen(tmp_path):
+    path = CheckpointFolder(tmp_path).save(make_state(epoch=1, step=6))
+    other = make_state()
+    other.global_batch = 16
+    other.load_dict(read_checkpoint(path), path)
+    assert (other.epoch, other.step) == (1, 3)
+
+
+def test_an_older_run_is_set_aside_whole(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    assert folder.set_aside() is None
+    for number in (1, 2):
+        folder.save(make_state(epoch=1), new_bests=["raw"])
+        assert folder.set_aside() == tmp_path / f"checkpoints.{number}"
+        assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
+        assert folder.list() == [] and not folder.bests["raw"].exists()
+
+
+def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
+    state = make_state()
+    assert [state.finish_epoch({"raw": top1}) for top1 in (0.0, 20.0, 10.0, 30.0)] == [["raw"], ["raw"], [], ["raw"]]
+    assert (state.bests["raw"], state.epoch, state.step) == (Best(30.0, 3), 4, 0)
+    assert state.finish_epoch({"raw": 30.0, "ema": 29.0}) == ["ema"], "each kind of weights has a best of its own"
+    assert state.finish_epoch({"ema": float("nan")}) == [], "no number beats none"
+    state = make_state()
+    assert [state.finish_epoch({"raw": map_}) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
+    resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
+    assert not resumed.finish_epoch({"raw": 33.0}) and resumed.best_top1["raw"] == 33.5

@@ -1,0 +1,141 @@
+"""Names of models and optimizers that are known without torch: kept once, replaced when they are out of date."""
+
+import os
+import shutil
+
+import pytest
+from support.runs import ROOT, run_tool, small_words
+
+from distribuuuu.config import ConfigError, load_cfg, model_names
+from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
+from distribuuuu.models import check_model
+from distribuuuu.models.resolve import find_architecture
+from distribuuuu.optim.optimizer import build_optimizer
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "distribuuuu" / "names"
+
+
+def keep_all() -> None:
+    with pytest.raises(ConfigError, match="unknown model 'nothing'"):
+        find_architecture("nothing")
+
+
+def problems_of(arch: str, **kwargs) -> list[tuple[str, str]]:
+    return list(find_model_problems("MODEL.ARCH", arch, "MODEL.KWARGS", kwargs))
+
+
+def test_nothing_is_said_before_the_names_are_kept(cache):
+    assert problems_of("resnet5O") == [] and not cache.exists()
+    find_architecture("resnet14")  # of our own: timm is not asked
+    assert load_table("distribuuuu") and load_table("timm") is None
+    assert problems_of("resnet5O") == []
+    assert problems_of("distribuuuu/resnet5O") != []
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["resnet5O", "resnet50.a1_in1x", "timm/resnet5O", "timm/resnet50.a1_in1x", "timm/nothing_like_it",
+     "torchvision/resnt50", "torchvision/maskrcnn_resnet50_fpn", "tim/resnet50", "a/b/resnet50", "", "distribuuuu/vit"],
+)  # fmt: skip
+def test_the_names_that_are_kept_give_the_message_of_the_tables(arch):
+    keep_all()
+    with pytest.raises(ConfigError) as caught:
+        find_architecture(arch)
+    assert problems_of(arch) == [("MODEL.ARCH", str(caught.value).removeprefix("MODEL.ARCH: "))]
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["resnet14", "resnet50", "timm/resnet50", "resnet50.a1_in1k", "timm/resnet50.a1_in1k", "torchvision/resnet50",
+     "alexnet", "timm/tv_resnet50", "distribuuuu/botnet50"],
+)  # fmt: skip
+def test_what_the_tables_know_is_not_refused(arch):
+    """Also deprecated names, as tv_resnet50, which timm knows but does not list."""
+    keep_all()
+    find_architecture(arch)
+    assert problems_of(arch) == []
+
+
+@pytest.mark.parametrize("keyword", ["widht", "num_classes", "weights", "no_such"])
+def test_unknown_keywords_of_our_own_models_are_named_alike(keyword):
+    keep_all()
+    cfg = load_cfg(None, ["MODEL.ARCH", "resnet14", f"MODEL.KWARGS.{keyword}", "3"])
+    with pytest.raises(ConfigError) as caught:
+        check_model(cfg)
+    ((key, message),) = problems_of("resnet14", width=3, **{keyword: 3})
+    assert str(caught.value) == f"{key} (command line): {message}"
+    assert problems_of("resnet50", anything=3) == []  # its function passes keywords on
+
+
+def test_a_table_that_cannot_be_read_is_made_again(cache):
+    keep_all()
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"names": {}, "unlisted": []}',
+        b'{"names": {"a": 3}, "unlisted": []}',
+    ):
+        for file in cache.iterdir():
+            file.write_bytes(content)
+        assert [load_table(source) for source in SOURCES] == [None] * 3 and problems_of("resnet5O") == []
+        keep_table("timm", lambda: NameTable({"a": None}))
+        assert load_table("timm") == NameTable({"a": None})
+    keep_all()
+    assert len(list(cache.iterdir())) == 3 and problems_of("resnet5O") != []
+
+
+def test_other_versions_have_tables_of_their_own(monkeypatch):
+    keep_all()
+    assert "resnet50" in load_table("timm")
+    monkeypatch.setattr(model_names, "_version_of", {"timm": "9.9", "torchvision": "8.8"}.get)
+    assert load_table("timm") is None and problems_of("resnet5O") == []
+
+
+def test_a_new_file_of_models_makes_the_table_out_of_date(monkeypatch, tmp_path):
+    shutil.copytree(ROOT / "distribuuuu", tmp_path / "copy" / "distribuuuu")
+    package = tmp_path / "copy" / "distribuuuu"
+    monkeypatch.setattr(model_names, "find_spec", lambda name: type("", (), {"submodule_search_locations": [package]}))
+    keep_table("distribuuuu", lambda: NameTable({"a": {"width": True}}))
+    assert load_table("distribuuuu") is not None
+    (package / "models" / "my_net.py").write_text("")
+    assert load_table("distribuuuu") is None
+
+
+def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_all()
+    assert problems_of("resnet5O") == []
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no home at all
+    monkeypatch.chdir(tmp_path)
+    keep_all()
+
+
+def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_path):
+    keep_all()
+    cfg = load_cfg(None, ["OPTIM.NAME", "adamv"])
+    with pytest.raises(ConfigError, match="unknown optimizer 'adamv'"):
+        build_optimizer(cfg, find_architecture("resnet8").builder(num_classes=3))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "torch.py").write_text("raise SystemExit('torch was imported')")
+    path = os.pathsep.join([str(tmp_path / "none"), str(ROOT)])
+    words = ["MODEL.KWARGS.widht", 3, "OPTIM.NAME", "adamv", "TRAIN.BATCH_SIZE", 999, "DISTILL.TEACHER", "resnet5O",
+             "DISTILL.WEIGHTS", "pretrained"]  # fmt: skip
+    done = run_tool("train_net.py", *small_words(image_folder, "/proc/out", *words), PYTHONPATH=path)
+    assert done.returncode == 2 and done.stderr.startswith("5 problems to solve first:"), done.stderr
+    for said in (
+        "MODEL.KWARGS.widht (command line): resnet8 takes no such keyword; did you mean width?",
+        "OPTIM.NAME (command line): unknown optimizer 'adamv'; did you mean adam",
+        "TRAIN.BATCH_SIZE (command line): one step takes 999 images",
+        "DISTILL.TEACHER (command line): unknown model 'resnet5O'; did you mean resnet56, resnet50",
+        "OUT_DIR (command line): /proc cannot be written to",
+    ):
+        assert said in done.stderr

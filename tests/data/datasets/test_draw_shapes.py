@@ -1,0 +1,196 @@
+"""The drawn data set: the same bytes every time, a whole folder or none, and no work for a linear model."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.runs import ROOT
+
+from distribuuuu.data.datasets import draw_shapes as module
+from distribuuuu.data.datasets.draw_shapes import MARKER, SHAPES, draw_shapes
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
+    code = f"from distribuuuu.data.datasets.draw_shapes import draw_shapes; draw_shapes({str(root)!r}, {num_train}, 10)"
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """Return a drawing of 20 + 10 images, to be read only."""
+    return draw_shapes(tmp_path_factory.mktemp("small") / "shapes", num_train=20, num_val=10)
+
+
+def test_layout_and_counts(small):
+    classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in SHAPES}
+    assert set(contents(small)) == classes | {f"train/{name}/0001.jpg" for name in SHAPES} | {MARKER}
+    assert len(SHAPES) == 10
+    with Image.open(small / "train/heart/0001.jpg") as image:
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
+
+
+def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):
+    more = contents(draw_shapes(tmp_path / "more", num_train=30, num_val=20))
+    images = {name: data for name, data in contents(small).items() if name != MARKER}
+    assert images.items() <= more.items()
+    assert len(set(images.values())) == 30
+    other_seed = contents(draw_shapes(tmp_path / "other", num_train=20, num_val=10, seed=1))
+    assert not set(images.values()) & set(other_seed.values())
+
+
+def test_a_whole_folder_is_returned_at_once(small, monkeypatch):
+    monkeypatch.setattr(module, "_draw_all", None)
+    assert draw_shapes(small, num_train=20, num_val=10) == small
+
+
+@pytest.mark.parametrize("drawn_before", [False, True])
+def test_processes_at_the_same_time_leave_one_whole_folder(small, tmp_path, drawn_before):
+    root = tmp_path / "cache" / "shapes"
+    if drawn_before:
+        draw_shapes(root, num_train=10, num_val=10, seed=1)
+    drawing = [start_drawing(root, num_train=20) for _ in range(3)]
+    assert [process.wait() for process in drawing] == [0, 0, 0]
+    assert contents(root) == contents(small)
+    assert os.listdir(root.parent) == ["shapes"]
+
+
+def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
+    root = tmp_path / "shapes"
+    process = start_drawing(root, num_train=20_000)
+    while not list(tmp_path.glob(".shapes.*.part/train/arrow/0009.jpg")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".part")
+    assert contents(draw_shapes(root, num_train=20, num_val=10)) == contents(small)
+    assert left.exists(), "a young part may be the work of a living process"
+
+
+def test_an_old_part_is_swept(tmp_path):
+    left = tmp_path / ".shapes.0123.part"
+    (left / "train").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
+    assert os.listdir(tmp_path) == ["shapes"]
+
+
+def test_a_half_folder_is_drawn_anew(small, tmp_path):
+    root = draw_shapes(tmp_path / "shapes", num_train=20, num_val=10)
+    (root / MARKER).unlink()
+    (root / "train/star/0001.jpg").unlink()
+    (root / "train/star/0000.jpg").write_bytes(b"half")
+    assert contents(draw_shapes(root, num_train=20, num_val=10)) == contents(small)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_train": 10}, {"size": 48}, "version"])
+def test_another_version_or_seed_is_drawn_anew(tmp_path, monkeypatch, change):
+    root = draw_shapes(tmp_path / "shapes", num_train=20, num_val=10)
+    before = contents(root)
+    if change == "version":
+        monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+        change = {}
+    after = contents(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
+    assert after[MARKER] != before[MARKER]
+    assert len(after) == change.get("num_train", 20) + 11
+
+
+def test_a_whole_drawing_that_appears_meanwhile_is_kept(small, tmp_path, monkeypatch):
+    root = tmp_path / "shapes"
+    (root / "train" / "star").mkdir(parents=True)
+    draw_all, inodes = module._draw_all, []
+
+    def draw_while_another_is_quicker(*arguments):
+        monkeypatch.setattr(module, "_draw_all", draw_all)
+        inodes.append(draw_shapes(root, num_train=20, num_val=10).stat().st_ino)
+        draw_all(*arguments)
+
+    monkeypatch.setattr(module, "_draw_all", draw_while_another_is_quicker)
+    draw_shapes(root, num_train=20, num_val=10)
+    assert root.stat().st_ino == inodes[0]
+    assert contents(root) == contents(small)
+    assert os.listdir(tmp_path) == ["shapes"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "train/cat/0000.jpg", "train/star/mine.jpg", MARKER])
+def test_other_files_are_never_touched(tmp_path, name):
+    root = tmp_path / "shapes"
+    (root / name).parent.mkdir(parents=True)
+    (root / name).write_text("mine")
+    with pytest.raises(FileExistsError, match="holds other files.*shapes"):
+        draw_shapes(root, num_train=10, num_val=10)
+    assert contents(root) == {name: b"mine"}
+    assert os.listdir(tmp_path) == ["shapes"]
+
+
+@pytest.mark.parametrize("root", ["file", "file/shapes"])
+def test_a_file_in_the_way_is_named(tmp_path, root):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=f"cannot draw the data set shapes: Not a directory.*{root}"):
+        draw_shapes(tmp_path / root, num_train=10, num_val=10)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match=f"cannot draw the data set shapes.*{tmp_path}/shapes"):
+        draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EROFS", "EACCES"])
+def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch, code):
+    number = getattr(module.errno, code)
+
+    def refuse(path, data):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match=f"{os.strerror(number)}.*{tmp_path}/shapes'") as caught:
+        draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
+    assert caught.value.errno == number
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("num_train", "num_val"), [(25, 10), (20, 0), (-10, 10)])
+def test_counts_that_do_not_divide_are_refused(tmp_path, num_train, num_val):
+    with pytest.raises(ValueError, match="must be a positive multiple of 10"):
+        draw_shapes(tmp_path / "shapes", num_train, num_val)
+
+
+def pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images (N, 3072) at 32 px, a column of ones added, and their labels (N,)."""
+    rows, labels = [], []
+    for label, name in enumerate(SHAPES):
+        for path in sorted((root / split / name).iterdir()):
+            rows.append(np.asarray(Image.open(path).resize((32, 32))).ravel() / 255 - 0.5)
+            labels.append(label)
+    return np.column_stack([np.array(rows), np.ones(len(rows))]), np.array(labels)
+
+
+def test_a_linear_model_on_pixels_fails(tmp_path):
+    root = draw_shapes(tmp_path / "shapes", num_train=600, num_val=200)
+    (images, labels), (val_images, val_labels) = pixels(root, "train"), pixels(root, "val")
+    products, targets = images @ images.T, np.eye(10)[labels] - 0.1
+    for strength in (10.0, 100.0, 1000.0):
+        weights = images.T @ np.linalg.solve(products + strength * np.eye(len(images)), targets)
+        top1 = 100 * np.mean((val_images @ weights).argmax(axis=1) == val_labels)
+        assert top1 < 40, f"ridge regression of strength {strength} reaches {top1:.1f} %"
+
+
+def test_importing_the_module_imports_neither_pillow_nor_torch():
+    code = (
+        "import sys, distribuuuu.data.datasets.draw_shapes\n"
+        "sys.exit(bool({'PIL', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,357 @@
+"""What a run is told about its data at the start: broken files, ignored files, missing classes."""
+
+import io
+import logging
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import small_words
+
+from distribuuuu.config import load_cfg
+from distribuuuu.data.datasets import file_check
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.launch.detect import detect_launch
+
+PNG = io.BytesIO()
+Image.effect_noise((30, 20), 50).save(PNG, "PNG")
+PNG = PNG.getvalue()
+
+
+def huge_png() -> bytes:
+    header = b"\0\1\0\0" * 2 + PNG[24:29]
+    return PNG[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + PNG[33:]
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """Three classes of 5 training and 4 evaluation images, in folders that changed long ago."""
+    root = tmp_path / "data"
+    draw_folder(root, "train", {"ant": 5, "bee": 5, "cat": 5})
+    draw_folder(root, "val", {"ant": 4, "bee": 4, "cat": 4})
+    age(root)
+    return root
+
+
+def age(root: Path) -> None:
+    for parent, _, _ in os.walk(root):
+        os.utime(parent, (time.time() - 100,) * 2)
+
+
+def load(root: Path, train: bool = False, *words):
+    cfg = load_cfg(None, small_words(root, root.parent / "out", *words))
+    return build_loader(cfg, detect_launch(), torch.device("cpu"), train)
+
+
+def refusal(root: Path, train: bool = False, *words) -> str:
+    with pytest.raises(BadImageError) as caught:
+        load(root, train, *words)
+    return str(caught.value)
+
+
+@pytest.fixture
+def looks(monkeypatch) -> list[str]:
+    """The evaluation files that were looked at."""
+    seen, check_file = [], file_check.check_file
+    monkeypatch.setattr(file_check, "check_file", lambda path, *rest: seen.append(path) or check_file(path, *rest))
+    return seen
+
+
+JPEG_NAME = "val/bee/002.jpg"
+BREAK = {
+    "empty": (lambda data: b"", "the file is empty"),
+    "text": (lambda data: b"<html>404</html>" * 20, "not an image of a known format"),
+    "cut in the header": (lambda data: data[:100], "."),
+    "cut in the pixels": (lambda data: data[: len(data) // 2], "."),
+    "cut png": (lambda data: PNG[: len(PNG) // 2], "."),
+    "zeros": (lambda data: bytes(len(data)), "not an image of a known format"),
+    "too large": (lambda data: huge_png(), "pixels are more than DATA.MAX_PIXELS"),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+def test_a_broken_evaluation_image_is_told_before_the_first_epoch(root, how):
+    spoil, said = BREAK[how]
+    path = root / JPEG_NAME
+    path.write_bytes(spoil(path.read_bytes()))
+    (root / "val/cat/000.jpg").unlink()
+    (root / "val/cat/000.jpg").symlink_to("nowhere.jpg")
+    message = refusal(root)
+    assert f"TEST.DATASET: 2 of 12 images are broken: {path}: " in message and "cat/000.jpg: FileNotFound" in message
+    assert "mend or remove them, or set DATA.ON_BAD_IMAGE skip" in message
+    assert said in message
+    notes = load(root, False, "DATA.ON_BAD_IMAGE", "skip").notes
+    assert len(notes) == 1 and "2 of 12 images are broken" in notes[0]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF"])
+@pytest.mark.parametrize("words", [{}, {"exif": bytes(30000)}])
+def test_sound_files_of_every_format_pass_without_being_decoded(root, kind, words, monkeypatch):
+    monkeypatch.setattr(file_check, "decode", None)
+    with Image.open(root / JPEG_NAME) as image:
+        image.load()
+    image.save(root / JPEG_NAME, kind, **({} if kind in ("BMP", "PPM", "GIF", "TIFF") else words))
+    assert load(root).notes == []
+
+
+def test_a_file_with_bytes_after_its_end_is_decoded_and_passes(root):
+    with open(root / JPEG_NAME, "ab") as file:
+        file.write(b"\0" * 9)
+    assert load(root).notes == []
+
+
+def test_an_empty_training_image_is_told_at_the_start(root):
+    (root / "train/bee/003.jpg").write_bytes(b"")
+    message = refusal(root, True)
+    assert f"TRAIN.DATASET: 1 of 15 images are broken: {root}/train/bee/003.jpg: the file is empty" in message
+    assert "1 of 15 images are broken" in load(root, True, "DATA.ON_BAD_IMAGE", "skip").notes[0]
+
+
+def test_no_training_image_is_opened(root, looks):
+    (root / "train/bee/003.jpg").write_bytes(b"no image")
+    assert load(root, True).notes == [] and not looks
+
+
+def test_later_starts_look_at_nothing_but_what_was_broken(root, looks):
+    good = (root / JPEG_NAME).read_bytes()
+    (root / JPEG_NAME).write_bytes(b"")
+    refusal(root)
+    assert len(looks) == 12
+    refusal(root)
+    assert looks[12:] == [str(root / JPEG_NAME)]
+    (root / JPEG_NAME).write_bytes(good)
+    for _ in range(3):
+        assert load(root).notes == []
+    assert len(looks) == 14
+    load(root, False, "DATA.MAX_PIXELS", 10**6)  # another limit
+    assert len(looks) == 26
+    draw_folder(root, "val", {"dog": 1})
+    draw_folder(root, "train", {"dog": 1})
+    age(root)
+    load(root, False, "DATA.MAX_PIXELS", 10**6, "MODEL.NUM_CLASSES", 4)
+    assert len(looks) == 26 + 13
+
+
+def test_a_check_that_takes_too_long_goes_on_at_the_next_start(root, looks, monkeypatch):
+    monkeypatch.setattr(file_check, "_CHUNK", 5)
+    monkeypatch.setattr(file_check, "NUM_THREADS", 1)
+    clock = iter(range(100))
+    monkeypatch.setattr(file_check.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(file_check, "HEADERS_LIMIT_S", 1.5)
+    assert load(root).notes == ["TEST.DATASET: the headers of 5 of 12 files have been checked; the next start goes on"]
+    assert load(root).notes == ["TEST.DATASET: the headers of 10 of 12 files have been checked; the next start goes on"]
+    assert load(root).notes == load(root).notes == []
+    assert sorted(looks) == sorted(str(path) for path in root.glob("val/*/*.jpg"))
+
+
+def test_a_check_ends_when_very_many_files_are_broken(root, looks, monkeypatch):
+    for path in root.glob("val/*/*.jpg"):
+        path.write_bytes(b"")
+    monkeypatch.setattr(file_check, "_MOST_BROKEN", 3)
+    monkeypatch.setattr(file_check, "_CHUNK", 2)
+    monkeypatch.setattr(file_check, "NUM_THREADS", 1)
+    assert "4 of 4 images are broken" in refusal(root) and len(looks) == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [{"done": "x"}, {"done": -1}, {"broken": 3}, {"broken": [[10**9, "x"]]}, {"broken": [["a"]]}, None]
+)
+def test_a_damaged_record_of_the_check_counts_as_none(root, damage):
+    def read() -> tuple[str, str]:
+        cfg = load_cfg(None, small_words(root, root / "out"))
+        return file_check.check_images(cfg, ImageFolder.from_cfg(cfg, train=False), train=False)
+
+    assert read() == ("", "")
+    (record,) = root.rglob("*.headers")
+    meta, _ = file_check.read_arrays(record, file_check.KIND, file_check.VERSION)
+    file_check.write_arrays(record, file_check.KIND, file_check.VERSION, {**meta, **damage} if damage else {}, {})
+    assert read() == ("", "")
+
+
+def test_a_disk_that_keeps_nothing_is_checked_at_each_start(root, looks, monkeypatch):
+    def refuse(*args):
+        raise OSError(30, "Read-only file system")
+
+    load(root)
+    for name in ("take_turn", "write_arrays"):
+        with monkeypatch.context() as patch:
+            patch.setattr(file_check, name, refuse)
+            (root / ".distribuuuu/index-val.headers").unlink(missing_ok=True)
+            looks.clear()
+            load(root)
+            load(root)
+        assert len(looks) == 24
+
+
+def check_on_a_process(root: Path, record: Path) -> list[str]:
+    check_file = file_check.check_file
+
+    def note(path, *rest):
+        with open(record, "a") as file:
+            file.write("x")
+        time.sleep(0.02)
+        return check_file(path, *rest)
+
+    file_check.check_file = note
+    try:
+        cfg = load_cfg(None, small_words(root, root.parent / "out", "DATA.ON_BAD_IMAGE", "skip"))
+        return build_loader(cfg, detect_launch(), torch.device("cpu"), train=False).notes
+    finally:
+        file_check.check_file = check_file
+
+
+def test_of_several_processes_one_looks_and_all_know(root, tmp_path):
+    (root / JPEG_NAME).write_bytes(b"")
+    ImageFolder(root, "val")
+    answers = on_processes(3, check_on_a_process, root, tmp_path / "record")
+    assert answers[0] == answers[1] == answers[2] and "1 of 12 images are broken" in answers[0][0]
+    assert 12 <= len((tmp_path / "record").read_text()) <= 14  # a late one may look at the broken file again
+
+
+def test_the_images_of_a_csv_are_checked_too(tmp_path, looks):
+    draw_folder(tmp_path, "val", {"a": 3})
+    lines = "".join(f"val/a/{number:03d}.jpg,x\n" for number in range(3))
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text("image,labels\n" + lines)
+    words = ("DATA.NAME", "multilabel", "MODEL.NUM_CLASSES", 1, "LOSS.NAME", "bce")
+    assert load(tmp_path, False, *words).notes == load(tmp_path, False, *words).notes == [] and len(looks) == 3
+    (tmp_path / "val/a/001.jpg").write_bytes(b"")
+    assert "1 of 3 images are broken" in refusal(tmp_path, True, *words, "TRAIN.BATCH_SIZE", 1)
+    (tmp_path / "val.csv").write_text("image,labels\n" + lines + "\n")
+    assert "1 of 3 images are broken" in refusal(tmp_path, False, *words)
+
+
+# ------------------------------------------------------------------- what is ignored, and odd classes
+
+
+def test_files_of_other_types_are_counted_and_told_at_every_start(root, caplog):
+    for name in ("ant/a.gif", "ant/b.GIF", "bee/deep/c.heic", "cat/notes", "cat/d.tar.gz", "cat/001.jpg.part"):
+        (root / "train" / name).parent.mkdir(exist_ok=True)
+        (root / "train" / name).write_bytes(b"x")
+    for name in ("ant/Thumbs.db", "ant/desktop.ini", "ant/.DS_Store", "ant/._000.jpg", "labels.csv"):
+        (root / "train" / name).write_bytes(b"x")
+    age(root)
+    said = (
+        f"TRAIN.DATASET: {root}/train: 6 files are not images of a known type and are ignored: "
+        ".gif (2), no suffix (1), .gz (1), .heic (1), .part (1)"
+    )
+    first, second = load(root, True), load(root, True)
+    assert first.notes == second.notes == [said] and len(first.images) == 15
+
+
+def test_images_beside_the_class_folders_are_told(root):
+    (root / "train/ant/000.jpg").rename(root / "train/x.jpg")
+    (root / "train/README.md").write_text("x")
+    assert "1 images lie beside the class folders and are ignored" in load(root, True).notes[0]
+
+
+JUNK = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", ".ipynb_checkpoints", "System Volume Information")
+
+
+def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root, capsys):
+    data = (root / "train/ant/000.jpg").read_bytes()
+    for junk in JUNK:
+        for folder in (root / "train" / junk, root / "train/ant" / junk, root / "train" / junk / "ant"):
+            folder.mkdir(parents=True)
+            (folder / "seen.jpg").write_bytes(data)
+    (root / "train/ant/._x.jpg").write_bytes(b"resource fork")
+    cfg = load_cfg(None, small_words(root, root.parent / "out"))
+    assert find_run_problems(cfg, train=True) == []
+    images = load(root, True).images
+    assert images.classes == ("ant", "bee", "cat") and len(images) == 15
+    (root / "val/ant/@eaDir").mkdir()
+    (root / "val/ant/@eaDir/x.jpg").write_bytes(data)
+    for path in root.glob("val/ant/*.jpg"):
+        path.unlink()
+    assert "class folders without an image: ant" in find_run_problems(cfg, train=True)[0]
+
+
+def test_classes_without_evaluation_images_are_told(root, tmp_path):
+    for path in root.glob("val/bee/*"):
+        path.unlink()
+    (root / "val/bee").rmdir()
+    assert load(root).notes == ["TEST.DATASET: no image of 1 of 3 classes: bee; they are not evaluated"]
+    assert find_run_problems(load_cfg(None, small_words(root, tmp_path / "out")), train=True) == []
+
+
+def test_one_class_alone_and_classes_of_one_image(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 1})
+    draw_folder(tmp_path, "val", {"ant": 1})
+    words = ("MODEL.NUM_CLASSES", 1, "TRAIN.BATCH_SIZE", 1)
+    assert "there is one class only, ant" in load(tmp_path, True, *words).notes[0]
+    draw_folder(tmp_path, "train", {"bee": 1, "cat": 1})
+    age(tmp_path)
+    words = ("MODEL.NUM_CLASSES", 3, "TRAIN.BATCH_SIZE", 3, "DATA.SAMPLING", "balanced")
+    loader = load(tmp_path, True, *words)
+    assert loader.notes == [] and len(list(loader.batches_from(0, 0, 0))) == 1
+
+
+def test_class_folders_that_differ_only_by_case_are_told(tmp_path):
+    draw_folder(tmp_path, "train", {"Cat": 1, "cat": 1, "dog": 1})
+    note = load(tmp_path, True, "TRAIN.BATCH_SIZE", 1).notes[0]
+    assert "class folders differ only by case: Cat and cat; each counts as a class of its own" in note
+
+
+def problems(root, tmp_path, *words) -> str:
+    return "\n".join(find_run_problems(load_cfg(None, small_words(root, tmp_path / "out", *words)), train=True))
+
+
+def test_class_folders_without_a_split_are_recognised(tmp_path):
+    draw_folder(tmp_path, "data", {"ant": 2, "bee": 2})
+    told = problems(tmp_path / "data", tmp_path)
+    assert "TRAIN.SPLIT" in told and "TEST.SPLIT" in told
+    assert "these look like class folders: ant, bee; split them into train/ and val/" in told
+    (tmp_path / "data").rename(tmp_path / "train")
+    assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in problems(tmp_path / "train", tmp_path)
+    draw_folder(tmp_path / "other", "training", {"ant": 1})
+    assert "it has training; did you mean" in problems(tmp_path / "other", tmp_path)
+
+
+@pytest.mark.parametrize("closed", ["", "train", "train/bee"])
+def test_folders_that_cannot_be_listed_are_told_by_name(root, tmp_path, monkeypatch, closed):
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if os.fspath(path).rstrip("/") == str(root / closed):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    told = problems(root, tmp_path)
+    assert "Permission denied" in told and str(root / closed.removesuffix("/bee")) in told
+    assert (told.count("bee (Permission denied)") == 1) == (closed == "train/bee")
+    assert len(ImageFolder(root, "train")) == {"": 15, "train": 0, "train/bee": 10}[closed]
+
+
+def test_links_in_circles_are_told_and_crash_nothing(root, tmp_path):
+    (tmp_path / "round").symlink_to("round")
+    assert "Too many levels of symbolic links" in problems(tmp_path / "round", tmp_path)
+    (root / "train/bee/up").symlink_to(root / "train")
+    (root / "train/bee/self").symlink_to("self")
+    (root / "train/self").symlink_to("self")
+    assert problems(root, tmp_path) == "" and len(ImageFolder(root, "train")) >= 15
+
+
+def test_the_notes_are_in_the_log_of_a_run(root, tmp_path, caplog):
+    from distribuuuu.trainer import test_model, train_model
+
+    (root / "train/ant/a.gif").write_bytes(b"x")
+    (root / "val/ant/a.heic").write_bytes(b"x")
+    words = small_words(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
+    train_model(load_cfg(None, words))
+    test_model(load_cfg(None, words))
+    assert (tmp_path / "out/train.log").read_text().count("files are not images") == 0
+    assert (
+        ": 1 file is not an image of a known type and is ignored: .gif (1)" in (tmp_path / "out/train.log").read_text()
+    )
+    assert "ignored: .heic (1)" in (tmp_path / "out/test.log").read_text()
+    assert logging.getLogger("distribuuuu").handlers == []

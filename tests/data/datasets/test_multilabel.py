@@ -1,0 +1,271 @@
+"""Images of several classes: what a CSV may say, what is told of a wrong one, and runs that are judged by map."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import (
+    assert_close,
+    assert_same_run,
+    newest,
+    records,
+    run_tool,
+    small_words,
+    timeless,
+    train_and_read,
+    train_and_stop,
+)
+
+from distribuuuu.cli.make_table import run_table_tool
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.multilabel import Multilabel, read_table
+from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.report.results import read_results
+from distribuuuu.tasks.losses import BinaryCrossEntropy, build_loss
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+# By number of an image, in turn; the names are not in the order of the alphabet.
+LABELS = ("wet", "red fur;wet", "", "bee;red fur", "bee")
+
+
+def write_csv(path: Path, lines: list[str], header: str = "image,labels") -> None:
+    path.write_text("".join(f"{line}\n" for line in (header, *lines)), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def root(image_folder, tmp_path_factory) -> Path:
+    """A CSV of 48 training images and one of 37 evaluation images; one class is on no evaluation image."""
+    root = tmp_path_factory.mktemp("multilabel")
+    for split in ("train", "val"):
+        images = sorted((image_folder / split).rglob("*.jpg"))
+        (root / split).symlink_to(image_folder / split)
+        labels = LABELS if split == "train" else ("wet", "", "red fur;wet")
+        lines = [f"{path.relative_to(image_folder)},{labels[number % len(labels)]}"
+                 for number, path in enumerate(images)]  # fmt: skip
+        write_csv(root / f"{split}.csv", lines)
+    return root
+
+
+def words_of(root: Path, *words) -> tuple:
+    return ("DATA.NAME", "multilabel", "TRAIN.DATASET", root, "TEST.DATASET", root, "LOSS.NAME", "bce", *words)
+
+
+@pytest.fixture
+def cfg_of(small_cfg, root):
+    return lambda *words: small_cfg(*words_of(root, *words))
+
+
+# ------------------------------------------------------------------------------------- the CSV
+
+
+def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, root):
+    cfg = resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0))
+    assert cfg.MODEL.NUM_CLASSES == 3 and find_run_problems(cfg, train=True) == []
+    train, val = (build_images(cfg, train) for train in (True, False))
+    assert train.classes == val.classes == ("bee", "red fur", "wet") and (len(train), len(val)) == (48, 37)
+    expected = [[0, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [1, 0, 0]]
+    assert [train.label(index).tolist() for index in range(5)] == expected
+    assert [val.label(index).tolist() for index in range(3)] == [[0, 0, 1], [0, 0, 0], [0, 1, 1]]
+    assert train.where(47) == str(root / "train/cat/015.jpg") and train.read(47) == Path(train.where(47)).read_bytes()
+    again = pickle.loads(pickle.dumps(train))
+    assert (again.where(7), again.label(7).tolist()) == (train.where(7), train.label(7).tolist())
+
+
+def test_what_a_csv_may_say(image_folder, tmp_path):
+    absolute = image_folder / "train" / "ant" / "000.jpg"
+    lines = [f"x, {absolute} ,  b ;;a;b; ", "", 'y,"one, two.jpg",b']
+    write_csv(tmp_path / "train.csv", lines, "\ufeffextra, image ,labels")
+    images = Multilabel(tmp_path / "train.csv")
+    assert images.classes == ("a", "b") and images.where(0) == str(absolute)
+    assert images.where(1) == str(tmp_path / "one, two.jpg")
+    assert [images.label(index).tolist() for index in range(2)] == [[1, 1], [0, 1]]
+
+
+def test_a_million_images_are_a_handful_of_objects(tmp_path):
+    write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
+    table = read_table(tmp_path / "train.csv")
+    parts = (table.paths, table.path_ends, table.numbers, table.number_ends, table.lines)
+    assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
+    assert read_table(tmp_path / "train.csv") is table
+    write_csv(tmp_path / "train.csv", ["0.jpg,a"])
+    assert len(read_table(tmp_path / "train.csv")) == 1
+
+
+WRONG = {
+    "has no column labels; its header, line 1, must be image,labels: it is 'image,label'": "image,label\na.jpg,x\n",
+    "has no column image and no column labels; its header, line 1, must be image,labels: it is empty": "",
+    "has no line but its header": "image,labels\n",
+    "has no label on any line": "image,labels\na.jpg,\n",
+    "names an image again: line 4, './a.jpg' as in line 2": "image,labels\na.jpg,x\nb.jpg,x\n./a.jpg,y\n",
+    'has lines of another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'
+    " line 3 has 3": "image,labels\na.jpg\nb.jpg,x,y\nb.jpg,x\n",
+    "has lines without an image: line 2": "image,labels\n,x\na.jpg,x\n",
+    "names images that are not there: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
+    "names images that are not there: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
+    " '4.jpg' and 2 more": "image,labels\n" + "".join(f"{number}.jpg,x\n" for number in range(7)),
+    "has labels that are several: put semicolons between them: x y": "image,labels\na.jpg,x y\nb.jpg,x;y\n",
+    "is not a CSV of UTF-8": "image,labels\na.jpg,\udcff\n",
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_csv_is_told_before_the_start(small_cfg, tmp_path, message):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jpg").touch()
+    (tmp_path / "train.csv").write_text(WRONG[message], encoding="utf-8", errors="surrogateescape")
+    write_csv(tmp_path / "val.csv", ["a.jpg,x"])
+    problems = find_run_problems(small_cfg(*words_of(tmp_path, "MODEL.NUM_CLASSES", 1)), train=True)
+    assert any(f": {tmp_path / 'train.csv'} {message}" in problem for problem in problems), problems
+
+
+def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
+    (tmp_path / "a.jpg").touch()
+    write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", "a.jpg,horse", "none.jpg,horse"])
+    write_csv(tmp_path / "val.csv", ["a.jpg,zebra", "b.jpg,zbra;horse", "c.jpg,zbra"])
+    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out", *words_of(tmp_path)))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for told in ("train.csv names an image again: line 3", "train.csv names images that are not there: line 4",
+                 "val.csv has labels that the training data lacks: line 3, 'zbra'; did you mean zebra?",
+                 "val.csv names images that are not there: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
+        assert told in done.stderr, done.stderr
+    assert done.stderr.count("zbra") == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="'zbra'; did you mean zebra"):
+        Multilabel(tmp_path / "val.csv", ("horse", "zebra"))
+
+
+def test_missing_files_and_wrong_numbers_are_told(small_cfg, root, tmp_path):
+    def told(*words) -> str:
+        return "\n".join(find_run_problems(small_cfg(*words_of(root, *words)), train=True))
+
+    assert f"no file trian.csv in {root}; it has train, val; did you mean train?" in told("TRAIN.SPLIT", "trian")
+    assert f"no such folder: {tmp_path / 'no'}" in told("TRAIN.DATASET", tmp_path / "no")
+    assert "TEST.SPLIT: no file val.csv" in told("TEST.DATASET", tmp_path)
+    assert "MODEL.NUM_CLASSES" in told("MODEL.NUM_CLASSES", 4) and told() == ""
+
+
+@pytest.mark.parametrize("words", [("LOSS.NAME", "focal"), ("DATA.SAMPLING", "sqrt"),
+                                   ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x")])  # fmt: skip
+def test_what_does_not_go_with_several_labels_is_refused(cfg_of, words):
+    with pytest.raises(ConfigError, match=f"^{words[0]} .*DATA.NAME multilabel gives an image any number of classes"):
+        cfg_of(*words)
+
+
+def test_packs_refuse(cfg_of, root, tmp_path):
+    done = run_tool("pack_dataset.py", tmp_path / "pack", *map(str, words_of(root, "MODEL.NUM_CLASSES", 3)))
+    assert done.returncode == 2 and "a pack has room for one class an image" in done.stderr
+
+
+# ---------------------------------------------------------------------------------- the batches
+
+
+@pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")])
+@pytest.mark.parametrize("train", [True, False])
+def test_workers_and_the_device_make_the_same_batches(cfg_of, words, train):
+    mine, theirs = batches_of(cfg_of(), train), batches_of(cfg_of(*words), train)
+    assert_same_batches(mine, theirs)
+    assert all(targets.dtype == torch.float32 and targets.shape == (len(images), 3) for images, targets in theirs)
+    assert build_loader(cfg_of(*words), ALONE, CPU, train).images.multilabel
+    if not train:
+        expected = torch.tensor([[0.0, 0, 1], [0, 0, 0], [0, 1, 1]]).repeat(13, 1)[:37]
+        assert torch.equal(torch.cat([targets for _, targets in theirs]), expected)
+
+
+def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp_path):
+    draw_folder(tmp_path, "images", {"ant": 4})
+    write_csv(tmp_path / "train.csv", [f"images/ant/00{number}.jpg,{'abbb'[number]}" for number in range(4)])
+    write_csv(tmp_path / "val.csv", ["images/ant/000.jpg,a"])
+    (tmp_path / "images/ant/000.jpg").write_bytes(b"no image")
+    words = ("MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", "TRAIN.BATCH_SIZE", 4)
+    loader = build_loader(small_cfg(*words_of(tmp_path, *words)), ALONE, CPU, train=True)
+    ((images, targets),) = loader.batches_from(seed=5, epoch=0, first_step=0)
+    assert loader.num_broken >= 1 and len(images) == 4 and targets.tolist() == [[0, 1]] * 4
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+
+@pytest.fixture(scope="module")
+def reference(root, image_folder, tmp_path_factory):
+    """The uninterrupted run, with mixed images and averaged weights."""
+    out_dir = tmp_path_factory.mktemp("reference")
+    train_model(load_cfg(None, small_words(image_folder, out_dir, *words_of(root, *WHOLE))))
+    return out_dir
+
+
+WHOLE = ("AUG.MIXUP", 0.4, "CHECKPOINT.EVERY_STEPS", 1, "EMA.HALF_LIFE", 24)
+
+
+def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
+    evaluations = [entry for entry in records(reference) if entry["kind"].startswith("eval")]
+    assert [entry["count"] for entry in evaluations] == [37] * 4 and not any("top1" in entry for entry in evaluations)
+    content, raw = newest(reference), [entry["map"] for entry in evaluations if entry["kind"] == "eval"]
+    assert content["best_acc1"] == max(raw) == evaluations[-2]["best_map"]
+    assert content["classes"] == ["bee", "red fur", "wet"]
+    log = (reference / "train.log").read_text()
+    assert f"map {raw[1]:.2f} loss" in log and "best map so far: " in log and "top1" not in log
+    header = next(line for line in log.splitlines() if "img/s" in line)
+    assert header.split()[2:] == ["epoch", "step", "loss", "map", "lr", "img/s", "wait", "eta"]
+    record = read_results(reference / "results.json")
+    assert record["accuracy"]["raw"]["last"] == {"epoch": 2, "map": raw[1], "loss": evaluations[-2]["loss"]}
+    assert record["accuracy"]["raw"]["best"]["map"] == max(raw) and record["evaluation"]["multilabel"] is True
+    assert run_table_tool("", Path("benchmarks/reported.yaml"), [str(reference)]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()[:3]
+    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+    ema = record["accuracy"]["ema"]["last"]["map"]
+    assert cells["mAP here"] == f"{ema:.2f} (n = 1, EMA)" and "top-1 here" not in cells
+
+
+def test_results_without_map_are_no_results(reference, tmp_path):
+    record = json.loads((reference / "results.json").read_text())
+    del record["accuracy"]["raw"]["best"]["map"]
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="lacks `accuracy.raw.best.map`"):
+        read_results(tmp_path / "results.json")
+
+
+@pytest.mark.parametrize("place", [(0, 3), (1, 2)])
+def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch, place):
+    train_and_stop(cfg_of(*WHOLE), place, monkeypatch)
+    cfg = cfg_of(*WHOLE, "TRAIN.WORKERS", 2)
+    train_model(cfg)
+    assert_same_run(cfg.OUT_DIR, reference)
+    assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
+def test_processes_that_share_a_global_batch_train_and_judge_alike(cfg_of, tmp_path):
+    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "MODEL.KWARGS.norm", "group")
+    alone = train_and_read(cfg_of(*shared, "OUT_DIR", tmp_path / "alone"))
+    together = on_processes(3, train_and_read, cfg_of(*shared))[0]
+    assert_close(together, alone, 1e-5)
+    for mine, theirs in zip(records(tmp_path / "alone"), records(tmp_path / "out"), strict=True):
+        assert (mine["count"], mine["map"]) == (theirs["count"], theirs["map"])
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, cfg_of, num):
+    cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar")
+    expected = evaluate_run(cfg)
+    assert expected["map"] == newest(reference)["best_acc1"] and set(expected) == {"count", "loss", "map"}
+    written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
+    assert written["accuracy"]["raw"] == {"loss": expected["loss"], "map": expected["map"]}
+    for batch_size in (1, 64):
+        results = on_processes(num, evaluate_run, cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar",
+                                                         "TEST.BATCH_SIZE", batch_size))  # fmt: skip
+        for result in results:
+            assert (result["count"], result["map"]) == (37, expected["map"])
+            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def test_evaluation_takes_the_binary_loss_and_others_theirs(cfg_of, small_cfg):
+    assert isinstance(build_loss(cfg_of("LOSS.LABEL_SMOOTHING", 0.3), train=False), BinaryCrossEntropy)
+    assert build_loss(cfg_of("LOSS.LABEL_SMOOTHING", 0.3), train=False).smoothing == 0
+    assert not isinstance(build_loss(small_cfg("LOSS.NAME", "bce"), train=False), BinaryCrossEntropy)
+    assert not isinstance(build_loss(cfg_of("MODEL.DUMMY_INPUT", True), train=False), BinaryCrossEntropy)

@@ -1,0 +1,356 @@
+"""Augmentation after the crop: what torchvision and timm do, drawn from position alone, in any worker."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import auto_augment
+from torchvision.transforms import v2
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.augment import Augmented, Erasing, Policy, build_augmentation, make_jitter, make_policy
+from distribuuuu.data.draws import Draws
+from distribuuuu.data.loader import Normalizer, build_loader
+from distribuuuu.data.picture import Picture
+from distribuuuu.data.seeding import OwnGenerator, seeded_generators
+from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
+from distribuuuu.launch.detect import Launch
+
+CPU = torch.device("cpu")
+ALONE = Launch("alone")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TIMMS = ["rand-m9-mstd0.5-inc1", "rand-m3", "augmix-m5-w4-d2", "original", "originalr-mstd0.5", "v0", "v0r", "3a"]
+TORCHVISIONS = ["autoaugment", "randaugment", "trivialaugment"]
+
+
+def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
+    """Draw smooth colours: uint8 (3, side, side)."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(smooth)).permute(2, 0, 1)
+
+
+def image_of(pixels: torch.Tensor) -> Image.Image:
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def pixels_of(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def whole(size: int = 48) -> PaddedCrop:
+    """Return a crop that leaves an image of this size as it is."""
+    return PaddedCrop(size, padding=0, flip=0.0)
+
+
+def policy(text: str, mean=MEAN, size: int = 48, interpolation: str = "bilinear") -> Policy:
+    return make_policy(text, interpolation, mean, size)
+
+
+def states() -> tuple:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+# What the policies do
+
+
+@pytest.mark.parametrize("text", ["rand-m7-mstd0.5-inc1", "augmix-m5-w4-d2", "original"])
+def test_timms_text_gives_what_timm_gives(text):
+    made = {"r": auto_augment.rand_augment_transform, "a": auto_augment.augment_and_mix_transform}
+    hparams = {"translate_const": 21, "img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    theirs = made.get(text[0], auto_augment.auto_augment_transform)(
+        text, {**hparams, **({"translate_pct": 0.3} if text[0] == "a" else {})}
+    )
+    mine, image, changed = policy(text, interpolation="bicubic"), image_of(scene()), 0
+    for seed in range(40):
+        random.seed(seed)
+        np.random.seed(seed)
+        expected = pixels_of(theirs(image))
+        assert torch.equal(pixels_of(mine(image, seed)), expected)
+        changed += not torch.equal(expected, scene())
+    assert changed > 20
+
+
+@pytest.mark.parametrize(
+    "text, theirs",
+    [
+        ("autoaugment", v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, interpolation=v2.InterpolationMode.BILINEAR)),
+        ("randaugment", v2.RandAugment(2, 9, interpolation=v2.InterpolationMode.BILINEAR)),
+        ("trivialaugment", v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)),
+    ],
+)
+def test_torchvisions_names_give_what_torchvision_gives(text, theirs):
+    mine, image = policy(text), image_of(scene())
+    for seed in range(40):
+        torch.manual_seed(seed)
+        assert torch.equal(pixels_of(mine(image, seed)), pixels_of(theirs(image)))
+
+
+@pytest.mark.parametrize(
+    "strengths, theirs", [((0.4,), (0.4, 0.4, 0.4)), ((0.1, 0.2, 0.3, 0.1),) * 2, ((0.3,) * 3,) * 2]
+)
+def test_jitter_is_torchvisions(strengths, theirs):
+    augmented, reference = Augmented(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
+    for index in range(10):
+        draws = Draws(3, index)
+        whole()(Picture(scene()), draws)
+        draws.seed()
+        torch.manual_seed(draws.seed())
+        expected = pixels_of(reference(image_of(scene())))
+        assert torch.equal(augmented(Picture(scene()), Draws(3, index)), expected)
+
+
+def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
+    chosen, counts = policy("3augment"), {"grey": 0, "solarized": 0, "blurred": 0}
+    original = scene().int()
+    inverted = torch.where(original >= 128, 255 - original, original)
+    for seed in range(600):
+        pixels = pixels_of(chosen(image_of(scene()), seed)).int()
+        if (pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all():
+            counts["grey"] += 1
+        elif torch.equal(pixels, inverted):
+            counts["solarized"] += 1
+        else:
+            counts["blurred"] += 1
+            assert (pixels - original).abs().float().mean() < 12
+    assert all(150 <= count <= 250 for count in counts.values()), counts
+
+
+def test_what_timms_policies_uncover_becomes_the_mean_colour():
+    chosen, white = policy("rand-m10-n1-p1-mstd0", mean=(0.2, 0.4, 0.6)), Image.new("RGB", (48, 48), "white")
+    colours = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
+    assert (51, 102, 153) in colours and (128, 128, 128) not in colours
+
+
+@pytest.mark.parametrize("text", ["rand-m10-inc1-p1", "rand-m0-p1", "v0"])
+def test_no_image_is_refused_by_the_operation_that_leaves_no_bits(text):
+    """Posterize to 0 bits, which is black, was an error from Pillow 13 on."""
+    chosen, black = policy(text), 0
+    for seed in range(300):
+        black += not pixels_of(chosen(image_of(scene(16)), seed)).any()
+    assert black > 2
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("rand-m9-inc", r"'inc'; rand takes mNUMBER, nNUMBER"),
+        ("rand-m9-foo3", "'foo3'"),
+        ("rand-m9.5", "refused by timm"),
+        ("rand-m9-tweight", "no operations that timm knows: tweights"),
+        ("augmix-q3", "'q3'; augmix takes mNUMBER"),
+        ("v0-m5", "'m5'; v0 takes mstdNUMBER"),
+        ("rand-n40-tweights", "cannot be applied"),
+        ("autoaugment-m9", "settings, which autoaugment does not take"),
+        ("none-1", "settings"),
+    ],
+)
+def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg, text, said):
+    with pytest.raises(ConfigError, match=rf"^AUG.POLICY \(command line\): '{text}' .*{said}"):
+        build_loader(small_cfg("AUG.POLICY", text), ALONE, CPU, train=True)
+    build_loader(small_cfg("AUG.POLICY", text), ALONE, CPU, train=False)
+
+
+@pytest.mark.parametrize(
+    "text, near", [("TrivialAugmentWide", "trivialaugment"), ("rand_m9", "rand"), ("Auto-Augment", "autoaugment"),
+                   ("3-augment", "3augment"), ("agumix-m3", "augmix"), ("orginal", "original")]
+)  # fmt: skip
+def test_a_name_that_nobody_knows_names_near_ones_before_torch_is_imported(text, near):
+    with pytest.raises(
+        ConfigError, match=rf"AUG.POLICY \(command line\): '{text}' does not begin .*did you mean.*{near}"
+    ):
+        load_cfg(None, ["AUG.POLICY", text])
+
+
+@pytest.mark.parametrize("value", ["[0.1, 0.2]", "-0.4", "[0.1, 0.1, 0.1, 0.6]", "[1, 2, 3, 0, 0]"])
+def test_jitter_that_cannot_be_is_an_error(value):
+    with pytest.raises(ConfigError, match="AUG.COLOR_JITTER .* must be one number, three or four"):
+        load_cfg(None, ["AUG.COLOR_JITTER", value])
+
+
+# Erasing
+
+
+def erased_boxes(erase: Erasing, num: int, side: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (pixels, which of them were erased) of black images."""
+    results = []
+    for seed in range(num):
+        with OwnGenerator(seed):
+            pixels = erase(torch.zeros(3, side, side, dtype=torch.uint8))
+        results.append((pixels, pixels.amax(0) > 0))
+    return results
+
+
+def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
+    areas, ratios, corners = [], [], []
+    for _, hit in erased_boxes(Erasing(0.25, MEAN), 1200):
+        if hit.any():
+            rows, columns = hit.any(1).nonzero().flatten(), hit.any(0).nonzero().flatten()
+            height, width = (int(at[-1] - at[0]) + 1 for at in (rows, columns))
+            assert int(hit.sum()) == height * width
+            areas.append(height * width / 64**2)
+            ratios.append(height / width)
+            corners.append((int(rows[0]), int(columns[0])))
+    assert 250 <= len(areas) <= 350
+    assert 0.015 < min(areas) < 0.05 and 0.28 < max(areas) < 0.35
+    assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
+
+
+def test_what_is_erased_is_nothing_once_it_is_normalised():
+    ((pixels, hit),) = erased_boxes(Erasing(1.0, MEAN), 1)
+    assert Normalizer(CPU, MEAN, STD, False)(pixels[None])[0][:, hit].abs().max() < 0.01
+
+
+def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
+    normalize, values = Normalizer(CPU, MEAN, STD, False), []
+    for pixels, hit in erased_boxes(Erasing(1.0, MEAN, STD), 60):
+        values.append(normalize(pixels[None])[0][:, hit].flatten())
+    values = torch.cat(values)
+    assert abs(float(values.mean())) < 0.05 and 0.9 < float(values.std()) < 1.02
+    assert 0.6 < float((values.abs() < 1).float().mean()) < 0.75
+
+
+def test_erasing_leaves_what_it_was_given():
+    pixels = scene()
+    before = pixels.clone()
+    with OwnGenerator(0):
+        assert not torch.equal(Erasing(1.0, MEAN)(pixels), before)
+    assert torch.equal(pixels, before)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+def test_images_too_small_for_a_rectangle_stay_whole_or_lose_one(side):
+    for pixels, _ in erased_boxes(Erasing(1.0, MEAN, STD), 30, side):
+        assert pixels.shape == (3, side, side) and pixels.dtype == torch.uint8
+
+
+# The order, and nothing where nothing is asked for
+
+
+def test_the_policy_comes_first_then_the_jitter_then_the_erasing():
+    steps = []
+
+    def note(name: str):
+        return lambda value: (steps.append(name), value)[1]
+
+    chosen = Policy(note("policy"), OwnGenerator)
+    Augmented(whole(), chosen, note("jitter"), note("erase"))(Picture(scene()), Draws(0, 0))
+    assert steps == ["policy", "jitter", "erase"]
+
+
+def test_a_step_draws_the_same_whatever_the_others_are():
+    alone = Augmented(whole(), erase=Erasing(1.0, MEAN))(Picture(scene()), Draws(2, 7))
+    jittered = Augmented(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
+    assert torch.equal(jittered(Picture(scene()), Draws(2, 7)), alone)
+
+
+def test_without_augmentation_the_transform_is_the_crop(small_cfg):
+    loader = build_loader(small_cfg("AUG.COLOR_JITTER", 0), ALONE, CPU, train=True)
+    assert loader.samples.transform == ResizedCrop(16)
+    crop = whole()
+    assert build_augmentation(small_cfg(), crop, MEAN, STD) is crop
+
+
+def test_evaluation_is_not_augmented(small_cfg):
+    words = ("AUG.POLICY", "trivialaugment", "AUG.COLOR_JITTER", 0.4, "AUG.ERASING", 1.0)
+    plain, other = (list(build_loader(small_cfg(*some), ALONE, CPU, train=False)) for some in ((), words))
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(plain, other, strict=True))
+
+
+# Where the numbers come from
+
+
+@pytest.mark.parametrize("text", [*TIMMS, *TORCHVISIONS, "3augment"])
+def test_a_policy_is_a_function_of_its_seed_and_leaves_the_generators_alone(text):
+    chosen, image = policy(text), image_of(scene())
+    results = []
+    for around in (1, 2):
+        random.seed(around)
+        np.random.seed(around)
+        torch.manual_seed(around)
+        before = states()
+        results.append([pixels_of(chosen(image, seed)) for seed in range(12)])
+        assert states() == before
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert len({bytes(pixels.numpy()) for pixels in results[0]}) > 3
+
+
+def test_generators_are_put_back_after_an_error_too():
+    before = states()
+    with pytest.raises(KeyError), seeded_generators(5):
+        random.random(), np.random.rand(), torch.rand(3)
+        raise KeyError
+    assert states() == before
+
+
+def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
+    """Dropout on the CPU draws from torch's default generator while worker threads make the next batches."""
+    choices, image, done = [policy(text) for text in ("rand-m9-mstd0.5-inc1", "randaugment")], image_of(scene()), []
+
+    def augment(chosen: Policy) -> None:
+        for seed in range(60):
+            chosen(image, seed)
+        done.append(True)
+
+    torch.manual_seed(3)
+    expected = [torch.rand(4).tolist() for _ in range(400)]
+    torch.manual_seed(3)
+    threads = [threading.Thread(target=augment, args=(chosen,)) for chosen in choices * 2]
+    for thread in threads:
+        thread.start()
+    drawn = [torch.rand(4).tolist() for _ in range(400)]
+    for thread in threads:
+        thread.join()
+    assert drawn == expected and len(done) == 4
+
+
+def test_threads_take_turns_at_the_generators_that_they_share():
+    def draw(seed: int) -> list[float]:
+        with seeded_generators(seed):
+            numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
+            time.sleep(0.01)  # the others could draw meanwhile
+            return [*numbers, random.random(), np.random.rand(), float(torch.rand(()))]
+
+    before = states()
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(draw, range(12)))
+    assert together == [draw(seed) for seed in range(12)] and states() == before
+
+
+WAYS = [("process", 1), ("process", 3), ("thread", 1), ("thread", 3)]
+MIXES = {
+    "timm": ("AUG.POLICY", "rand-m9-mstd0.5-inc1", "AUG.ERASING", 0.5, "AUG.ERASING_MODE", "pixel"),
+    "torchvision": ("AUG.POLICY", "trivialaugment", "AUG.COLOR_JITTER", [0.4, 0.4, 0.4, 0.1], "AUG.ERASING", 0.5),
+    "3augment": ("AUG.POLICY", "3augment", "AUG.COLOR_JITTER", 0.3, "DATA.INTERPOLATION", "bicubic"),
+}
+
+
+def batches_of(cfg, epoch: int = 1) -> list[torch.Tensor]:
+    return [images for images, _ in build_loader(cfg, ALONE, CPU, train=True).batches_from(3, epoch, 0)]
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_any_worker_and_the_device_loader_augment_alike(small_cfg, mix, crop):
+    words = (*MIXES[mix], "DATA.CROP", crop)
+    here, plain = batches_of(small_cfg(*words)), batches_of(small_cfg("DATA.CROP", crop))
+    assert not torch.equal(here[0], plain[0]) and not torch.equal(here[0], batches_of(small_cfg(*words), epoch=2)[0])
+    others = [("DATA.WORKER_KIND", kind, "TRAIN.WORKERS", num) for kind, num in WAYS]
+    for way in [*others, ("DATA.LOADER", "device")]:
+        random.seed(str(way))
+        np.random.seed(len(str(way)))
+        torch.manual_seed(len(str(way)))
+        there = batches_of(small_cfg(*words, *way))
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True)), way
+
+
+def test_the_preview_shows_the_images_as_they_are_augmented(small_cfg):
+    words = ("AUG.POLICY", "randaugment", "AUG.ERASING", 1.0)
+    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
+    images, _ = next(loader.batches_from(3, 0, 0))
+    assert torch.equal(loader._normalize(loader.preview(3, 12)), images)

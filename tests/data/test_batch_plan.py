@@ -1,0 +1,36 @@
+"""The arithmetic of a step."""
+
+import pytest
+
+from distribuuuu.config import ConfigError
+from distribuuuu.data.batch_plan import plan_batches
+
+
+@pytest.mark.parametrize(
+    "batch_size, global_batch, world_size, micro, num_micro",
+    [
+        (32, 0, 1, 32, 1),
+        (32, 0, 8, 32, 1),
+        (32, 256, 8, 32, 1),
+        (128, 8192, 64, 128, 1),
+        (128, 8192, 2, 128, 32),
+        (32, 48, 3, 16, 1),
+        (32, 100, 1, 25, 4),
+        (64, 12, 3, 4, 1),
+        (1, 6, 2, 1, 3),
+    ],
+)
+def test_a_global_batch_falls_into_equal_parts(batch_size, global_batch, world_size, micro, num_micro):
+    plan = plan_batches(batch_size, global_batch, world_size)
+    assert (plan.micro_batch, plan.num_micro) == (micro, num_micro)
+    assert plan.global_batch == (global_batch or batch_size * world_size)
+
+
+@pytest.mark.parametrize("batch_size, global_batch, world_size", [(32, 100, 3), (32, 37, 1), (8, 2, 3), (64, 254, 2)])
+def test_what_does_not_fit_says_what_would(batch_size, global_batch, world_size):
+    with pytest.raises(ConfigError, match="would fit") as caught:
+        plan_batches(batch_size, global_batch, world_size)
+    offered = [int(word) for word in str(caught.value).split(";")[1].split() if word.isdigit()]
+    assert offered
+    for size in offered:
+        assert plan_batches(batch_size, size, world_size).global_batch == size

@@ -1,0 +1,648 @@
+"""Decoding: every decoder gives PIL's pixels, refuses what is broken, and decodes no more than a crop needs."""
+
+import io
+import os
+import random
+import re
+import resource
+import struct
+import tarfile
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from support.runs import ROOT
+from torchvision import transforms as torchvision_transforms
+
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.decode import DEFAULTS, FORMATS, DecodeOptions, decode, open_image, pixels_of
+from distribuuuu.data.draws import Draws
+from distribuuuu.data.jpeg import cut_rows, read_jpeg_header
+from distribuuuu.data.picture import Box, EncodedPicture, _scale_factor, open_picture
+from distribuuuu.data.samples import Samples
+from distribuuuu.data.transforms import CentreCrop, resize, resized_box
+
+DECODERS = ("auto", "torchvision", "pil", "simplejpeg")
+SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request) -> str:
+    if request.param == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+    return request.param
+
+
+def scene(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Draw something like a photograph: smooth colours, edges and a little noise."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
+    return Image.fromarray((smooth + draw.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **words) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **words)
+    return buffer.getvalue()
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def pil_pixels(data: bytes) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a palette with transparency
+        return tensor_of(Image.open(io.BytesIO(data)))
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the mean absolute difference of two images, of 255."""
+    assert one.shape == other.shape
+    return float((one.int() - other.int()).abs().float().mean())
+
+
+def assert_refused(data: bytes, decoder: str, words: str = ".") -> None:
+    """Check that an ordinary error says in a few words what is wrong, without addresses in memory."""
+    with pytest.raises(Exception, match=words) as caught:
+        decode(data, decoder)
+    message = str(caught.value)
+    assert message and len(message) <= 250 and "\n" not in message, message
+    assert not re.search(r"0x[0-9a-f]{6,}| object at |\.cpp", message), message
+
+
+SCENE = scene(60, 44)
+JPEG = encode(SCENE, subsampling="4:2:0")
+PNG = encode(SCENE, "PNG")
+
+
+def as_ycck(cmyk: bytes) -> bytes:
+    """Return a CMYK JPEG with the mark of YCCK, which other programs write."""
+    mark = cmyk.index(b"Adobe") + 11
+    return cmyk[:mark] + b"\x02" + cmyk[mark + 1 :]
+
+
+def see_through() -> Image.Image:
+    image = SCENE.convert("RGBA")
+    image.putalpha(SCENE.convert("L"))
+    return image
+
+
+def grey_16() -> Image.Image:
+    return Image.fromarray(np.asarray(SCENE.convert("L")).astype(np.uint16) * 257)
+
+
+def rotated(kind: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encode(SCENE, kind, exif=exif)
+
+
+# Read by every decoder.
+FILES = {
+    **{f"jpeg {name}": encode(SCENE, subsampling=name) for name in SUBSAMPLINGS},
+    **{f"progressive {name}": encode(SCENE, subsampling=name, progressive=True) for name in SUBSAMPLINGS},
+    "grey jpeg": encode(SCENE.convert("L")),
+    "restart markers": encode(SCENE, restart_marker_rows=1),
+    "jpeg with orientation": rotated("JPEG"),
+    "png": PNG,
+    "png with orientation": rotated("PNG"),
+    "rgba png": encode(see_through(), "PNG"),
+    "la png": encode(see_through().convert("LA"), "PNG"),
+    "palette": encode(SCENE.quantize(32), "PNG"),
+    "palette, one transparent": encode(SCENE.quantize(32), "PNG", transparency=3),
+    "palette, some transparent": encode(SCENE.quantize(32), "PNG", transparency=bytes(range(32))),
+    "1 bit": encode(SCENE.convert("1"), "PNG"),
+    "animated png": encode(SCENE, "PNG", save_all=True, append_images=[scene(60, 44, 1)]),
+    "animated gif": encode(SCENE, "GIF", save_all=True, append_images=[scene(60, 44, 1)]),
+    "webp": encode(SCENE, "WEBP", lossless=True),
+    "20,000 px wide": encode(scene(20000, 3), quality=90),
+    "20,000 px high": encode(scene(3, 20000), quality=90),
+    "one pixel": encode(scene(1, 1)),
+}
+# Read by PIL, which the decoders but torchvision fall back on.
+PIL_FILES = {
+    "cmyk jpeg": encode(SCENE.convert("CMYK")),
+    "ycck jpeg": as_ycck(encode(SCENE.convert("CMYK"))),
+    "animated webp": encode(SCENE, "WEBP", lossless=True, save_all=True, append_images=[scene(60, 44, 1)]),
+    "bmp": encode(SCENE, "BMP"),
+    "tiff": encode(SCENE, "TIFF"),
+    "ppm": encode(SCENE, "PPM"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_decoder_reads_what_pil_reads(name, decoder):
+    pixels = decode(FILES[name], decoder)
+    assert pixels.dtype == torch.uint8
+    assert difference(pixels, pil_pixels(FILES[name])) <= 0.1
+
+
+@pytest.mark.parametrize("name", PIL_FILES)
+def test_what_only_pil_reads_right_is_left_to_pil(name, decoder):
+    if decoder != "torchvision":
+        assert torch.equal(decode(PIL_FILES[name], decoder), pil_pixels(PIL_FILES[name]))
+
+
+@pytest.mark.parametrize("name", ["bmp", "tiff", "animated webp"])
+def test_torchvisions_decoders_say_that_others_may_read_it(name):
+    assert_refused(PIL_FILES[name], "torchvision", "DATA.DECODER auto")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_become_eight_and_not_white(kind):
+    expected = tensor_of(SCENE.convert("L"))
+    for decoder in ("auto", "pil") + (("torchvision",) if kind == "PNG" else ()):
+        assert torch.equal(decode(encode(grey_16(), kind), decoder), expected)
+
+
+def test_of_an_animation_the_first_image_is_taken(decoder):
+    for kind in ("GIF", "PNG"):
+        still = pil_pixels(encode(SCENE, kind))
+        assert torch.equal(decode(FILES[f"animated {kind.lower()}"], decoder), still)
+
+
+def test_the_name_of_a_file_does_not_matter(tmp_path):
+    (tmp_path / "x.JPEG").write_bytes(PNG)
+    assert torch.equal(EncodedPicture((tmp_path / "x.JPEG").read_bytes(), "auto").pixels(), tensor_of(SCENE))
+
+
+def test_orientation_is_not_applied(decoder):
+    assert decode(rotated("JPEG"), decoder).shape == (3, 44, 60)
+    assert EncodedPicture(rotated("JPEG"), decoder).size == (44, 60)
+
+
+def test_floating_point_pixels_are_refused():
+    with pytest.raises(ValueError, match="floating-point"):
+        pixels_of(Image.new("F", (4, 4)))
+
+
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "png", "animated gif"])
+def test_any_buffer_is_read_and_left_as_it_is(name, decoder):
+    data = FILES[name]
+    expected = decode(data, decoder)
+    for buffer in (bytearray(data), memoryview(data), memoryview(bytearray(data)), memoryview(b"x" + data)[1:]):
+        assert torch.equal(decode(buffer, decoder), expected)
+        EncodedPicture(buffer, decoder).crop(Box(16, 4, 10, 12), 4)
+        assert bytes(buffer) == data
+
+
+def with_jpeg_size(data: bytes, width: int, height: int) -> bytes:
+    at = read_jpeg_header(data).frame_at + 5
+    return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
+
+
+def with_png_size(width: int, height: int) -> bytes:
+    header = struct.pack(">II", width, height) + PNG[24:29]
+    return PNG[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + PNG[33:]
+
+
+@pytest.fixture
+def little_memory():
+    """Let no more than 1 GiB be allocated on top of what the process has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "progressive 4:2:0", "grey jpeg", "restart markers"])
+def test_a_jpeg_that_claims_to_be_huge_is_refused_before_memory_is_taken(name, decoder, little_memory):
+    assert_refused(with_jpeg_size(FILES[name], 65535, 65535), decoder, "pixels")
+    with pytest.raises(Exception, match="pixels"):
+        EncodedPicture(with_jpeg_size(FILES[name], 65535, 65535), decoder).crop(Box(0, 0, 9, 9), 4)
+
+
+def test_other_files_that_claim_to_be_huge_are_refused_too(little_memory):
+    bitmap = bytearray(PIL_FILES["bmp"])
+    bitmap[18:26] = struct.pack("<ii", 60000, 60000)
+    for decoder in ("auto", "pil"):
+        assert_refused(with_png_size(60000, 60000), decoder, "pixels")
+        assert_refused(bytes(bitmap), decoder, "pixels")
+
+
+HUGE_TIFF = (
+    encode(scene(8, 8), "TIFF")
+    .replace(struct.pack("<HHII", 256, 4, 1, 8), struct.pack("<HHII", 256, 4, 1, 60000))
+    .replace(struct.pack("<HHII", 257, 4, 1, 8), struct.pack("<HHII", 257, 4, 1, 60000))
+)
+HUGE = {
+    "jpeg": with_jpeg_size(JPEG, 65500, 65500),
+    "png": with_png_size(60000, 60000),
+    "tiff": HUGE_TIFF,
+    "ppm": b"P6 60000 60000 255 " + bytes(99),
+    "gif": b"GIF89a" + struct.pack("<HH", 60000, 60000) + encode(SCENE, "GIF")[10:],
+    "webp": b"RIFF\x3a\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\x5f\xea\0" * 2 + encode(SCENE, "WEBP")[12:],
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_file_of_any_format_that_claims_to_be_huge_is_refused_without_memory(name, decoder, little_memory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_refused(
+            HUGE[name], decoder, ".*" if name == "webp" else "pixels are more than DATA.MAX_PIXELS 178956970"
+        )
+
+
+LIMITED = {**FILES, **PIL_FILES}
+
+
+@pytest.mark.parametrize("name", [name for name in LIMITED if "20,000" not in name and name != "one pixel"])
+def test_max_pixels_holds_for_every_format_and_decoder(name, decoder):
+    exact, less = DecodeOptions(max_pixels=60 * 44), DecodeOptions(max_pixels=60 * 44 - 1)
+    if decoder != "torchvision" or name in FILES:
+        assert decode(LIMITED[name], decoder, exact).shape == (3, 44, 60)
+    with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS 2639"):
+        open_picture(LIMITED[name], decoder, less).crop(Box(0, 0, 4, 4), 4)
+
+
+def test_max_pixels_holds_for_pixels_too():
+    less = DecodeOptions(max_pixels=60 * 44 - 1)
+    for item in (SCENE, np.asarray(SCENE), tensor_of(SCENE)):
+        assert open_picture(item, "auto").size == (44, 60)
+        with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS"):
+            open_picture(item, "auto", less)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_limit_above_pils_is_heeded(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ValueError, match="2640 pixels are more than DATA.MAX_PIXELS 2000"):
+        open_image(PNG, 2000)
+    assert open_image(PNG, 2640).size == (60, 44)
+
+
+def test_a_large_image_within_the_limit_makes_no_warning():
+    data = encode(Image.new("1", (12000, 8000)), "PNG")  # above PIL's threshold of a warning
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        decode.__globals__["_quieten"].__wrapped__()
+        open_image(data)
+    assert not seen
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
+
+
+def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_path, decoder, monkeypatch):
+    started = tmp_path / "started"
+    fake = tmp_path / "bin" / "gs"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\ntouch {started}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # it is looked for again
+    with Image.open(io.BytesIO(EPS)) as image, pytest.raises(Exception, match="."):
+        image.load()
+    assert started.exists()  # what this test is about
+    started.unlink()
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "x.jpg").write_bytes(EPS)
+    sample = Samples(ImageFolder(tmp_path, "train"), CentreCrop(8, 8), decoder, skip_broken=False)[0, 0]
+    assert sample.pixels is None and not started.exists()
+    assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
+
+
+def test_image_files_are_opened_in_one_place():
+    """Anything else might let PIL try all its formats; torchvision's ImageFolder does so unless it has a loader."""
+    folders = ("distribuuuu", "tools", "benchmarks", "tutorial")
+    sources = {path: path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")}
+    opening = [path for path, text in sources.items() if re.search(r"Image\.open\(|default_loader|pil_loader", text)]
+    assert [path.name for path in opening] == ["decode.py"] and "formats=FORMATS" in sources[opening[0]]
+    theirs = [line for path, text in sources.items() if path.parent.name == "tutorial"
+              for line in text.splitlines() if "datasets.ImageFolder(" in line]  # fmt: skip
+    assert theirs and all("loader=" in line for line in theirs)
+
+
+def oriented(orientation: int, kind: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(SCENE, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_exif_orientation_is_applied_if_asked(kind, orientation, decoder):
+    if (kind, decoder) == ("TIFF", "torchvision"):
+        return
+    data, options = oriented(orientation, kind), DecodeOptions(exif_rotate=True)
+    expected = tensor_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert difference(decode(data, decoder, options), expected) <= 0.1
+    picture = EncodedPicture(data, decoder, options)
+    assert picture.size == tuple(expected.shape[1:])
+    box = Box(8, 4, 30, 20)
+    assert difference(picture.crop(box, 30), box.of(expected)) <= 0.1
+    upright = open_picture(Image.open(io.BytesIO(data)), decoder, options).pixels()
+    assert difference(upright, expected) <= 0.1
+    assert kind == "TIFF" or decode(data, decoder).shape == (3, 44, 60)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_exif_is_no_orientation(decoder):
+    data = oriented(6, "JPEG")
+    at, options = data.index(b"Exif\0\0") + 6, DecodeOptions(exif_rotate=True)
+    for number in range(60):
+        changed = bytearray(data)
+        changed[at + number % 26] ^= random.Random(number).randrange(1, 256)
+        assert decode(bytes(changed), decoder, options).shape[1:] in ((44, 60), (60, 44))
+
+
+def test_the_limit_of_the_size_is_pils():
+    assert DEFAULTS.max_pixels == 2 * Image.MAX_IMAGE_PIXELS
+
+
+def data_begins(data: bytes) -> int:
+    header = read_jpeg_header(data)
+    return header.scan_at if header else len(data)
+
+
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers"])
+def test_a_jpeg_that_is_cut_is_refused_or_complete(name, decoder):
+    data = FILES[name]
+    full, begins = decode(data, decoder), data_begins(FILES[name])
+    for end in (*range(1, begins + 20), *range(begins + 20, len(data) - 9, 29), *range(len(data) - 9, len(data))):
+        try:
+            pixels = decode(data[:end], decoder)
+        except Exception as error:
+            assert len(str(error)) < 250
+        else:
+            assert end > begins and torch.equal(pixels, full), f"cut at {end} of {len(data)}"
+    assert_refused(data[: len(data) // 2], decoder)
+
+
+def test_a_crop_of_a_jpeg_that_is_cut_is_refused_too(decoder):
+    data = encode(scene(40, 150), restart_marker_rows=1)
+    begins = data_begins(data)
+    for end in (*range(begins - 20, begins + 20), *range(begins + 20, len(data) - 9, 29)):
+        with pytest.raises(Exception, match="."):
+            EncodedPicture(data[:end], decoder).crop(Box(0, 0, 9, 9), 9)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Truncated File Read")
+@pytest.mark.parametrize("name", ["png", "animated gif", "webp", "bmp", "tiff", "cmyk jpeg"])
+def test_other_files_that_are_cut_are_refused_or_complete(name):
+    data = {**FILES, **PIL_FILES}[name]
+    full = decode(data)
+    for end in (*range(1, 60), *range(60, len(data), max(1, len(data) // 40))):
+        try:
+            pixels = decode(data[:end])
+        except Exception as error:
+            assert len(str(error)) < 250
+        else:
+            assert torch.equal(pixels, full), f"cut at {end} of {len(data)}"
+
+
+NOISE = random.Random(0).randbytes(500)
+NO_IMAGES = {
+    "empty": b"",
+    "text": b"hello, this is a text\n" * 20,
+    "noise": NOISE,
+    "noise like a jpeg": b"\xff\xd8\xff\xe0" + NOISE,
+    "noise like a png": b"\x89PNG\r\n\x1a\n" + NOISE,
+    "two bytes of a jpeg": b"\xff\xd8",
+    "fill bytes": b"\xff\xd8\xff\xff\xff\xff",
+    "fill bytes alone": b"\xff" * 99,
+    "empty segments": b"\xff\xd8" + b"\xff\xe0\x00\x00" * 50,
+    "a frame without a size": b"\xff\xd8\xff\xc0\x00\x02\xff\xda\x00\x02",
+}
+
+
+@pytest.mark.parametrize("name", NO_IMAGES)
+def test_what_is_no_image_is_refused(name, decoder):
+    assert_refused(NO_IMAGES[name], decoder)
+    with pytest.raises(Exception, match="."):
+        EncodedPicture(NO_IMAGES[name], decoder).crop(Box(0, 0, 1, 1), 4)
+
+
+def test_an_empty_file_is_called_so(decoder):
+    assert_refused(b"", decoder, "the file is empty")
+
+
+def corrupt(data: bytes, number: int) -> bytes:
+    """Return the data with one byte changed."""
+    draw, changed = random.Random(number), bytearray(data)
+    changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "progressive 4:4:4", "grey jpeg"])
+def test_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_that_it_says(name, decoder):
+    num_read = 0
+    for number in range(200):
+        data = corrupt(FILES[name], number)
+        try:
+            pixels = decode(data, decoder)
+        except Exception as error:
+            assert "object at" not in str(error)
+            continue
+        header = read_jpeg_header(data)
+        assert header is None or pixels.shape == (3, header.height, header.width)
+        num_read += 1
+    assert 50 < num_read < 200
+
+
+def test_a_crop_of_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_of_the_box(decoder):
+    for number in range(200):
+        try:
+            picture = EncodedPicture(corrupt(FILES["restart markers"], number), decoder)
+            box = resized_box(Draws(0, number), *picture.size, (0.08, 0.3))
+            pixels = picture.crop(box, 64)
+        except Exception as error:
+            assert "object at" not in str(error)
+        else:
+            assert pixels.shape == (3, box.height, box.width)
+
+
+@pytest.mark.parametrize("name", ["png", "palette", "animated gif", "webp", "rgba png"])
+def test_other_files_with_a_wrong_byte_end_no_process(name, decoder):
+    """Each decoder is tried in a process of its own: one may fall."""
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libpng writes there
+        for number in range(60):
+            try:
+                decode(corrupt(FILES[name], number), decoder)
+            except Exception:
+                continue
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "a file with one wrong byte has ended the process"
+
+
+def test_a_jpeg_with_bytes_too_many_is_read_by_every_decoder(decoder):
+    """ImageNet has such files."""
+    data = JPEG[:-2] + b"\x11" * 20 + JPEG[-2:]
+    assert torch.equal(decode(data, decoder), pil_pixels(JPEG))
+    assert torch.equal(decode(JPEG + b"\x00" * 9, decoder), pil_pixels(JPEG))
+    assert EncodedPicture(data, decoder).crop(Box(0, 0, 44, 60), 5).shape[0] == 3
+
+
+# Crops
+
+
+def pil_crop(image: Image.Image, box: Box, size: int) -> torch.Tensor:
+    part = image.convert("RGB").crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    return tensor_of(part.resize((size, size), Image.Resampling.BILINEAR))
+
+
+def crop_differences(files: list[bytes], decoder: str) -> dict[int, list[float]]:
+    """Return by how much crops of one size or another differ from PIL's, by the factor of scaling while decoding."""
+    found: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    for number, data in enumerate(files):
+        picture, size = EncodedPicture(data, decoder), (160, 96, 32, 16)[number % 4]
+        box = resized_box(Draws(1, number), *picture.size, (0.3, 1))
+        factor = _scale_factor(box, size) if decoder == "simplejpeg" else 1
+        snapped = Box(*(value // factor * factor for value in box))
+        expected = pil_crop(Image.open(io.BytesIO(data)), snapped, size)
+        found[factor].append(difference(resize(picture.crop(box, size), size, size), expected))
+    return found
+
+
+def assert_close_to_pil(files: list[bytes], decoder: str, when_scaled: float) -> None:
+    found = crop_differences(files, decoder)
+    assert all(bool(found[factor]) == (factor == 1 or decoder == "simplejpeg") for factor in found)
+    assert np.mean(found[1]) <= 0.1 and max(found[1]) <= 0.5
+    # Scaling is another filter than resizing; what it does to a photograph is a quarter of a grey level.
+    assert all(np.mean(found[factor]) <= when_scaled for factor in (2, 4) if found[factor])
+
+
+def drawn_photographs() -> list[bytes]:
+    sizes = [(400, 300), (333, 257), (401, 533), (256, 512)]
+    files = [encode(scene(*sizes[n % 4], n), subsampling=SUBSAMPLINGS[n % 3], quality=88) for n in range(12)]
+    return files + [encode(scene(395, 411, n), restart_marker_rows=1) for n in range(4)]
+
+
+def test_crops_are_pils(decoder):
+    assert_close_to_pil(drawn_photographs(), decoder, when_scaled=2)
+
+
+def test_a_crop_that_is_scaled_while_it_is_decoded_stays_close_to_the_box():
+    """Its filter is another one than PIL's, and its borders lie up to a factor off; smooth images show neither."""
+    pytest.importorskip("simplejpeg")
+    ramp = np.stack(np.broadcast_arrays(np.arange(480) // 2, np.arange(360)[:, None] // 2, 90), axis=2)
+    data = encode(Image.fromarray(ramp.astype(np.uint8)), quality=95)
+    image = Image.open(io.BytesIO(data))
+    for number in range(40):
+        box = resized_box(Draws(2, number), 360, 480, (0.08, 1))
+        pixels = resize(EncodedPicture(data, "simplejpeg").crop(box, 20), 20, 20)
+        assert difference(pixels, pil_crop(image, box, 20)) <= 4
+
+
+def test_crops_of_files_that_are_no_jpegs_are_pils(decoder):
+    image = scene(333, 257)
+    box = Box(31, 17, 160, 200)
+    pixels = resize(EncodedPicture(encode(image, "PNG"), decoder).crop(box, 20), 20, 20)
+    assert difference(pixels, pil_crop(image, box, 20)) <= 0.1
+
+
+# Rows cut out of a JPEG
+
+
+def rows_of(data: bytes, top: int, bottom: int) -> tuple[torch.Tensor, bool]:
+    """Return the rows of a file as they are decoded from a part of it, and whether it was a part."""
+    part, first = cut_rows(data, read_jpeg_header(data), top, bottom)
+    assert first <= top
+    return pil_pixels(bytes(part))[:, top - first : bottom - first], bytes(part) != data
+
+
+SIZES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
+
+
+@pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "grey"])
+def test_the_rows_of_a_cut_jpeg_are_those_of_the_whole(mode):
+    words = {} if mode == "grey" else {"subsampling": mode}
+    num_cut, draw = 0, random.Random(mode)
+    for height in SIZES + (97, 130):
+        for width in SIZES:
+            image = scene(width, height, height).convert("L" if mode == "grey" else "RGB")
+            data = encode(image, restart_marker_rows=1, quality=85, **words)
+            full = pil_pixels(data)
+            some = sorted(draw.sample(range(height + 1), 2))
+            for top, bottom in {(0, 1), (0, height), (height - 1, height), (height // 2, height // 2 + 1), tuple(some)}:
+                rows, is_part = rows_of(data, top, bottom)
+                assert torch.equal(rows, full[:, top:bottom]), (height, width, top, bottom)
+                num_cut += is_part
+    assert num_cut > 50
+
+
+def test_every_crop_of_a_jpeg_with_restarts_is_that_of_the_whole(decoder):
+    image = scene(70, 150)
+    data = encode(image, restart_marker_rows=1, subsampling="4:2:0")
+    full = decode(data, decoder)
+    for number in range(40):
+        box = resized_box(Draws(0, number), 150, 70, (0.01, 1))
+        assert torch.equal(EncodedPicture(data, decoder).crop(box, 999), box.of(full))
+
+
+def test_what_cannot_be_cut_comes_back_whole():
+    image = scene(90, 200)
+    data = encode(image, restart_marker_rows=1)
+    assert rows_of(data, 100, 120)[1]
+    no_row_ends = {
+        "no restarts": encode(image),
+        "progressive": encode(image, progressive=True, restart_marker_rows=1),
+        "restarts within rows": encode(image, restart_marker_blocks=2),
+        "restarts over rows": encode(image, restart_marker_rows=2),
+        "cut at the end": data[:-2],
+        "cut by a byte": data[:-1],
+        "bytes after the end": data + b"\x00\x01",
+        "a restart too few": data.replace(b"\xff\xd1", b"", 1),
+    }
+    for name, other in no_row_ends.items():
+        part, first = cut_rows(other, read_jpeg_header(other), 100, 120)
+        assert part is other and first == 0, name
+
+
+def test_a_part_is_smaller_than_the_file():
+    data = encode(scene(90, 400), restart_marker_rows=1)
+    part, first = cut_rows(data, read_jpeg_header(data), 200, 232)
+    assert len(part) < len(data) / 3 and 150 < first <= 200
+    width, height = Image.open(io.BytesIO(part)).size
+    assert width == 90 and 32 <= height <= 80
+
+
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers", "20,000 px wide"])
+def test_the_header_says_what_pil_says(name):
+    header, image = read_jpeg_header(FILES[name]), Image.open(io.BytesIO(FILES[name]))
+    assert (header.width, header.height, header.channels) == (*image.size, len(image.getbands()))
+    assert header.is_baseline == ("progressive" not in name) and header.bits == 8
+
+
+def test_what_has_no_header_of_a_jpeg_has_none():
+    assert read_jpeg_header(PNG) is None and read_jpeg_header(b"") is None and read_jpeg_header(JPEG[:100]) is None
+    for number in range(300):
+        read_jpeg_header(corrupt(JPEG[:200], number) + JPEG[200:])
+
+
+# Photographs
+
+
+@pytest.fixture(scope="module")
+def photographs() -> list[bytes]:
+    path = Path(os.environ["DATA_ROOT"]) / "clothing10" / "clothing10_subset.tar"
+    if not path.exists():
+        pytest.skip("DATA_ROOT has no clothing10")
+    with tarfile.open(path) as archive:
+        members = [member for member in archive if member.name.endswith(".jpg")][:300]
+        return [archive.extractfile(member).read() for member in members]
+
+
+@pytest.mark.real_data
+def test_crops_of_photographs_are_pils(photographs, decoder):
+    assert_close_to_pil(photographs, decoder, when_scaled=0.25)
+
+
+@pytest.mark.real_data
+def test_photographs_are_evaluated_as_torchvision_does(photographs, decoder):
+    theirs = torchvision_transforms.Compose([torchvision_transforms.Resize(64), torchvision_transforms.CenterCrop(56)])
+    differences = []
+    for data in photographs[:100]:
+        pixels = CentreCrop(64, 56)(EncodedPicture(data, decoder), Draws(0, 0))
+        differences.append(difference(pixels, tensor_of(theirs(Image.open(io.BytesIO(data)).convert("RGB")))))
+    assert np.mean(differences) <= 0.1 and max(differences) <= 0.5

@@ -1,0 +1,131 @@
+"""Sets on the device, and packs: the batches of workers, bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.images import draw_folder
+from support.runs import run_tool
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data import device_loader as resident
+from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.loader import BadImageError, build_loader
+
+
+class Pixels(ImageSet):
+    """Forty images in memory, of one size and grey, of one size in colour, or of many sizes."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, kind: str):
+        random = np.random.default_rng(0)
+        shapes = {"grey": [(20, 20)], "colour": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
+        self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(40)]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> np.ndarray:
+        return self.pixels[index]
+
+    def label(self, index: int) -> int:
+        return index % 3
+
+
+@pytest.fixture(params=["grey", "colour", "sizes"])
+def pixel_set(request, monkeypatch):
+    """Register Pixels as the set `pixels` for the length of a test."""
+
+    class Chosen(Pixels):
+        @classmethod
+        def from_cfg(cls, cfg, train: bool) -> ImageSet:
+            return cls(request.param)
+
+    DATASETS.get("dummy")
+    monkeypatch.setitem(DATASETS._table, "dummy", Chosen)
+    return request.param
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+@pytest.mark.parametrize("sizes", [(20, 20, 20), (16, 30, 24)])
+def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop, sizes, train):
+    train_size, resize_to, test_crop = sizes
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,
+             "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7)  # fmt: skip
+    host = batches_of(small_cfg(*words), train)
+    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
+
+
+def test_a_folder_can_lie_on_the_device(small_cfg):
+    for train in (True, False):
+        host = batches_of(small_cfg("TRAIN.WORKERS", 2), train)
+        assert_same_batches(batches_of(small_cfg("DATA.LOADER", "device", "TRAIN.WORKERS", 2), train), host)
+
+
+@pytest.fixture
+def broken_words(tmp_path):
+    draw_folder(tmp_path / "data", "train", {"ant": 12, "bee": 12})
+    draw_folder(tmp_path / "data", "val", {"ant": 2, "bee": 2})
+    broken = tmp_path / "data" / "train" / "bee" / "003.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    return ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.LOADER", "device")
+
+
+def test_a_broken_image_of_a_set_on_the_device_is_named(small_cfg, broken_words):
+    loader = build_loader(small_cfg(*broken_words), ALONE, CPU, train=True)
+    with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
+        list(loader.batches_from(seed=5, epoch=0, first_step=0))
+
+
+def test_a_broken_image_of_a_set_on_the_device_is_replaced_as_by_workers(small_cfg, broken_words):
+    words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
+    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
+    mine = list(loader.batches_from(seed=5, epoch=0, first_step=0))
+    assert loader.num_broken == 1
+    workers = build_loader(small_cfg(*words, "DATA.LOADER", "host"), ALONE, CPU, train=True)
+    assert_same_batches(mine, list(workers.batches_from(seed=5, epoch=0, first_step=0)))
+
+
+def test_a_set_that_does_not_fit_is_a_clear_error(small_cfg, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(resident.torch, "cat", refuse)
+    with pytest.raises(ConfigError, match="DATA.LOADER: .* MB of the images do not fit on cpu; use host"):
+        build_loader(small_cfg("DATA.LOADER", "device"), ALONE, CPU, train=True)
+
+
+@pytest.fixture(scope="module")
+def folder_and_packs(tmp_path_factory):
+    """A folder of odd images, the pack of its files, and the pack of its pixels."""
+    root = tmp_path_factory.mktemp("packs")
+    for split in ("train", "val"):
+        draw_folder(root / "folder", split, {"ant": 14, "bee": 13, "cat": 14}, (50, 44))
+        image = Image.open(root / "folder" / split / "ant" / "000.jpg")
+        image.convert("L").save(root / "folder" / split / "bee" / "grey.jpg")
+        image.convert("CMYK").save(root / "folder" / split / "cat" / "cmyk.jpg")
+        image.convert("RGBA").save(root / "folder" / split / "cat" / "alpha.png")
+    for name, flags in {"files": [], "pixels": ["--format", "raw"]}.items():
+        done = run_tool("pack_dataset.py", root / name, *flags, "TRAIN.DATASET", root / "folder")
+        assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("decoder", ["auto", "simplejpeg"])
+@pytest.mark.parametrize("pack", ["files", "pixels"])
+def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder, train):
+    words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
+    folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)
+    packed = ("TRAIN.DATASET", folder_and_packs / pack, "DATA.NAME", "packed", *words)
+    for more in (
+        (),
+        ("TRAIN.WORKERS", 2),
+        ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"),
+        ("DATA.LOADER", "device"),
+    ):
+        assert_same_batches(batches_of(small_cfg(*packed, *more), train), folder)

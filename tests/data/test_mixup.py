@@ -1,0 +1,232 @@
+"""Mixup and cutmix: as the papers have them, the same on any number of processes, from position alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch_plan import BatchPlan, plan_batches
+from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, keep
+
+NUM_CLASSES = 7
+
+
+def mixer(global_batch: int = 24, world_size: int = 1, batch_size: int = 24, rank: int = 0, **options) -> PairMixer:
+    plan = plan_batches(batch_size, global_batch, world_size)
+    return PairMixer(plan, rank, NUM_CLASSES, **options)
+
+
+def batch(num: int = 24, side: tuple[int, int] = (12, 17), last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(num, 3, *side, generator=generator)
+    labels = torch.randint(0, NUM_CLASSES, (num,), generator=generator)
+    return images.to(memory_format=torch.channels_last) if last else images, labels
+
+
+def mixed(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position: int):
+    return mix(images.clone(memory_format=torch.preserve_format), labels, *(position or (5, 1, 3, 0)))
+
+
+def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mix image by image with numpy, as the papers' formulas say, from what the mixer draws."""
+    drawn, pictures = mix.draw(*position[:3]), images.double().numpy()
+    height, width = pictures.shape[2:]
+    results, targets = [], []
+    for place, picture in enumerate(pictures):
+        pair = 0 if mix.by_step else place // 2
+        partner, kept = place ^ 1, float(drawn.kept[pair])
+        result = picture.copy()
+        if not drawn.mixed[pair]:
+            kept = 1.0
+        elif drawn.cuts[pair]:
+            cut_height, cut_width = (int(side * math.sqrt(1 - kept)) for side in (height, width))
+            middle = int(drawn.row[pair] * height), int(drawn.column[pair] * width)
+            top, bottom = max(middle[0] - cut_height // 2, 0), min(middle[0] + cut_height // 2, height)
+            left, right = max(middle[1] - cut_width // 2, 0), min(middle[1] + cut_width // 2, width)
+            result[:, top:bottom, left:right] = pictures[partner][:, top:bottom, left:right]
+            kept = 1 - (bottom - top) * (right - left) / (height * width)
+        else:
+            result = kept * picture + (1 - kept) * pictures[partner]
+        target = np.zeros(NUM_CLASSES)
+        target[labels[place]] += kept
+        target[labels[partner]] += 1 - kept
+        results.append(result)
+        targets.append(target)
+    return np.stack(results), np.stack(targets)
+
+
+KINDS = {
+    "mixup": {"mixup": 0.8},
+    "cutmix": {"cutmix": 1.0},
+    "both": {"mixup": 0.2, "cutmix": 1.0, "cutmix_share": 0.4},
+    "some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6},
+    "by step": {"mixup": 0.8, "cutmix": 1.0, "by_step": True},
+    "by step, some": {"cutmix": 0.3, "probability": 0.5, "by_step": True},
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_and_targets_are_those_of_the_papers_formulas(kind, last):
+    images, labels = batch(last=last)
+    for step in range(12):
+        mix, position = mixer(**KINDS[kind]), (5, 1, step, 0)
+        results, targets = mixed(mix, images, labels, *position)
+        expected, expected_targets = naive(mix, images, labels, *position)
+        np.testing.assert_allclose(results.numpy(), expected, atol=1e-5)
+        np.testing.assert_allclose(targets.numpy(), expected_targets, atol=1e-6)
+        assert results.dtype == targets.dtype == torch.float32 and targets.shape == (24, NUM_CLASSES)
+        assert results.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def test_a_cut_box_is_the_partners_pixels_bit_for_bit():
+    images, labels = batch()
+    results, targets = mixed(mixer(cutmix=1.0), images, labels)
+    partners = images.view(-1, 2, *images.shape[1:]).flip(1).flatten(0, 1)
+    own, other = (results == images).all(1), (results == partners).all(1)
+    assert (own ^ other).all() and 0 < int(other.sum()) < own.numel()
+    shares = other.flatten(1).float().mean(1)
+    for place in range(24):
+        if labels[place] != labels[place ^ 1]:
+            assert abs(float(targets[place, labels[place ^ 1]] - shares[place])) < 1e-6
+
+
+def test_what_is_not_mixed_stays_bit_for_bit():
+    images, labels = batch()
+    mix = mixer(mixup=0.8, probability=0.5)
+    results, targets = mixed(mix, images, labels)
+    kept = torch.from_numpy(~mix.draw(5, 1, 3).mixed).repeat_interleave(2)
+    assert 0 < int(kept.sum()) < 24
+    assert torch.equal(results[kept], images[kept])
+    assert torch.equal(targets[kept], torch.nn.functional.one_hot(labels[kept], NUM_CLASSES).float())
+    assert not (results[~kept] == images[~kept]).flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_mixed_alike_on_any_number_of_processes_and_micro_batches(kind):
+    images, labels = batch()
+    whole, whole_targets = mixed(mixer(**KINDS[kind]), images, labels, 5, 1, 3, 0)
+    for world_size in (1, 2, 3):
+        for batch_size in (24, 6, 4, 2):
+            plan = plan_batches(batch_size, 24, world_size)
+            for rank in range(world_size):
+                mix = PairMixer(plan, rank, NUM_CLASSES, **KINDS[kind])
+                for micro in range(plan.num_micro):
+                    begin = (micro * world_size + rank) * plan.micro_batch
+                    part = slice(begin, begin + plan.micro_batch)
+                    results, targets = mixed(mix, images[part], labels[part], 5, 1, 3, micro)
+                    assert torch.equal(results, whole[part]) and torch.equal(targets, whole_targets[part])
+
+
+def test_mixing_follows_seed_epoch_and_step_and_nothing_else():
+    images, labels = batch()
+    first = mixed(mixer(mixup=0.8), images, labels, 5, 1, 3, 0)[0]
+    np.random.seed(9)
+    torch.manual_seed(9)
+    assert torch.equal(mixed(mixer(mixup=0.8), images, labels, 5, 1, 3, 0)[0], first)
+    for position in ((6, 1, 3, 0), (5, 2, 3, 0), (5, 1, 4, 0)):
+        assert not torch.equal(mixed(mixer(mixup=0.8), images, labels, *position)[0], first)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 4.0])
+def test_the_share_is_drawn_from_beta(alpha):
+    kept = np.concatenate([mixer(2000, 1, 2000, mixup=alpha).draw(0, 0, step).kept for step in range(10)])
+    variance = 1 / (4 * (2 * alpha + 1))
+    assert abs(kept.mean() - 0.5) < 4 * (variance / len(kept)) ** 0.5
+    assert abs(kept.var() / variance - 1) < 0.05
+    assert kept.min() >= 0 and kept.max() <= 1
+
+
+def test_cutmix_and_mixup_and_what_is_not_mixed_have_their_shares():
+    mix = mixer(20000, 1, 20000, mixup=0.2, cutmix=1.0, cutmix_share=0.3, probability=0.8)
+    drawn = mix.draw(0, 0, 0)
+    assert abs(drawn.cuts.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
+    assert abs(drawn.kept[drawn.cuts].var() - 1 / 12) < 0.01  # Beta(1, 1)
+    assert abs(drawn.kept[~drawn.cuts].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
+    assert abs(np.corrcoef(drawn.row, drawn.column)[0, 1]) < 0.04
+
+
+def test_a_pair_has_its_own_draw_and_a_step_has_one_for_all():
+    assert len(set(mixer(mixup=0.8).draw(0, 0, 0).kept.tolist())) == 12
+    drawn = [mixer(mixup=0.8, by_step=True).draw(0, 0, step) for step in range(5)]
+    assert all(len(each.kept) == 1 for each in drawn) and len({float(each.kept[0]) for each in drawn}) == 5
+
+
+def test_soft_targets_are_mixed_too():
+    images, labels = batch()
+    soft = torch.nn.functional.one_hot(labels, NUM_CLASSES).float()
+    targets = mixed(mixer(cutmix=1.0), images, soft)[1]
+    assert targets.dtype == torch.float32 and torch.equal(targets, mixed(mixer(cutmix=1.0), images, labels)[1])
+    assert torch.equal(soft, torch.nn.functional.one_hot(labels, NUM_CLASSES).float())
+
+
+def test_targets_sum_to_one_and_a_pair_of_one_class_stays_hard():
+    images, _ = batch()
+    _, targets = mixed(mixer(mixup=0.8), images, torch.full((24,), 3))
+    assert torch.equal(targets, torch.nn.functional.one_hot(torch.full((24,), 3), NUM_CLASSES).float())
+    torch.testing.assert_close(mixed(mixer(mixup=0.8), *batch())[1].sum(1), torch.ones(24))
+
+
+def test_images_are_mixed_in_place():
+    images, labels = batch()
+    result, _ = mixer(mixup=0.8)(images, labels, 5, 1, 3, 0)
+    assert result.data_ptr() == images.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_images_of_other_float_types_keep_them(dtype):
+    images, labels = batch()
+    result, targets = mixed(mixer(mixup=0.8, cutmix=1.0), images.to(dtype), labels)
+    assert result.dtype == dtype and targets.dtype == torch.float32
+    torch.testing.assert_close(
+        result.float(), mixed(mixer(mixup=0.8, cutmix=1.0), images, labels)[0], atol=0.03, rtol=0.02
+    )
+
+
+def test_weights_of_zero_and_one_are_exact():
+    values = torch.tensor([[0.1], [1e8], [0.1], [1e8]])
+    blend_pairs(values, torch.tensor([[0.0], [1.0]]))
+    assert torch.equal(values, torch.tensor([[0.1], [1e8], [1e8], [0.1]]))
+
+
+# From the config
+
+
+def make_cfg(*words):
+    return load_cfg(None, [str(word) for word in ("MODEL.NUM_CLASSES", NUM_CLASSES, *words)])
+
+
+def test_without_mixing_the_batch_passes_through():
+    mix = build_mixer(make_cfg(), BatchPlan(5, 1, 1), rank=0)
+    images, labels = batch(5)
+    assert mix is keep
+    assert all(one is other for one, other in zip(mix(images, labels, 0, 0, 0, 0), (images, labels), strict=True))
+
+
+def test_the_config_says_how_to_mix():
+    words = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.9, "AUG.CUTMIX_SHARE", 0.3, "AUG.MIX_BY", "step")
+    plan = BatchPlan(4, 1, 1)
+    assert build_mixer(make_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, by_step=True)
+
+
+@pytest.mark.parametrize("key", ["MIXUP", "CUTMIX"])
+def test_an_odd_micro_batch_is_an_error_that_says_so(key):
+    with pytest.raises(ConfigError, match=rf"AUG.{key} \(command line\): .* in pairs, but 5 at a time are odd .*TRAIN"):
+        build_mixer(make_cfg(f"AUG.{key}", 0.5), plan_batches(5, 10, 2), rank=0)
+
+
+@pytest.mark.parametrize(
+    "words, key",
+    [
+        (("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.CUTMIX_SHARE", 0), "AUG.CUTMIX_SHARE .* set AUG.CUTMIX 0"),
+        (("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.CUTMIX_SHARE", 1), "AUG.CUTMIX_SHARE .* set AUG.MIXUP 0"),
+        (("AUG.MIXUP", 0.2, "AUG.MIX_PROB", 0), "AUG.MIX_PROB .*nothing"),
+        (("AUG.MIXUP", -0.2), "AUG.MIXUP .* outside"),
+        (("AUG.MIX_BY", "batch"), "AUG.MIX_BY .*pair, step"),
+    ],
+)
+def test_what_cannot_be_is_an_error(words, key):
+    with pytest.raises(ConfigError, match=key):
+        make_cfg(*words)

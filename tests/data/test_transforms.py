@@ -1,0 +1,443 @@
+"""Crops, flips and resizing: they lie where torchvision's lie, and take their numbers from position alone."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as theirs
+from torchvision.transforms import v2
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.draws import BatchDraws, Draws
+from distribuuuu.data.loader import build_transform
+from distribuuuu.data.picture import Box, EncodedPicture, Picture, open_picture
+from distribuuuu.data.transforms import (
+    ATTEMPTS,
+    CentreCrop,
+    PaddedCrop,
+    ResizedCrop,
+    cut,
+    padded_corner,
+    resize,
+    resized_box,
+    train_transform,
+)
+
+SCALE = (0.08, 1.0)
+
+
+class Fixed:
+    """Draws that are known beforehand."""
+
+    def __init__(self, *numbers: float):
+        self.numbers = list(numbers)
+
+    def uniform(self) -> float:
+        return self.numbers.pop(0)
+
+
+class Counted(Draws):
+    """Draws that are counted."""
+
+    num = 0
+
+    def uniform(self) -> float:
+        self.num += 1
+        return super().uniform()
+
+
+def scene(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Draw smooth colours with a little noise."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
+    return Image.fromarray((smooth + draw.integers(-9, 10, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def picture_of(image: Image.Image) -> Picture:
+    return open_picture(image, "auto")
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the mean absolute difference of two images, of 255."""
+    assert one.shape == other.shape
+    return float((one.int() - other.int()).abs().float().mean())
+
+
+# Draws
+
+
+def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
+    positions = [(key, index) for key in (0, 1, 2**63 - 1) for index in (0, 1, 7, 1_281_166)]
+    batch, single = BatchDraws(positions), [Draws(key, index) for key, index in positions]
+    for _ in range(50):
+        assert batch.uniform().tolist() == [draws.uniform() for draws in single]
+
+
+def test_draws_are_uniform():
+    draws = BatchDraws([(7, index) for index in range(5000)])
+    for _ in range(4):
+        numbers = draws.uniform()
+        assert numbers.dtype == np.float64 and numbers.min() >= 0 and numbers.max() < 1
+        counts = np.bincount((numbers * 20).astype(int), minlength=20)
+        assert ((counts - 250) ** 2 / 250).sum() < 45  # chi-square of 19 degrees of freedom: beyond it, 1 in 1,500
+
+
+def test_draws_are_independent_over_index_key_and_number():
+    by_key = [BatchDraws([(key, index) for index in range(4000)]) for key in range(3)]
+    numbers = [draws.uniform() for _ in range(3) for draws in by_key]
+    correlations = np.corrcoef(np.array(numbers)) - np.eye(9)
+    assert np.abs(correlations).max() < 0.06
+    for column in numbers:
+        assert abs(np.corrcoef(column[:-1], column[1:])[0, 1]) < 0.06
+    pairs = np.histogram2d(numbers[0], numbers[3], bins=8, range=[(0, 1)] * 2)[0]
+    assert ((pairs - 62.5) ** 2 / 62.5).sum() < 105
+
+
+def test_a_position_says_all():
+    assert Draws(3, 5).uniform() == Draws(3, 5).uniform()
+    assert len({Draws(key, index).uniform() for key in range(30) for index in range(30)}) == 900
+
+
+# The random resized crop
+
+ODD_SIZES = [(1, 1), (1, 5000), (5000, 1), (2, 3), (1, 2), (7, 7), (500, 375), (3, 20000), (64, 4097), (224, 224)]
+
+
+@pytest.mark.parametrize("height, width", ODD_SIZES)
+def test_a_box_is_always_within_the_image(height, width):
+    for index in range(400):
+        box = resized_box(Draws(1, index), height, width, SCALE)
+        assert box.height >= 1 and box.width >= 1 and box.top >= 0 and box.left >= 0
+        assert box.top + box.height <= height and box.left + box.width <= width
+        assert all(type(value) is int for value in box)
+
+
+def test_a_box_is_within_images_of_any_size():
+    sizes = random.Random(0)
+    for index in range(3000):
+        height, width = sizes.randint(1, 60), sizes.randint(1, 60)
+        box = resized_box(Draws(2, index), height, width, (0.01, 1.0))
+        assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
+        assert box.height >= 1 and box.width >= 1
+
+
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2**-53])
+def test_the_first_and_the_last_place_are_both_within_the_image(extreme):
+    box = resized_box(Fixed(extreme, extreme, 0.2, 0.5), 100, 80, SCALE)
+    expected = (0, 0) if extreme == 0 else (100 - box.height, 80 - box.width)
+    assert (box.top, box.left) == expected
+
+
+def cumulative_gap(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the greatest gap between two cumulative distributions (Kolmogorov and Smirnov)."""
+    at = np.sort(np.concatenate([one, other]))
+    shares = [np.searchsorted(np.sort(values), at, side="right") / len(values) for values in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+@pytest.mark.parametrize("height, width", [(375, 500), (400, 400), (300, 900)])
+def test_boxes_are_distributed_as_torchvisions(height, width):
+    image = Image.new("L", (width, height))
+    torch.manual_seed(0)
+    num = 4000
+    pairs = [theirs.RandomResizedCrop.get_params(image, SCALE, (3 / 4, 4 / 3)) for _ in range(num)]
+    other = np.array(pairs, dtype=float)
+    mine = np.array([resized_box(Draws(0, index), height, width, SCALE) for index in range(num)], dtype=float)
+    measures = {
+        "area": lambda box: box[:, 2] * box[:, 3] / (height * width),
+        "ratio": lambda box: np.log(box[:, 3] / box[:, 2]),
+        "row": lambda box: box[:, 0] / height,
+        "column": lambda box: box[:, 1] / width,
+    }
+    for name, measure in measures.items():
+        assert cumulative_gap(measure(mine), measure(other)) < 1.95 * (2 / num) ** 0.5, name
+
+
+@pytest.mark.parametrize("ratios", [(3 / 4, 4 / 3), (0.6, 0.7), (1.4, 1.8)])
+@pytest.mark.parametrize("height, width", [(1, 5000), (5000, 1), (3, 20000), (20000, 7), (10, 300), (311, 9)])
+def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width, ratios):
+    torch.manual_seed(0)
+    expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), ratios)
+    assert resized_box(Draws(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
+
+
+def test_a_box_that_does_not_fit_is_drawn_again():
+    draws = Counted(0, 0)
+    resized_box(draws, 10, 3000, (1.0, 1.0))
+    assert draws.num == 2 + 2 * ATTEMPTS
+    draws = Counted(0, 0)
+    resized_box(draws, 400, 400, (0.1, 0.2))
+    assert draws.num == 4
+
+
+def test_the_whole_image_can_be_the_crop():
+    assert resized_box(Draws(0, 0), 300, 300, (1.0, 1.0)).height <= 300
+    assert resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
+
+
+def test_a_resized_crop_is_that_of_pil():
+    for index in range(30):
+        image = scene(100 + 7 * index, 150, index)
+        box = resized_box(_after_flip(index), *image.size[::-1], SCALE)
+        part = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+        expected = tensor_of(part.resize((48, 48), Image.Resampling.BILINEAR))
+        assert difference(ResizedCrop(48, SCALE, flip=0)(picture_of(image), Draws(5, index)), expected) <= 0.3
+
+
+def _after_flip(index: int) -> Draws:
+    draws = Draws(5, index)
+    draws.uniform()
+    return draws
+
+
+# Flips
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+def test_a_flip_is_never_or_always(crop):
+    picture = picture_of(scene(40, 40))
+    for index in range(20):
+        never = train_transform(24, crop, flip=0.0)(picture, Draws(0, index))
+        always = train_transform(24, crop, flip=1.0)(picture, Draws(0, index))
+        assert torch.equal(never.flip(-1), always) and not torch.equal(never, always)
+
+
+def flips_of(transform, picture: Picture, indices) -> list[bool]:
+    """Return which images are flipped: they are darker on the left."""
+    results = [transform(picture, Draws(4, index)).float() for index in indices]
+    return [bool(pixels[..., : pixels.shape[-1] // 2].mean() > pixels[..., pixels.shape[-1] // 2 :].mean())
+            for pixels in results]  # fmt: skip
+
+
+def ramp(height: int, width: int) -> Picture:
+    row = torch.linspace(0, 255, width).to(torch.uint8)
+    return Picture(row.expand(3, height, width).contiguous())
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+def test_half_of_the_images_are_flipped_whatever_their_size(crop):
+    transform = train_transform(32, crop, crop_scale=(0.5, 1.0), crop_padding=0)
+    flips = flips_of(transform, ramp(64, 64), range(300))
+    assert 120 <= sum(flips) <= 180
+    for size in ((32, 32), (200, 60), (40, 300)):
+        assert flips_of(transform, ramp(*size), range(300)) == flips
+
+
+def test_both_crops_flip_the_same_images():
+    flips = [
+        flips_of(train_transform(32, crop, (0.5, 1.0), 0), ramp(64, 64), range(100)) for crop in ("resized", "pad")
+    ]
+    assert flips[0] == flips[1]
+
+
+# The padded crop
+
+
+@pytest.mark.parametrize("height, width, size, padding", [
+    (32, 32, 32, 4), (28, 28, 28, 2), (40, 32, 32, 4), (32, 51, 32, 3), (64, 48, 32, 4), (20, 13, 32, 4),
+    (32, 32, 32, 0), (8, 8, 8, 8), (8, 8, 8, 12),
+])  # fmt: skip
+def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, padding):
+    image = scene(height, width)
+    resized = theirs.Resize(size)(image) if min(height, width) != size else image
+    padded = theirs.Pad(padding)(resized)
+    for index in range(25):
+        draws = Draws(9, index)
+        draws.uniform()
+        top, left = padded_corner(draws, resized.height, resized.width, size, padding)
+        assert -padding <= top <= resized.height + padding - size
+        assert -padding <= left <= resized.width + padding - size
+        corner = (int(top) + padding, int(left) + padding)
+        expected = tensor_of(theirs.functional.crop(padded, *corner, size, size))
+        pixels = PaddedCrop(size, padding, flip=0)(picture_of(image), Draws(9, index))
+        assert difference(pixels, expected) <= (0 if resized is image else 0.3)
+
+
+def test_the_corners_of_padded_crops_are_torchvisions_range_and_equally_likely():
+    corners = np.array([padded_corner(Draws(0, index), 32, 32, 32, 2) for index in range(4000)])
+    for side in corners.T:
+        values, counts = np.unique(side, return_counts=True)
+        assert values.tolist() == [-2, -1, 0, 1, 2]
+        assert ((counts - 800) ** 2 / 800).sum() < 20
+
+
+@pytest.mark.parametrize("size, padding", [(32, 4), (32, 0), (24, 3), (8, 12)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_batch_is_cropped_as_its_images_are(size, padding, channels):
+    pixels = torch.randint(
+        0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    positions = [(3, index) for index in range(20)]
+    for transform in (PaddedCrop(size, padding), CentreCrop(size + 4, size), CentreCrop(size, size + 9)):
+        together = transform.of_batch(pixels, BatchDraws(positions))
+        for image, position, result in zip(pixels, positions, together, strict=True):
+            assert torch.equal(transform(Picture(image), Draws(*position)), result)
+
+
+@pytest.mark.parametrize("side", [(3, 20000), (20000, 3)])
+def test_a_padded_crop_of_a_strip_takes_little_memory(side, monkeypatch):
+    sizes = []
+
+    def resized(batch, size, **words) -> torch.Tensor:
+        sizes.append(size[0] * size[1])
+        return torch.zeros(1, dtype=torch.uint8).expand(*batch.shape[:2], *size)
+
+    monkeypatch.setattr("distribuuuu.data.transforms.interpolate", resized)
+    PaddedCrop(224)(Picture(torch.zeros(3, *side, dtype=torch.uint8)), Draws(0, 0))
+    assert max(sizes) < 10**7
+
+
+# Evaluation
+
+
+def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an image as we evaluate it and as torchvision does."""
+    other = tensor_of(theirs.CenterCrop(size)(theirs.Resize(resize_to)(image)))
+    return CentreCrop(resize_to, size)(picture_of(image), Draws(0, 0)), other
+
+
+@pytest.mark.parametrize("resize_to, size", [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33), (21, 16)])
+def test_evaluation_is_torchvisions(resize_to, size):
+    """Where the crop is larger than the image too: it is padded as theirs."""
+    sizes, differences = random.Random(resize_to), []
+    for number in range(60):
+        height, width = (sizes.randint(1, 80), sizes.randint(1, 80)) if number % 2 else (
+            sizes.randint(20, 300), sizes.randint(20, 300))  # fmt: skip
+        if max(height, width) > 16 * min(height, width):
+            continue
+        mine, other = evaluated(scene(height, width, number), resize_to, size)
+        assert mine.dtype == torch.uint8
+        differences.append(difference(mine, other))
+    assert np.mean(differences) <= 0.1 and max(differences) <= 0.5
+
+
+@pytest.mark.parametrize("height, width", [(27, 1), (59, 2), (3, 77), (4, 89), (1, 40), (2, 333)])
+def test_a_strip_without_its_ends_is_evaluated_in_the_same_place(height, width):
+    mine, other = evaluated(scene(height, width), 32, 28)
+    assert difference(mine, other) <= 1
+
+
+@pytest.mark.parametrize("height, width", [(3, 20000), (20000, 3), (1, 1), (1, 5000)])
+def test_odd_shapes_are_evaluated_and_trained_on(height, width):
+    picture = Picture(torch.full((3, height, width), 77, dtype=torch.uint8))
+    for transform in (CentreCrop(40, 32), ResizedCrop(32)):
+        pixels = transform(picture, Draws(0, 1))
+        assert pixels.shape == (3, 32, 32) and (pixels == 77).all()
+
+
+def test_evaluation_does_not_draw():
+    draws = Counted(0, 0)
+    CentreCrop(18, 16)(picture_of(scene(30, 40)), draws)
+    assert draws.num == 0
+
+
+# Resizing and cutting
+
+
+def layouts(image: Image.Image) -> dict[str, torch.Tensor]:
+    """Return the same image as decoders, arrays and slices hold it in memory."""
+    pixels = tensor_of(image)
+    larger = torch.zeros(3, image.height + 5, image.width + 6, dtype=torch.uint8)
+    larger[:, 2:-3, 4:-2] = pixels
+    return {"bytes of a pixel": pixels, "planes": pixels.contiguous(), "slice": larger[:, 2:-3, 4:-2]}
+
+
+@pytest.mark.parametrize("height, width", [(57, 83), (83, 1), (1, 83), (1, 1), (2, 2), (3, 3), (60, 60)])
+def test_any_layout_in_memory_is_resized_alike_and_as_by_pil(height, width):
+    image = scene(height, width)
+    for name, pixels in layouts(image).items():
+        for size in ((20, 20), (2, 30), (100, 3), (200, 200), (57, 20), (3, 3)):
+            expected = tensor_of(image.resize(size[::-1], Image.Resampling.BILINEAR))
+            assert difference(resize(pixels, *size), expected) <= 0.3, (name, size)
+
+
+def test_bicubic_is_torchvisions_and_near_pils():
+    for number, (height, width) in enumerate([(57, 83), (200, 60), (24, 24), (5, 7), (90, 1)]):
+        image = scene(height, width, number)
+        for size in ((24, 24), (100, 40), (3, 3), (224, 224)):
+            expected = v2.functional.resize(tensor_of(image), size, v2.InterpolationMode.BICUBIC, antialias=True)
+            for name, pixels in layouts(image).items():
+                assert torch.equal(resize(pixels, *size, "bicubic"), expected), (name, size)
+            assert difference(expected, tensor_of(image.resize(size[::-1], Image.Resampling.BICUBIC))) <= 0.3
+
+
+def test_each_transform_resizes_as_it_is_told():
+    image = scene(90, 120)
+    box = resized_box(_after_flip(3), 90, 120, SCALE)
+    part = tensor_of(image)[:, box.top : box.top + box.height, box.left : box.left + box.width]
+    cropped = ResizedCrop(48, SCALE, flip=0, interpolation="bicubic")(picture_of(image), Draws(5, 3))
+    assert torch.equal(cropped, resize(part, 48, 48, "bicubic"))
+    for transform in (PaddedCrop(32, 0, 0.0), CentreCrop(32, 32)):
+        bicubic = dataclasses.replace(transform, interpolation="bicubic")
+        one, other = (some(picture_of(image), Draws(0, 0)) for some in (transform, bicubic))
+        together = bicubic.of_batch(tensor_of(image)[None], BatchDraws([(0, 0)]))[0]
+        assert not torch.equal(one, other) and torch.equal(other, together)
+        assert any(torch.equal(other, resize(tensor_of(image), 32, 42, "bicubic")[:, :, left : left + 32])
+                   for left in range(11))  # fmt: skip
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])
+def test_boxes_keep_to_the_ratios_they_are_given(ratios):
+    boxes = [resized_box(Draws(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
+    found = [box.width / box.height for box in boxes]
+    assert ratios[0] * 0.97 <= min(found) <= ratios[0] * 1.1 and ratios[1] * 0.9 <= max(found) <= ratios[1] * 1.03
+
+
+def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
+    words = ("DATA.CROP_RATIO", [0.5, 2], "DATA.INTERPOLATION", "bicubic", "TEST.INTERPOLATION", "bicubic")
+    images = ImageSet()
+    expected = ResizedCrop(16, (0.08, 1.0), 0.5, (0.5, 2.0), "bicubic")
+    assert build_transform(small_cfg(*words), images, train=True) == expected
+    assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
+    assert build_transform(small_cfg(*words), images, train=False) == CentreCrop(18, 16, "bicubic")
+    assert build_transform(small_cfg(), images, train=True) == ResizedCrop(16)
+
+
+@pytest.mark.parametrize("value", ["[2, 1]", "[0, 1]", "[1]", "[]"])
+def test_a_ratio_that_cannot_be_is_an_error(value):
+    with pytest.raises(ConfigError, match="DATA.CROP_RATIO .* must be two numbers"):
+        load_cfg(None, ["DATA.CROP_RATIO", value])
+
+
+def test_grey_images_are_resized_as_three_channels():
+    grey = np.array(scene(57, 83).convert("L"))
+    expected = tensor_of(Image.fromarray(grey).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
+    for array in (grey, grey[:, :, None]):
+        assert difference(resize(open_picture(array, "auto").pixels(), 20, 30), expected) <= 0.3
+
+
+def test_a_square_beyond_the_image_is_black_there():
+    pixels = torch.full((3, 4, 4), 9, dtype=torch.uint8)
+    for top in range(-9, 10):
+        for left in range(-9, 10):
+            square = cut(pixels, top, left, 6)
+            assert square.shape == (3, 6, 6), (top, left)
+            rows, columns = (max(0, min(4, at + 6) - max(0, at)) for at in (top, left))
+            assert int((square == 9).sum()) == 3 * rows * columns
+
+
+def test_a_transform_leaves_the_picture_as_it_is():
+    pixels = tensor_of(scene(40, 40)).contiguous()
+    before = pixels.clone()
+    for transform in (train_transform(40, "resized"), train_transform(40, "pad"), CentreCrop(40, 40)):
+        for index in range(5):
+            transform(Picture(pixels), Draws(0, index))
+    assert torch.equal(pixels, before)
+
+
+def test_a_file_and_its_pixels_give_the_same_sample(tmp_path):
+    scene(90, 120).save(tmp_path / "x.jpg", restart_marker_rows=1)
+    file = EncodedPicture((tmp_path / "x.jpg").read_bytes(), "auto")
+    pixels = picture_of(Image.open(tmp_path / "x.jpg"))
+    for transform in (train_transform(32, "resized"), train_transform(32, "pad"), CentreCrop(40, 32)):
+        for index in range(10):
+            assert torch.equal(transform(file, Draws(1, index)), transform(pixels, Draws(1, index)))

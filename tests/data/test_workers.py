@@ -1,0 +1,745 @@
+"""Workers: processes, threads or none make the same batches, say what went wrong, and leave nothing behind."""
+
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.images import draw_folder
+from support.runs import ROOT, run_tool, small_words
+
+from distribuuuu.config import ConfigError
+from distribuuuu.data import workers
+from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
+from distribuuuu.data.samplers import EvalSampler
+from distribuuuu.data.samples import Samples, collate
+from distribuuuu.data.transforms import CentreCrop, ResizedCrop
+from distribuuuu.data.workers import LoaderWorkerError, count_cores, count_workers, start_workers
+from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.launch.signals import shield_worker
+
+CPU = torch.device("cpu")
+ALONE = Launch("alone")
+# Every way of making batches, with more and with fewer workers than cores.
+WAYS = [(kind, num) for kind in ("process", "thread") for num in (0, 1, 2, 3)]
+SOME_WAYS = [("process", 0), ("process", 2), ("thread", 2)]
+
+
+def way_words(kind: str, num: int) -> tuple:
+    return ("DATA.WORKER_KIND", kind, "TRAIN.WORKERS", num)
+
+
+class Squares(ImageSet):
+    """Grey squares, each of its number."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, num: int = 40):
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def read(self, index: int) -> np.ndarray:
+        return np.full((8, 8, 3), index, dtype=np.uint8)
+
+    def label(self, index: int) -> int:
+        return index % 2
+
+
+def start(kind: str, num: int, images: ImageSet | None = None, transform=None, batch_size: int = 4):
+    """Return the batches of an evaluation set, the sampler's position always at its beginning."""
+    images = images or Squares()
+    samples = Samples(images, transform or CentreCrop(8, 8), "auto", skip_broken=False)
+    return start_workers(samples, EvalSampler(len(images), batch_size, 0, 1), kind, num, pin_memory=False)
+
+
+def numbers_of(batches) -> list[list[int]]:
+    """Return the numbers of the squares of each batch."""
+    return [pixels[:, 0, 0, 0].tolist() for pixels, _, _ in batches]
+
+
+EXPECTED = [list(range(begin, begin + 4)) for begin in range(0, 40, 4)]
+
+
+def same_batches(one, other) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return bool(pairs) and all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def reference(image_folder, tmp_path_factory):
+    """The batches of two epochs as a loader without workers makes them."""
+    from support.runs import small_words
+
+    from distribuuuu.config import load_cfg
+
+    cfg = load_cfg(None, small_words(image_folder, tmp_path_factory.mktemp("reference")))
+    loader = build_loader(cfg, ALONE, CPU, train=True)
+    return [list(loader.batches_from(3, epoch, 0)) for epoch in range(2)]
+
+
+def children() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+# The same batches
+
+
+@pytest.mark.parametrize(
+    "kind, num, prefetch", [(*way, 2) for way in WAYS] + [(*way, ahead) for way in SOME_WAYS[1:] for ahead in (1, 5)]
+)
+def test_all_workers_make_the_same_batches(small_cfg, reference, monkeypatch, kind, num, prefetch):
+    monkeypatch.setattr(workers, "PREFETCH", prefetch)
+    loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
+    assert not same_batches(reference[0], reference[1])
+    for epoch in (0, 1, 0):
+        assert same_batches(loader.batches_from(3, epoch, 0), reference[epoch])
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_an_epoch_is_entered_at_any_step_and_left_at_any(small_cfg, reference, kind, num):
+    loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
+    for epoch, first_step, taken in ((0, 0, 1), (1, 0, 2), (1, 2, 1), (0, 1, 0), (0, 3, 1), (1, 0, 4), (0, 4, 0)):
+        batches = loader.batches_from(3, epoch, first_step)
+        here = [next(batches) for _ in range(taken)]
+        del batches
+        expected = reference[epoch][first_step : first_step + taken]
+        assert not taken or same_batches(here, expected), (epoch, first_step)
+    assert same_batches(loader.batches_from(3, 1, 0), reference[1])
+    assert same_batches(loader.batches_from(3, 0, 2), reference[0][2:])
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_an_epoch_left_behind_a_reference_gives_no_stale_batches(kind, num):
+    batches = start(kind, num)
+    left = iter(batches)
+    assert next(left)[0][:, 0, 0, 0].tolist() == EXPECTED[0]
+    assert numbers_of(batches) == EXPECTED
+    assert numbers_of(batches) == EXPECTED
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_batches_on_their_way_keep_the_workers_that_make_them(kind, num):
+    running = iter(start(kind, num))
+    gc.collect()
+    assert numbers_of(running) == EXPECTED
+
+
+def test_batches_are_int64_labels_and_bytes_with_the_channels_of_a_pixel_side_by_side():
+    for kind, num in SOME_WAYS:
+        batches = start(kind, num)
+        pixels, labels, broken = next(iter(batches))
+        assert pixels.dtype == torch.uint8 and pixels.shape == (4, 3, 8, 8) and pixels.stride(1) == 1
+        assert labels.dtype == torch.int64 and labels.tolist() == [0, 1, 0, 1] and broken == ()
+
+
+class NumpyLabels(Squares):
+    """Labels as numpy arrays hold them."""
+
+    def label(self, index: int) -> np.int16:
+        return np.int16(index % 2)
+
+
+def test_labels_of_numpy_are_int64_too():
+    for kind, num in SOME_WAYS:
+        batches = start(kind, num, NumpyLabels())
+        labels = next(iter(batches))[1]
+        assert labels.dtype == torch.int64 and labels.tolist() == [0, 1, 0, 1]
+
+
+# What goes wrong
+
+
+class Fails(Squares):
+    """One image has no name either, which is a bug of the set and no broken image."""
+
+    def read(self, index: int) -> np.ndarray:
+        if index == 9:
+            raise OSError("cannot be read")
+        return super().read(index)
+
+    def where(self, index: int) -> str:
+        raise LookupError(f"image {index} has no name")
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_an_error_of_a_worker_reaches_who_waits_for_its_batch(kind, num):
+    batches = start(kind, num, Fails())
+    running = iter(batches)
+    assert len([next(running), next(running)]) == 2
+    with pytest.raises(LookupError, match="image 9 has no name"):
+        next(running)
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_after_an_error_the_workers_go_on(kind, num):
+    batches = start(kind, num, Fails())
+    for _ in range(2):
+        with pytest.raises(LookupError, match="has no name"):
+            list(batches)
+
+
+ADVICE = {
+    "SIGKILL": "killed by SIGKILL: the system may have run out of memory; fix: set fewer TRAIN.WORKERS, DATA.WORKER",
+    "SIGBUS": "killed by SIGBUS: the shared memory in /dev/shm may be too small; fix: .*--shm-size",
+    "SIGSEGV": "killed by SIGSEGV: native code crashed, .*DATA.DECODER pil",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
+    before, batches = children(), start("process", 3, Squares(4000))
+    running = iter(batches)
+    next(running)
+    with pytest.raises(LoaderWorkerError, match=rf"^loader worker \(pid \d+\) was {ADVICE[name]}") as caught:
+        os.kill(batches._batches._iterator._workers[1].pid, getattr(signal, name))
+        list(running)
+    assert caught.value.status == 1 and "\n" not in str(caught.value)
+    del running, batches, caught
+    gc.collect()
+    assert children() <= before
+
+
+def test_a_worker_that_exits_is_an_error_that_names_the_status():
+    class Exits(Squares):
+        def read(self, index: int) -> np.ndarray:
+            os._exit(7)
+
+    with pytest.raises(LoaderWorkerError, match="ended with status 7"):
+        list(start("process", 2, Exits()))
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_lack_of_memory_is_no_broken_image(kind, num):
+    class Large(Squares):
+        def read(self, index: int) -> np.ndarray:
+            raise MemoryError
+
+    with pytest.raises(LoaderWorkerError, match="^loading image 0 ran out of memory; fix: set fewer TRAIN.WORKERS"):
+        list(start(kind, num, Large()))
+
+
+def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
+    """DataLoader's own handler of SIGCHLD would raise within whatever the main thread does."""
+    batches = start("process", 1, Squares(4000))
+    running = iter(batches)
+    next(running)
+    os.kill(batches._processes[0].pid, signal.SIGKILL)
+    batches._processes[0].join()
+    for _ in range(1000):  # where a handler would run
+        pass
+    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
+        list(running)
+
+
+def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypatch, capsys):
+    """It takes batches from the worker, so it may fail first, with a traceback."""
+    from torch.utils.data._utils import pin_memory
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: CPU)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    samples, dies = Samples(Squares(400), CentreCrop(8, 8), "auto", skip_broken=False), threading.Event()
+
+    def pin_one(source, target, *_):
+        while not dies.is_set():
+            with contextlib.suppress(queue.Empty):
+                target.put(source.get(timeout=0.05))
+        os.kill(batches._processes[0].pid, signal.SIGKILL)
+        raise ConnectionResetError("the worker has left the connection")
+
+    monkeypatch.setattr(pin_memory, "_pin_memory_loop", pin_one)
+    batches = workers.ProcessWorkers(samples, EvalSampler(400, 4, 0, 1), 1, pin_memory=True)
+    running = iter(batches)
+    next(running)
+    dies.set()
+    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
+        list(running)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+DYING = """
+import multiprocessing, os, runpy, signal, sys
+from distribuuuu.data.samples import Samples
+make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
+
+def make_or_die(self, where):
+    if multiprocessing.parent_process() and len(self) == num and place == rank and where[1] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(self, where)
+
+Samples.__getitem__ = make_or_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("num, nproc, rank", [(48, 1, 0), (48, 2, 1), (37, 2, 1)])
+def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
+    """While it trains on 48 images, or evaluates on 37."""
+    (tmp_path / "dying.py").write_text(DYING)
+    words = small_words(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1)
+    environment = {"NUM": str(num), "DYING": str(rank), "PYTHONPATH": str(ROOT)}
+    tool = (tmp_path / "dying.py", ROOT / "tools" / "train_net.py")
+    done = run_tool(*tool, "--nproc", nproc, *words, **environment)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("was killed by SIGKILL: the system may have run out of memory; fix: set fewer") == 1
+    assert "Traceback" not in done.stderr and "see below" not in done.stderr
+
+
+# What they leave behind
+
+
+@pytest.fixture
+def terminated(monkeypatch) -> list[int]:
+    """The processes that did not end when they were told to, within the seconds that torch waits for them."""
+    found = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", lambda self: found.append(self.pid))
+    return found
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_workers_end_with_their_loader(used, terminated):
+    before, batches = children(), start("process", 2)
+    assert len(children() - before) == 2
+    for _ in range(used):
+        next(iter(batches))
+    del batches
+    gc.collect()
+    assert children() <= before and not terminated
+
+
+def test_workers_end_with_a_loader_that_only_the_garbage_collector_can_free(small_cfg, terminated):
+    before = children()
+    gc.disable()
+    try:
+        loader = build_loader(small_cfg("TRAIN.WORKERS", 2), ALONE, CPU, train=True)
+        loader.itself = loader
+        running = loader.batches_from(3, 0, 0)
+        next(running)
+        del loader, running
+        assert len(children() - before) == 2
+        gc.collect()
+    finally:
+        gc.enable()
+    assert children() <= before and not terminated
+
+
+def test_threads_end_with_their_loader():
+    def running() -> int:
+        return sum(thread.name.startswith("loader") for thread in threading.enumerate())
+
+    gc.collect()
+    before, batches = running(), start("thread", 3)
+    own = list(batches._pool._threads)
+    next(iter(batches))
+    assert running() >= before + 3
+    del batches
+    gc.collect()
+    for thread in own:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in own)
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_epochs_leave_no_files_open(small_cfg, kind, num):
+    loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
+    counts = []
+    for epoch in range(6):
+        batches = loader.batches_from(3, epoch, 0)
+        next(batches)
+        if epoch % 2:
+            list(batches)
+        del batches
+        if epoch in (1, 5):
+            counts.append(open_files())
+    assert counts[1] <= counts[0] + 2, counts
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_loaders_leave_no_files_open(kind, num):
+    counts = []
+    for number in range(4):
+        batches = start(kind, num)
+        next(iter(batches))
+        del batches
+        if number in (1, 3):
+            counts.append(open_files())
+    assert counts[1] <= counts[0] + 3, counts  # a worker alone has as many
+
+
+# Threads of tensors
+
+
+class CountsThreads(Squares):
+    """Pixels that say how many threads the tensors of a worker are computed by."""
+
+    def read(self, index: int) -> np.ndarray:
+        return np.full((8, 8, 3), torch.get_num_threads(), dtype=np.uint8)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "kind, num, expected", [("thread", 1, 1), ("thread", 3, 1), ("process", 2, 1), ("thread", 0, 3)]
+)
+def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(three_threads, kind, num, expected):
+    batches = start(kind, num, CountsThreads())
+    for _ in range(2):
+        assert {number for batch in numbers_of(batches) for number in batch} == {expected}
+        assert torch.get_num_threads() == 3
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [3]
+
+
+# How many
+
+
+def fake_cores(monkeypatch, cores: int, quota: str | None) -> None:
+    """Have the machine offer so many cores, and its control group say `quota`, or nothing."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+
+    def opened(path, *words):
+        assert path == "/sys/fs/cgroup/cpu.max"
+        if quota is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(quota)
+
+    monkeypatch.setattr(workers, "open", opened, raising=False)
+
+
+@pytest.mark.parametrize(
+    "cores, quota, expected",
+    [(16, None, 16), (16, "max 100000\n", 16), (16, "400000 100000\n", 4), (2, "400000 100000\n", 2),
+     (16, "50000 100000\n", 1), (16, "250000 100000\n", 2), (16, "10000 100000\n", 1), (16, "nonsense", 16),
+     (16, "", 16), (1, None, 1)],
+)  # fmt: skip
+def test_cores_are_those_of_the_set_and_no_more_than_the_quota(monkeypatch, cores, quota, expected):
+    fake_cores(monkeypatch, cores, quota)
+    assert count_cores() == expected
+
+
+@pytest.mark.parametrize(
+    "chosen, sharing, expected",
+    [(-1, 1, 16), (-1, 2, 8), (-1, 3, 5), (-1, 16, 1), (-1, 64, 1), (0, 4, 0), (5, 4, 5), (99, 1, 99)],
+)
+def test_the_cores_are_shared_among_the_processes_of_a_machine(monkeypatch, chosen, sharing, expected):
+    fake_cores(monkeypatch, 16, None)
+    assert count_workers(chosen, Launch("alone", local_world_size=sharing)) == expected
+
+
+def test_without_a_set_of_cores_the_machines_count(monkeypatch):
+    fake_cores(monkeypatch, 16, None)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert count_workers(-1, ALONE) == 6
+
+
+EXPLICIT = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+TORCHRUN = {**EXPLICIT, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x",
+            "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7",
+        "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}  # fmt: skip
+
+
+def srun(rank: int, **more: str) -> dict[str, str]:
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
+    return {**SRUN, **place, **more}
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "env, sharing",
+    [
+        ({}, 1),
+        (TORCHRUN, 2),
+        (without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"), 2),
+        (EXPLICIT, 8),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        (srun(0), 2),
+        (srun(5), 2),
+        (srun(6), 1),
+        (without(srun(6), "SLURM_NODEID"), 2),
+        (srun(1, SLURM_STEP_TASKS_PER_NODE="7"), 7),
+        (srun(0, SLURM_STEP_TASKS_PER_NODE="3,4"), 3),
+        (srun(2, SLURM_STEP_TASKS_PER_NODE="3,4"), 4),
+        (without(srun(3, SLURM_TASKS_PER_NODE="4(x2)"), "SLURM_STEP_TASKS_PER_NODE"), 4),
+        (without(srun(3), "SLURM_STEP_TASKS_PER_NODE"), 2),
+        (srun(0, SLURM_CPUS_PER_TASK="4"), 1),
+        (srun(0, SLURM_CPU_BIND="quiet,mask_cpu:0x3,0xC"), 1),
+        (srun(0, SLURM_CPU_BIND="quiet,none"), 2),
+        (srun(0, SLURM_CPU_BIND="none"), 2),
+    ],
+)
+def test_the_processes_that_share_the_cores_are_read_from_the_launcher(env, sharing):
+    assert detect_launch(env).local_world_size == sharing
+
+
+@pytest.mark.parametrize("number", ["0", "-2", "many"])
+def test_a_number_of_processes_that_cannot_be_is_an_error(number):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE"):
+        detect_launch({**EXPLICIT, "LOCAL_WORLD_SIZE": number})
+
+
+def test_tasks_that_are_not_bound_share_though_slurm_says_how_many_cores_each_has():
+    assert detect_launch(srun(0, SLURM_CPUS_PER_TASK="4", SLURM_CPU_BIND="quiet,none")).local_world_size == 2
+
+
+# Bad files in the whole loader
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+BREAKS = {
+    "cut": truncate,
+    "zero bytes": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("not a picture\n" * 30),
+    "deleted": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "unreadable": lambda path: path.chmod(0),
+}
+
+
+@pytest.fixture(params=BREAKS)
+def break_file(request):
+    if request.param == "unreadable" and os.geteuid() == 0:
+        pytest.skip("nothing is unreadable for root")
+    return BREAKS[request.param]
+
+
+def small_folder(root: Path) -> Path:
+    draw_folder(root, "train", {"ant": 12, "bee": 12})
+    draw_folder(root, "val", {"ant": 2, "bee": 2})
+    return root
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_a_bad_file_is_named(small_cfg, tmp_path, break_file, kind, num):
+    root = small_folder(tmp_path / "data")
+    cfg = small_cfg("TRAIN.DATASET", root, "MODEL.NUM_CLASSES", 2, *way_words(kind, num))
+    loader = build_loader(cfg, ALONE, CPU, train=True)
+    break_file(root / "train" / "bee" / "005.jpg")
+    with pytest.raises(BadImageError, match=r"bee/005\.jpg: \w+: .*set DATA\.ON_BAD_IMAGE skip") as caught:
+        list(loader.batches_from(3, 0, 0))
+    message = str(caught.value)
+    assert "\n" not in message and "object at" not in message and "Traceback" not in message
+    assert len(message.replace(str(root), "")) < 250
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_a_bad_file_is_skipped_counted_and_replaced_alike(small_cfg, tmp_path, break_file, caplog, kind, num):
+    root = small_folder(tmp_path / "data")
+    words = ("TRAIN.DATASET", root, "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", "TRAIN.BATCH_SIZE", 6)
+    loader = build_loader(small_cfg(*words, *way_words(kind, num)), ALONE, CPU, train=True)
+    alone = build_loader(small_cfg(*words), ALONE, CPU, train=True)
+    whole = list(loader.batches_from(3, 0, 0))
+    assert loader.num_broken == 0
+    break_file(root / "train" / "bee" / "005.jpg")
+    with caplog.at_level("WARNING"):
+        here = list(loader.batches_from(3, 0, 0))
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert loader.num_broken == 1 and len(warned) == 1
+    assert "broken image no. 1" in caplog.text and "bee/005.jpg" in caplog.text
+    assert [len(images) for images, _ in here] == [6] * 4
+    changed = [int((a != b).flatten(1).any(1).sum()) for (a, _), (b, _) in zip(whole, here, strict=True)]
+    assert sum(changed) == 1
+    assert same_batches(alone.batches_from(3, 0, 0), here)
+
+
+def odd_images() -> dict[str, bytes]:
+    drawn = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    image = Image.fromarray(drawn)
+    see_through = image.convert("RGBA")
+    see_through.putalpha(image.convert("L"))
+    files = {}
+    for name, picture, kind, words in [
+        ("cmyk", image.convert("CMYK"), "JPEG", {}), ("grey", image.convert("L"), "JPEG", {}),
+        ("rgba", see_through, "PNG", {}), ("animated", image, "GIF", {"save_all": True, "append_images": [image] * 2}),
+        ("wide", image.resize((20000, 3)), "JPEG", {}), ("high", image.resize((2, 20000)), "JPEG", {}),
+        ("progressive", image, "JPEG", {"progressive": True}), ("sixteen", image.convert("I;16"), "PNG", {}),
+        ("one", image.resize((1, 1)), "PNG", {}), ("tiff", image, "TIFF", {}),
+        ("palette", image.quantize(8), "PNG", {}), ("restarts", image, "JPEG", {"restart_marker_rows": 1}),
+    ]:  # fmt: skip
+        buffer = io.BytesIO()
+        picture.save(buffer, kind, **words)
+        files[name] = buffer.getvalue()
+    return files
+
+
+@pytest.mark.parametrize("decoder", ["auto", "pil", "simplejpeg"])
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_odd_images_train_and_are_evaluated(small_cfg, tmp_path, kind, num, decoder):
+    if decoder == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+    for split in ("train", "val"):
+        folder = tmp_path / split / "odd"
+        folder.mkdir(parents=True)
+        for name, data in odd_images().items():
+            (folder / f"{name}.JPEG").write_bytes(data)
+    words = ("TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 1, "TRAIN.BATCH_SIZE", 4, "DATA.DECODER", decoder)
+    cfg = small_cfg(*words, *way_words(kind, num))
+    train, val = (build_loader(cfg, ALONE, CPU, train) for train in (True, False))
+    for batches, expected in ((train.batches_from(3, 0, 0), 12), (iter(val), 12)):
+        images = torch.cat([images for images, _ in batches])
+        assert images.shape == (expected, 3, 16, 16) and images.isfinite().all()
+    assert train.num_broken == val.num_broken == 0
+
+
+# Sets of one's own
+
+
+class Items(ImageSet):
+    """What a list holds."""
+
+    classes = ("all",)
+
+    def __init__(self, items: list):
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def read(self, index: int):
+        return self.items[index]
+
+    def label(self, index: int) -> int:
+        return 0
+
+
+DRAWN = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+GREY = DRAWN[:, :, 0].copy()
+
+
+def one_batch(kind: str, num: int, *items):
+    batches = start(kind, num, Items(list(items)), CentreCrop(20, 20), batch_size=len(items))
+    return next(iter(batches))
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_pixels_of_any_kind_are_taken(kind, num):
+    image, grey = Image.fromarray(DRAWN), Image.fromarray(GREY)
+    planes = torch.from_numpy(DRAWN).permute(2, 0, 1)
+    pixels, _, broken = one_batch(kind, num, DRAWN, image, planes, image.convert("RGBA"))
+    assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
+    assert torch.equal(pixels[0], planes[:, :, 5:25])
+    pixels, _, broken = one_batch(kind, num, GREY, GREY[:, :, None], grey, np.stack([GREY] * 3, axis=2))
+    assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("change", [lambda a: a[:, ::-1], lambda a: a[::-1, ::2], np.asfortranarray, lambda a: a[2:9]])
+def test_views_of_arrays_are_taken(change):
+    pixels, _, broken = one_batch("thread", 0, change(DRAWN))
+    assert broken == () and torch.equal(pixels, one_batch("thread", 0, np.ascontiguousarray(change(DRAWN)))[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning():
+    frozen = DRAWN.copy()
+    frozen.flags.writeable = False
+    pixels, _, broken = one_batch("thread", 0, frozen)
+    assert broken == () and torch.equal(pixels, one_batch("thread", 0, DRAWN)[0])
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (DRAWN.astype(np.float32), "array of float32"), (DRAWN.astype(np.int64), "array of int64"),
+        (np.zeros((5, 5, 4), np.uint8), r"shape \(5, 5, 4\)"), (np.zeros((3, 5, 5), np.uint8), r"shape \(3, 5, 5\)"),
+        (np.zeros(5, np.uint8), r"shape \(5,\)"), (np.zeros((0, 5, 3), np.uint8), r"shape \(0, 5, 3\)"),
+        (torch.zeros(3, 5, 5), "float32"), (torch.zeros(5, 5, dtype=torch.uint8), r"\(5, 5\)"),
+        (None, "NoneType"), ("x.jpg", "str"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("transform", [CentreCrop(8, 8), ResizedCrop(8)])
+def test_what_is_no_image_says_what_it_is(wrong, said, transform):
+    batches = start("thread", 0, Items([wrong]), transform, batch_size=1)
+    pixels, _, broken = next(iter(batches))
+    assert pixels is None and len(broken) == 1
+    assert re.match(f"image 0: \\w+: .*{said}", broken[0]), broken[0]
+
+
+def test_a_set_that_lacks_a_method_says_which():
+    class Empty(ImageSet):
+        def __len__(self) -> int:
+            return 1
+
+    (message,) = next(iter(start("thread", 0, Empty(), batch_size=1)))[2]
+    assert "Empty must define read" in message
+
+
+def test_no_batch_is_made_of_a_sample_that_is_missing():
+    samples = Samples(Items([DRAWN, None]), CentreCrop(8, 8), "auto", skip_broken=False)
+    pixels, _, broken = collate([samples[(0, 0)], samples[(0, 1)]])
+    assert pixels is None and len(broken) == 1
+
+
+# The layout on the device
+
+
+def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
+    for train in (True, False):
+        one, other = (build_loader(small_cfg("MODEL.CHANNELS_LAST", last), ALONE, CPU, train) for last in (False, True))
+        for (images, _), (others, _) in zip(one, other, strict=True):
+            assert torch.equal(images, others)
+            assert images.is_contiguous() and others.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_any_layout_of_bytes_is_normalised_alike(last):
+    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    normalize = Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last)
+    expected = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(
+        3, 1, 1
+    )
+    for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:1], pixels[:0]):
+        torch.testing.assert_close(normalize(some), expected[: len(some)], atol=1e-5, rtol=1e-5)
+    assert normalize(pixels).dtype == torch.float32
+
+
+def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
+    parent = os.getpid()
+
+    def fail(error: Exception) -> None:
+        shield_worker(0, parent)
+        sys.excepthook(type(error), error, None)
+
+    for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):
+        process = multiprocessing.get_context("fork").Process(target=fail, args=(error,))
+        process.start()
+        process.join()
+    assert capfd.readouterr().err.strip() == "ArithmeticError: the flux has run out"

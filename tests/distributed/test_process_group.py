@@ -1,0 +1,181 @@
+"""Where the processes meet: a port of their own, and a start of their own in a store that outlives them."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as torch_dist
+from support.processes import free_port
+from support.runs import run_tool, small_words
+
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed import process_group as rendezvous
+from distribuuuu.distributed.process_group import _agree_on_start, meet
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.nproc import without_nproc
+from distribuuuu.launch.ports import find_port_owner, find_port_problem
+
+
+def agree(store, world_size: int, seed: int) -> list[str]:
+    """Return what each process takes for the name of this start; they come one after the other."""
+    rng = random.Random(seed)
+
+    def one(rank: int) -> str:
+        time.sleep(rng.uniform(0, 0.3))
+        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=20)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, range(world_size)))
+
+
+def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
+    store, seen = torch_dist.HashStore(), set()
+    for number, world_size in enumerate((3, 3, 1, 2, 3)):
+        names = agree(store, world_size, number)
+        assert len(set(names)) == 1 and names[0] not in seen
+        seen.add(names[0])
+
+
+def test_a_process_that_never_comes_is_an_error_in_time():
+    store = torch_dist.HashStore()
+    agree(store, 2, 0)  # an earlier start, of which process 1 left its name
+    with pytest.raises(ConfigError, match="did not all come within 1 s"):
+        _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+
+
+def test_the_store_of_another_run_is_recognised():
+    port = free_port()
+    mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
+    store = meet(mine, 5)  # noqa: F841  # keeps the port
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is answered by another run"):
+        meet(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the owner is found in /proc")
+def test_a_taken_port_names_its_owner():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        owner = f"by process {os.getpid()} "
+        assert owner in find_port_owner(port) and "python" in find_port_owner(port)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT {port} on 127.0.0.1 is taken {owner}.*python"):
+            meet(Launch("test", 0, 0, 2, "127.0.0.1", port), 2)
+    assert find_port_problem("localhost", port) is None and find_port_owner(port) == ""
+
+
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        (["a.py", "--nproc", "2", "--cfg", "x"], ["a.py", "--cfg", "x"]),
+        (["a.py", "--cfg", "x", "--nproc=4"], ["a.py", "--cfg", "x"]),
+        (["a.py", "KEY", "2"], ["a.py", "KEY", "2"]),
+    ],
+)
+def test_the_processes_get_the_command_without_nproc(words, kept):
+    assert without_nproc(words) == kept
+
+
+def test_signals_are_heard_while_the_main_thread_waits():
+    import signal
+
+    from distribuuuu.launch.signals import handled_by
+
+    heard, before = [], signal.getsignal(signal.SIGUSR1)
+    came = threading.Event()
+
+    def handler(signum: int) -> None:
+        heard.append((signum, threading.current_thread() is threading.main_thread()))
+        came.set()
+
+    with handled_by(handler):
+        with handled_by(lambda signum: heard.append("inner")):
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came.wait(5)
+    assert heard == ["inner", (signal.SIGUSR1, False)]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
+    lines = (
+        "import os, signal",
+        "from distribuuuu.launch.signals import SignalBox, end_at_once, handled_by",
+        "try:",
+        "    with handled_by(end_at_once):",
+        "        SignalBox.is_ending = True",
+        "        raise ArithmeticError('the flux has run out')",
+        "finally:",
+        "    os.kill(os.getpid(), signal.SIGTERM)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ArithmeticError: the flux has run out")
+
+
+# ------------------------------------------------------------------------------------------ a process that never comes
+
+
+def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
+    """Return the error of a process that waits for the others; the first word comes after a second."""
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
+    with pytest.raises(rendezvous.MissingProcess) as caught:
+        meet(launch, timeout_s)
+    assert caught.value.one_process and caught.value.status == 1
+    return str(caught.value)
+
+
+def test_a_process_that_never_comes_is_named(monkeypatch, caplog):
+    error = wait_alone(Launch("test", 0, 0, 2, "127.0.0.1", free_port(), "mine"), 3, monkeypatch)
+    said = "waiting for 1 of 2 processes: rank 1"
+    assert caplog.messages == [said], "once, before the time is over"
+    assert error == f"launcher: the processes did not all come within 3 s (DIST.TIMEOUT_S): {said}"
+
+
+def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
+    port = free_port()
+    error = wait_alone(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 3, monkeypatch)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("waiting for 1 of 2 processes: rank 0")
+    assert f"127.0.0.1:{port}, where the processes meet, cannot be reached" in error
+
+
+def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
+    agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(meet, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
+        errors = [future.exception() for future in waiting]
+    said = "waiting for 2 of 4 processes: ranks 1, 3"
+    assert all(isinstance(error, rendezvous.MissingProcess) for error in errors)
+    assert caplog.messages == [said] and said in str(errors[0])
+    assert [error.one_process for error in errors] == [True, False]
+
+
+def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "waiting for 1 of 2 processes: rank 1" in done.stderr
+
+
+def test_processes_on_one_gpu_are_refused_together():
+    store = torch_dist.HashStore()
+
+    def check(rank: int, device: str) -> str | None:
+        try:
+            rendezvous.refuse_shared_device(store, Launch("test", rank, rank, 2), device)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    for devices, is_refused in ((["GPU a", "GPU b"], False), (["GPU a", "GPU a"], True)):
+        store = torch_dist.HashStore()
+        with ThreadPoolExecutor(2) as pool:
+            errors = list(pool.map(check, range(2), devices))
+        assert all(bool(error) == is_refused for error in errors)
+    assert "DIST.BACKEND gloo" in errors[0] and "GPU a" in errors[0]

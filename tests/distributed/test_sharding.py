@@ -1,0 +1,281 @@
+"""ZeRO-1 and FSDP: the run of DDP in less memory, resumed bitwise, and checkpoints that fit any number of processes."""
+
+from pathlib import Path
+
+import pytest
+import timm.optim  # noqa: F401  (before the fork, for all processes)
+import torch
+from support.processes import on_processes
+from support.runs import assert_close, newest, records, train_and_kill, train_and_read
+
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.load import load_optimizer
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.fsdp import build_placement, inference, is_sharded, own_part, whole_state_dict
+from distribuuuu.engine.state import TrainState
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.models import build_model
+from distribuuuu.optim.optimizer import build_clipper, build_optimizer
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+# Clipped, accumulated and averaged, with groups of their own; processes have different numbers of evaluation batches.
+# With Adam's own epsilon, gradients that are nothing but rounding (of the keys' biases) would be steps of full size.
+ALL_ON = (
+    "MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
+    "TEST.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3,
+    "OPTIM.NAME", "adamw", "OPTIM.EPS", 1e-4,
+    "OPTIM.BASE_LR", 2e-3, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0.0, "OPTIM.LAYER_DECAY", 0.8,
+    "OPTIM.CLIP_NORM", 0.5, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 9,
+)  # fmt: skip
+needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a CPU needs torch 2.7")
+SHARDED = ["zero1", pytest.param("fsdp", marks=needs_fsdp)]
+DROPS = ("MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2)
+KINDS = {
+    "ddp": (),
+    "zero1": ("DIST.SHARD", "zero1"),
+    "fsdp": ("DIST.SHARD", "fsdp"),
+    "fsdp, recomputed, offloaded": ("DIST.SHARD", "fsdp", "MODEL.ACT_CHECKPOINT", True, "DIST.CPU_OFFLOAD", True),
+}
+
+
+def assert_same_content(one: dict, other: dict, tolerance: float) -> None:
+    """Compare the weights, their average and the optimizer's state; with a tolerance of 0 bit by bit."""
+    assert_close(one, other, tolerance)
+    averages = [{"state_dict": content["ema_state_dict"]} for content in (one, other)]
+    assert_close(*averages, tolerance)
+    states = [content["optimizer"]["state"] for content in (one, other)]
+    assert list(states[0]) == list(states[1]) and len(states[0]) > 10
+    for index, entry in states[0].items():
+        for name, value in entry.items():
+            torch.testing.assert_close(value, states[1][index][name], rtol=tolerance, atol=tolerance)
+    groups = [[group["params"] for group in content["optimizer"]["param_groups"]] for content in (one, other)]
+    assert groups[0] == groups[1] and len(groups[0]) > 3
+
+
+def evaluations(out_dir: Path | str) -> list[float]:
+    """Return the losses of both epochs' evaluations, of the weights and of their average."""
+    found = [entry for entry in records(out_dir) if entry["kind"].startswith("eval")]
+    assert len(found) == 4 and all(entry["count"] == 37 for entry in found)
+    return [entry["loss"] for entry in found]
+
+
+@pytest.fixture(scope="module")
+def run(image_folder, tmp_path_factory):
+    """Return run(kind, processes, more words): the folder of a finished run of ALL_ON, each made only once."""
+    from support.runs import small_words
+
+    done = {}
+
+    def make(kind: str, num: int, *words) -> Path:
+        key = (kind, num, words)
+        if key not in done:
+            out_dir = tmp_path_factory.mktemp("run")
+            cfg = load_cfg(None, small_words(image_folder, out_dir, *ALL_ON, *KINDS[kind], *words))
+            on_processes(num, train_model, cfg)
+            done[key] = out_dir
+        return done[key]
+
+    return make
+
+
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("kind", [*SHARDED, pytest.param("fsdp, recomputed, offloaded", marks=needs_fsdp)])
+def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
+    if num == 3 and "," in kind:
+        pytest.skip("2 processes tell")
+    words = ("TRAIN.BATCH_SIZE", 2) if num == 3 else ()
+    expected, got = run("ddp", num, *words, *DROPS), run(kind, num, *words, *DROPS)
+    assert_same_content(newest(got), newest(expected), 1e-5)
+    assert evaluations(got) == pytest.approx(evaluations(expected), rel=1e-5)
+    if num == 2 and kind == "zero1":
+        assert_same_content(newest(got), newest(expected), 0)
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
+    on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
+    cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)
+    on_processes(2, train_model, cfg)
+    assert_same_content(newest(cfg.OUT_DIR), newest(run(kind, 2, *DROPS)), 0)
+
+
+@needs_fsdp
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("zero1", 2), ("fsdp", 3)), (("fsdp", 3), ("zero1", 2))],
+)
+def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, second):
+    words = {num: ("TRAIN.BATCH_SIZE", 2 if num == 3 else 3) for num in (1, 2, 3)}
+    on_processes(first[1], train_and_kill, small_cfg(*ALL_ON, *KINDS[first[0]], *words[first[1]]), (0, 3))
+    cfg = small_cfg(*ALL_ON, *KINDS[second[0]], *words[second[1]])
+    on_processes(second[1], train_model, cfg)
+    assert_same_content(newest(cfg.OUT_DIR), newest(run("ddp", 1)), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
+    assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
+
+
+@needs_fsdp
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        (("MODEL.SYNCBN", True, "MODEL.PRECISE_BN", 24), 1e-5),
+        (("OPTIM.NAME", "lamb", "OPTIM.BASE_LR", 0.01, "OPTIM.NESTEROV", False), 1e-5),
+        (("DIST.COMPRESS", "bf16", "TRAIN.AMP", "bf16"), 1e-3),
+    ],
+    ids=["sgd, batch norm", "lamb", "bf16"],
+)
+def test_fsdp_goes_with_other_options(small_cfg, tmp_path, words, tolerance):
+    words = (
+        "TRAIN.GLOBAL_BATCH_SIZE",
+        12,
+        "EMA.HALF_LIFE",
+        40,
+        "MODEL.CHANNELS_LAST",
+        True,
+        "OPTIM.BASE_LR",
+        0.05,
+        *words,
+    )
+    kinds = {"ddp": (), "fsdp": ("DIST.SHARD", "fsdp", "MODEL.ACT_CHECKPOINT", True)}
+    for kind, more in kinds.items():
+        on_processes(2, train_model, small_cfg(*words, *more, "OUT_DIR", tmp_path / kind))
+    assert_close(newest(tmp_path / "fsdp"), newest(tmp_path / "ddp"), tolerance)
+    losses = [evaluations(tmp_path / kind) for kind in kinds]
+    assert losses[0] == pytest.approx(losses[1], rel=max(tolerance, 1e-5))
+
+
+def measure_parts(cfg) -> dict:
+    """Return what one of two processes holds after a step, clipped to 0.5, and what it gives for a checkpoint."""
+    with dist.process_group(detect_launch(), CPU, 60):
+        torch.manual_seed(0)
+        model = build_placement(cfg, CPU)(build_model(cfg, False))
+        optimizer = build_optimizer(cfg, model)
+        model(torch.ones(2, 3, 32, 32)).square().sum().backward()
+        if not is_sharded(model):
+            dist.scaled_all_reduce([weight.grad for weight in model.parameters()])
+        build_clipper(cfg)(model.parameters())
+        grads = [own_part(weight.grad) for weight in model.parameters()]
+        squares = torch.stack([grad.square().sum() for grad in grads]).sum()
+        optimizer.step()
+        local = getattr(optimizer, "optim", optimizer).state
+        state = TrainState(model, optimizer, seed=0, arch="", classes=(), global_batch=1).to_dict()
+        return {
+            "weights": sum(own_part(weight).numel() for weight in model.parameters()),
+            "momentum": sum(own_part(entry["momentum_buffer"]).numel() for entry in local.values()),
+            "norm": dist.scaled_all_reduce([squares], 1.0)[0].sqrt().item() if is_sharded(model) else squares.sqrt(),
+            "saved": sum(value is not None for value in state["state_dict"].values()),
+            "saved state": len(state["optimizer"]["state"]),
+            "all": sum(weight.numel() for weight in model.parameters()),
+        }
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_each_process_holds_its_part_and_only_the_main_one_gathers(small_cfg, kind):
+    words = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.CLIP_NORM", 0.5)
+    parts = on_processes(2, measure_parts, small_cfg(*words, *KINDS[kind]))
+    for part in parts:
+        assert part["momentum"] < 0.51 * part["all"]
+        assert part["weights"] < 0.51 * part["all"] if kind == "fsdp" else part["weights"] == part["all"]
+        assert part["norm"] == pytest.approx(0.5, rel=1e-4)
+    assert sum(part["momentum"] for part in parts) == parts[0]["all"]
+    if kind == "fsdp":
+        assert [part["saved"] for part in parts] == [len(build_model(small_cfg(*words), False).state_dict()), 0]
+
+
+@needs_fsdp
+def test_gathered_tensors_have_no_more_memory_than_they_need(run):
+    content = read_checkpoint(sorted((run("fsdp", 3, "TRAIN.BATCH_SIZE", 2, *DROPS) / "checkpoints").iterdir())[-1])
+    for tensor in [*content["state_dict"].values(), content["optimizer"]["state"][0]["exp_avg"]]:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def fail_to_load(cfg, content: dict) -> list[str]:
+    """Return what is said of the states of an optimizer with other groups, and of another kind of optimizer."""
+    messages = []
+    with dist.process_group(detect_launch(), CPU, 60):
+        model = build_placement(cfg, CPU)(build_model(cfg, False))
+        optimizer = build_optimizer(cfg, model)
+        own = {index: dict.fromkeys(entry) for index, entry in content["state"].items()}
+        groups = content["param_groups"]
+        for wrong in ([*groups, *groups], [{**group, "optimizer": "adamw"} for group in groups]):
+            with pytest.raises(CheckpointError) as caught:
+                load_optimizer(optimizer, {"state": own, "param_groups": wrong}, "a file")
+            messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
+    cfg = small_cfg(*KINDS[kind])
+    content = build_optimizer(cfg, build_model(cfg, False)).state_dict()
+    for groups, other in on_processes(2, fail_to_load, cfg, content):
+        assert "a file: its optimizer does not fit" in groups
+        assert "OPTIM.NAME adamw, here it is sgd" in other
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("DIST.SHARD", "zero"), "DIST.SHARD .*'zero' is not one of none, zero1, fsdp; did you mean zero1"),
+        (("DIST.CPU_OFFLOAD", True), "DIST.CPU_OFFLOAD .*needs DIST.SHARD fsdp, which is none"),
+        (("DIST.SHARD", "fsdp", "OPTIM.NAME", "muon"), "OPTIM.NAME .*muon does not go .* fsdp takes .*adamw"),
+        (("DIST.SHARD", "zero1", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*lamb needs to see all gradients"),
+        (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*go with MODEL.COMPILE"),
+        (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_the_start(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cfg(None, [str(word) for word in words])
+
+
+def shard_a_single_number(cfg) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].scale = torch.nn.Parameter(torch.ones(()))
+    with dist.process_group(detect_launch(), CPU, 60):
+        with pytest.raises(ConfigError, match="fsdp cannot cut 0.scale, a single number; use zero1"):
+            build_placement(cfg, CPU)(model)
+        return str(whole_state_dict(model).keys())
+
+
+@needs_fsdp
+def test_a_weight_that_cannot_be_cut_is_answered(small_cfg):
+    assert "0.scale" in on_processes(2, shard_a_single_number, small_cfg("DIST.SHARD", "fsdp"))[0]
+
+
+def evaluate_twice(cfg) -> tuple[float, float]:
+    """Return the greatest logit before and after the weights of the head are made zero, with a bias of 7."""
+    with dist.process_group(detect_launch(), CPU, 60):
+        model = build_placement(cfg, CPU)(build_model(cfg, False)).eval()
+        found = []
+        for _ in range(2):
+            with inference(model):
+                found.append(model(torch.ones(1, 3, 16, 16)).max().item())
+            own_part(model.fc.weight).zero_()
+            own_part(model.fc.bias).fill_(7)
+        model.train()(torch.ones(2, 3, 16, 16)).sum().backward()  # what was gathered is no inference tensor
+        return tuple(found)
+
+
+@needs_fsdp
+def test_an_evaluation_sees_what_the_weights_have_become(small_cfg):
+    for before, after in on_processes(2, evaluate_twice, small_cfg("DIST.SHARD", "fsdp")):
+        assert before != 7 and after == 7
+
+
+def refuse_old_torch(cfg, monkeypatch) -> str:
+    with dist.process_group(detect_launch(), CPU, 60), monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0"))
+        with pytest.raises(ConfigError) as caught:
+            build_placement(cfg, CPU)(build_model(cfg, False))
+        return str(caught.value)
+
+
+def test_a_torch_that_cannot_shard_on_a_cpu_is_answered(small_cfg, monkeypatch):
+    for message in on_processes(2, refuse_old_torch, small_cfg("DIST.SHARD", "fsdp"), monkeypatch):
+        assert message == "DIST.SHARD: fsdp on a CPU needs torch 2.7, this is 2.6.0; use zero1"

@@ -1,0 +1,431 @@
+"""The watch where nothing is wrong; how it ends a run is seen on whole runs in test_stop.py."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fuzz_hub import fuzz
+from support.runs import ROOT
+
+from distribuuuu.distributed import watchdog_server as watch_hub
+from distribuuuu.distributed.watchdog import Watch
+from distribuuuu.distributed.watchdog_server import MOST_STRANGERS, UNREACHABLE_S, Hub, Lines, describe_end
+from distribuuuu.launch.ports import choose_addresses, find_own_address
+
+
+@pytest.fixture
+def hub():
+    """A hub of two processes."""
+    hub = Hub(world_size=2, token="secret", timeout_s=60)
+    hub.start()
+    yield hub
+    if hub.is_alive():
+        hub.close()
+
+
+def join(hub: Hub, rank: int, folder) -> Watch:
+    watch = Watch(rank, ("127.0.0.1", hub.ports[0]), "secret", folder)
+    watch.start()
+    wait_for(lambda: rank in hub._members)
+    return watch
+
+
+def wait_for(condition, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def connect(hub: Hub, rank: int) -> Lines:
+    """Return the connection of a process without a watch of its own."""
+    connection = socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10)
+    connection.sendall(b"secret\n")
+    lines = Lines(connection)
+    lines.send({"rank": rank, "host": "here"})
+    connection.setblocking(True)
+    connection.settimeout(10)
+    wait_for(lambda: rank in hub._members)
+    return lines
+
+
+def told(lines: Lines, what: str) -> bool:
+    """Tell whether a message comes, until the connection's time is over; skip those before it."""
+    while messages := lines.receive():
+        if any(what in message for message in messages):
+            return True
+    return False
+
+
+def test_processes_come_and_go_in_peace(hub, tmp_path):
+    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
+    watches[1].mark("epoch 1, step 3")
+    watches[1].close()
+    watches[0].close()
+    hub.close()
+    assert not any(thread.is_alive() for thread in (hub, *watches))
+
+
+def test_the_end_of_the_hub_in_peace_frees_the_others(hub, tmp_path):
+    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
+    watches[0].close()
+    hub.close()
+    watches[1].join(5)
+    assert not watches[1].is_alive()
+    watches[1].close()
+
+
+# ------------------------------------------------------------------------------------------ strangers and garbage
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"token": "secret", "rank": 0}\n', b"\xff\n", b"[" * 200_000]
+)
+def test_strangers_are_not_heard(hub, tmp_path, monkeypatch, words):
+    parsed = []
+    monkeypatch.setattr(watch_hub, "_parse", lambda line, parse=watch_hub._parse: parsed.append(line) or parse(line))
+    watch = join(hub, 0, tmp_path)
+    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as stranger:
+        try:
+            stranger.sendall(words)
+            assert stranger.recv(1) == b"", "it is shown the door"
+        except ConnectionError:
+            pass
+    assert hub.is_alive() and watch.is_alive()
+    assert not any(line[:5] == words[:5] for line in parsed), "nothing is interpreted before the token"
+    watch.close()
+
+
+def test_a_stranger_that_says_nothing_has_to_go(hub, monkeypatch):
+    monkeypatch.setattr(watch_hub, "TOKEN_S", 0.5)
+    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=20) as stranger:
+        stranger.sendall(b"secr")
+        assert stranger.recv(1) == b""
+
+
+def test_strangers_in_the_way_do_not_keep_a_process_out(hub, tmp_path):
+    crowd = [socket.create_connection(("127.0.0.1", hub.ports[0])) for _ in range(3 * MOST_STRANGERS)]
+    watch = join(hub, 0, tmp_path)
+    assert len(hub._strangers) <= MOST_STRANGERS + hub.world_size
+    for stranger in crowd:
+        stranger.close()
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 200_000, b'{"a":' * 5000, b"[1]", b'{"failed": 3}', b'{"failed": [], "at": 7, "marks": {}}', b"1" * 5000,
+     b'{"at": "' + b"x" * 100_000 + b'"}', b'{"marks": 1e999, "starting": "no", "leaves": []}', b"\xff\x00"],
+    ids=range(9),
+)  # fmt: skip
+def test_what_is_no_message_is_skipped(hub, line):
+    lines = connect(hub, 1)
+    lines.connection.sendall(line + b"\n")
+    lines.send({"at": "epoch 7, step 1"})
+    wait_for(lambda: hub._members[1].position == "epoch 7, step 1")
+    assert hub.is_alive() and not hub._over.is_set()
+    lines.send({"leaves": True})
+    wait_for(lambda: 1 not in hub._members)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, True, "1", None, [1], 1e999, 10**30])
+def test_a_rank_that_cannot_be_is_refused(hub, tmp_path, rank):
+    watch = join(hub, 0, tmp_path)
+    for wrong in (rank, 0):  # 0 is there already
+        with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as member:
+            member.sendall(b"secret\n" + json.dumps({"rank": wrong}).encode() + b"\n" + b'{"rank": 1}\n')
+            assert member.recv(1) == b""
+    assert hub.is_alive() and not hub._over.is_set() and watch.is_alive()
+    watch.close()
+
+
+def test_a_process_that_does_not_read_blocks_nobody(hub):
+    lines = connect(hub, 1)
+    lines.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    theirs = hub._members[1].lines
+    began = time.monotonic()
+    for _ in range(2000):
+        theirs.send({"words": "x" * 10_000})
+    assert time.monotonic() - began < 10
+
+
+def test_the_hub_survives_a_fuzzer():
+    report = fuzz(seed=3, num_connections=150, most_s=30)
+    assert report.alive == report.members and report.hub_is_alive and report.connections == 150
+
+
+def test_errors_of_accept_are_survived(hub, tmp_path, monkeypatch):
+    errors = [OSError(24, "EMFILE"), ConnectionAbortedError(103, "aborted")]
+    monkeypatch.setattr(hub, "beat_s", 0.2)
+    accept = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", lambda self: accept(self) if not errors else raise_(errors.pop()))
+    watch = join(hub, 0, tmp_path)
+    assert hub.is_alive() and not errors
+    watch.close()
+
+
+def raise_(error: Exception):
+    raise error
+
+
+def test_a_hub_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
+    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
+    monkeypatch.setattr(hub, "_heed", lambda *anything: 1 / 0)
+    for watch in watches:
+        watch.join(10)
+        assert not watch.is_alive(), "and it was told"
+    assert len([record for record in caplog.records if "no longer watch each other" in record.message]) == 1
+    for watch in watches:
+        watch.close()
+
+
+def test_a_watch_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
+    watch = join(hub, 1, tmp_path)
+    monkeypatch.setattr(watch, "_messages_until", lambda deadline: 1 / 0)
+    watch.join(10)
+    wait_for(lambda: 1 not in hub._members)
+    assert not hub._over.is_set() and "nobody watches this process any more" in caplog.text
+    watch.close()
+
+
+# ------------------------------------------------------------------------------------------ the network
+
+
+def test_the_hub_listens_where_it_is_told_alone(hub):
+    address = find_own_address("192.0.2.1")
+    if address:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, hub.ports[0]), timeout=5)
+    assert [server.getsockname()[0] for server in hub._servers] == ["127.0.0.1"]
+
+
+def test_processes_of_one_machine_meet_on_the_loopback_address():
+    assert find_own_address("127.0.0.1") == "127.0.0.1"
+    assert choose_addresses("127.0.0.1", ["127.0.0.1", "::1", "127.0.1.1"]) == dict.fromkeys(
+        ["127.0.0.1", "::1", "127.0.1.1"], "127.0.0.1"
+    )
+    assert choose_addresses("10.0.0.5", ["10.0.0.5"]) == {"10.0.0.5": "127.0.0.1"}
+
+
+def test_processes_of_other_machines_are_met_on_the_way_to_them(monkeypatch):
+    ways = {"10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0", "172.16.0.9": ""}
+    monkeypatch.setattr("distribuuuu.launch.ports.find_own_address", ways.__getitem__)
+    # The host name of the first machine means 127.0.1.1 there, as on Debian.
+    chosen = choose_addresses("127.0.0.1", ["127.0.0.1", "10.0.0.6", "fe80::6%eth0"])
+    assert chosen == {"127.0.0.1": "127.0.0.1", "10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0"}
+    # The store is on another machine than process 0: those beside the store reach it where it sends from.
+    chosen = choose_addresses("10.0.0.5", ["127.0.0.1", "10.0.0.6", "172.16.0.9", ""])
+    assert chosen == {"127.0.0.1": "10.0.0.5", "10.0.0.6": "10.0.0.5", "172.16.0.9": "10.0.0.5", "": "10.0.0.5"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give a dead connection up by their own times")
+def test_the_kernel_gives_a_vanished_machine_up():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        connection = Lines(connection).connection
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREACHABLE_S * 1000
+        idle, interval, count = (
+            connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
+            for name in ("IDLE", "INTVL", "CNT")
+        )
+        assert idle + interval * count <= UNREACHABLE_S
+
+
+# Runs in a network of its own whose loopback device is switched off: nothing says goodbye.
+VANISHING = """
+    import subprocess, sys, time
+    from distribuuuu.distributed import watchdog as watch
+    from distribuuuu.distributed import watchdog_server as watch_hub
+    watch_hub.UNREACHABLE_S = 3
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    hub = watch_hub.Hub(2, "secret", 600)
+    hub.start()
+    one = watch.Watch(1, ("127.0.0.1", hub.ports[0]), "secret", sys.argv[1])
+    watch.end_process = lambda status: print("the member ends", status, flush=True)
+    one.start()
+    time.sleep(1)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    hub.join(30)
+    one.join(30)
+    print("the hub ends" if not hub.is_alive() else "the hub did not notice")
+"""
+
+
+def test_a_machine_that_vanishes_is_missed(tmp_path):
+    command = ["unshare", "--user", "--map-root-user", "--net"]
+    if not all(map(shutil.which, ("unshare", "ip"))) or subprocess.run([*command, "true"]).returncode:
+        pytest.skip("this system lets nobody have a network of one's own")
+    code = [sys.executable, "-c", textwrap.dedent(VANISHING), str(tmp_path)]
+    done = subprocess.run([*command, *code], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert "the hub ends" in done.stdout and "the member ends 1" in done.stdout, done
+    assert "process 0 on" in done.stderr and "could not be reached" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------ silence and progress
+
+
+def test_silence_is_no_death(hub, monkeypatch):
+    """A call into C, e.g. the launch of a kernel, may hold the interpreter lock for minutes."""
+    monkeypatch.setattr(hub, "beat_s", 0.05)
+    silent = connect(hub, 1)
+    time.sleep(3)  # sixty beats
+    assert hub.is_alive() and not hub._over.is_set()
+    silent.send({"leaves": True})
+
+
+# Holds the interpreter lock, in the process of the hub or in another, for a hundred beats and more.
+HOLDING = """
+    import ctypes, sys, time
+    from distribuuuu.distributed import watchdog as watch
+    from distribuuuu.distributed import watchdog_server as watch_hub
+    watch_hub.BEAT_S = watch.BEAT_S = 0.02
+    address = ("127.0.0.1", int(sys.argv[1]))
+    if sys.argv[1] == "0":
+        hub = watch_hub.Hub(2, "secret", 600)
+        hub.start()
+        address = ("127.0.0.1", hub.ports[0])
+        print(address[1], flush=True)
+    own = watch.Watch(int(sys.argv[1] != "0"), address, "secret", ".")
+    own.start()
+    time.sleep(0.5)
+    ctypes.PyDLL(None).sleep(4)
+    time.sleep(0.5)
+    print("alive", own.is_alive() and own._main_host != "", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start_holding(port: str) -> subprocess.Popen:
+    code = [sys.executable, "-c", textwrap.dedent(HOLDING), port]
+    return subprocess.Popen(code, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_held_interpreter_lock_is_no_death():
+    first = start_holding("0")
+    port = first.stdout.readline().strip()
+    second = start_holding(port)
+    assert [process.stdout.readline().strip() for process in (first, second)] == ["alive True", "alive True"]
+    for process in (second, first):
+        process.stdin.close()
+        process.wait(20)
+
+
+def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
+    monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
+    hub = Hub(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
+    hub.start()
+    members = {rank: connect(hub, rank) for rank in (0, 1)}
+    for number in range(20):
+        for rank, lines in members.items():
+            lines.send({"at": f"step {number}", "marks": number, "starting": rank == 1})
+        time.sleep(0.02)
+    time.sleep(2)
+    assert not hub._over.is_set(), "process 0 waits for one that is still starting"
+    for number in range(20, 300):
+        if hub._over.is_set():
+            break
+        members[0].send({"at": f"step {number}", "marks": number, "starting": False})
+        members[1].send({"at": "step 20", "marks": 20, "starting": False})
+        time.sleep(0.02)
+    for lines in members.values():
+        assert told(lines, "stacks")
+        lines.send({"wrote": True})
+    members[1].connection.settimeout(10)
+    end = next(m["end"] for m in iter(lambda: members[1].receive(), None) for m in m if "end" in m)
+    assert "process 1 on here has made no step for 1 s (DIST.TIMEOUT_S) after step 20; all stop" == end["message"]
+    members[1].connection.close()
+    assert told(members[0], "end")
+
+
+def test_a_suspended_job_has_not_hung(hub, monkeypatch):
+    """After an hour's suspension all clocks jump, and nobody has been stuck."""
+    lines, clock = connect(hub, 0), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+    time.sleep(2.5 * hub.beat_s)
+    assert not hub._over.is_set() and hub._clock < 30
+    lines.send({"leaves": True})
+
+
+def test_nobody_is_ended_before_all_have_written_their_stacks(monkeypatch):
+    """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
+    monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
+    hub = Hub(world_size=2, token="secret", timeout_s=0.5)
+    hub.start()
+    members = {rank: connect(hub, rank) for rank in (1, 0)}
+    assert told(members[0], "stacks") and told(members[1], "stacks")
+    members[1].send({"wrote": True})
+    members[1].connection.settimeout(1.0)
+    assert not told(members[1], "end")
+    members[0].send({"wrote": True})
+    members[1].connection.settimeout(10)
+    assert told(members[1], "end")
+    members[1].connection.close()
+    assert told(members[0], "end")
+
+
+def test_the_end_waits_for_a_checkpoint_but_not_for_idle_threads(tmp_path):
+    code = """
+        import threading, time, sys
+        from pathlib import Path
+        from concurrent.futures import ThreadPoolExecutor
+        from distribuuuu.launch import signals
+        pools = [ThreadPoolExecutor(1) for _ in range(4)]
+        for pool in pools:
+            pool.submit(len, "").result()
+        def write():
+            time.sleep(0.5)
+            Path(sys.argv[1]).write_text("whole")
+        threading.Thread(target=write, name=signals.WRITER_NAME).start()
+        signals.SAVE_S = 60
+        signals.end_process(7)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
+    assert subprocess.run(command, cwd=ROOT, timeout=50).returncode == 7
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_four_thousand_processes_send_no_more_messages_a_second_than_a_few_hundred():
+    assert Hub(4096, "secret", 60).beat_s == 16 and Hub(8, "secret", 60).beat_s == 1
+
+
+def test_many_processes_join_and_are_told_the_end(tmp_path):
+    hub = Hub(world_size=200, token="secret", timeout_s=60)
+    hub.start()
+    with ThreadPoolExecutor(8) as pool:
+        members = list(pool.map(lambda rank: connect(hub, rank), range(200)))
+    assert sorted(hub._members) == list(range(200)) and hub._speaker.rank == 1
+    members[77].connection.close()
+    enders = [threading.Thread(target=told, args=(lines, "end")) for lines in members if lines is not members[77]]
+    for ender in enders:
+        ender.start()
+    for ender in enders:
+        ender.join(20)
+        assert not ender.is_alive()
+    for lines in members:
+        lines.connection.close()
+
+
+def test_what_is_said(hub):
+    class Gone:
+        is_unreachable = False
+
+    class Member:
+        rank, host, position, failed, lines = 3, "node2", "epoch 2, step 14", None, Gone()
+
+        def __str__(self):
+            return "process 3 on node2"
+
+    assert describe_end(Member()) == "process 3 on node2 died after {last step}; the others stop"
+    stuck = describe_end(Member(), (60, "DIST.TIMEOUT_S"))
+    assert "has made no step for 60 s (DIST.TIMEOUT_S) after epoch 2, step 14" in stuck
+    silent = describe_end(Member(), (60, "DIST.TIMEOUT_S"), is_silent=True)
+    assert "has been silent and has made no step for 60 s" in silent
+    Gone.is_unreachable = True
+    assert "could not be reached for 15 s" in describe_end(Member())

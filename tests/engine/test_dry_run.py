@@ -1,0 +1,183 @@
+"""What a model would fail at is said before the first step; and a rehearsal leaves nothing behind."""
+
+import logging
+
+import pytest
+import torch
+from support.failing_models import Idle
+from support.processes import on_processes
+from support.runs import assert_close, newest
+from torch import nn
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.registry import MODELS
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.ddp import wrap_model
+from distribuuuu.engine.dry_run import rehearse_evaluation, rehearse_training
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.models import build_model
+from distribuuuu.models.construction import without_auxiliary_heads
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+
+
+class Skipping(Idle):
+    """A net that leaves out a layer in every second pass of training, the rehearsed one among them."""
+
+    num_passes = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.num_passes += 1
+        if self.training and self.num_passes % 2 == 0:
+            return self.used(images)
+        return self.used(images) + self.idle(torch.ones(1, 5)).mean()
+
+
+class TwoHeads(Idle):
+    """A net that answers twice in training."""
+
+    def forward(self, images: torch.Tensor):
+        return (self.used(images), 0) if self.training else self.used(images)
+
+
+@pytest.fixture(autouse=True)
+def odd_models(monkeypatch):
+    assert "resnet8" in MODELS  # so that the table is filled
+    for name, model in (("idle", Idle), ("skipping", Skipping), ("two_heads", TwoHeads)):
+        monkeypatch.setitem(MODELS._table, name, lambda num_classes, model=model: model(num_classes))
+
+
+def test_a_rehearsal_leaves_no_trace(small_cfg):
+    model = build_model(small_cfg())
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert rehearse_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "words, num, px, said",
+    [
+        (
+            ("MODEL.ARCH", "resnet18"),
+            1,
+            32,
+            r"MODEL.ARCH \(command line\).*: resnet18 fails on images, 1 of 32 x 32 px",
+        ),
+        (
+            ("MODEL.ARCH", "torchvision/inception_v3"),
+            2,
+            40,
+            r"torchvision/inception_v3 fails .* 2 of 40 x 40 px .*\(torchvision/models/inception.py:\d+\)$",
+        ),
+        (("MODEL.ARCH", "timm/test_vit"), 4, 40, "timm/test_vit fails on images, 4 of 40 x 40 px at a time"),
+        (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads answers a tuple, not logits \(2, 3\); heads beside the last"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_what_a_step_would_fail_at_is_said(small_cfg, words, num, px, said):
+    cfg = small_cfg(*words)
+    with pytest.raises(ConfigError, match=said):
+        rehearse_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
+
+
+def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64,
+                    "TEST.CROP_SIZE", 48)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*48 x 48 px"):
+        train_model(cfg)
+    cfg = small_cfg("MODEL.ARCH", "two_heads")
+    rehearse_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
+
+
+def test_what_the_size_at_the_start_would_fail_at_is_said(small_cfg):
+    words = ("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1)
+    start = ("TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
+    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .* 2 of 4 x 4 px"
+    with pytest.raises(ConfigError, match=said):
+        train_model(small_cfg(*words, *start))
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
+    model = build_model(cfg)
+    assert not any("aux" in name for name in model.state_dict())
+    assert rehearse_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
+    asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
+    with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
+        rehearse_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
+    plain = nn.Linear(2, 2)
+    assert without_auxiliary_heads(plain) is plain
+
+
+def test_a_model_of_ones_own_keeps_what_is_named_like_an_auxiliary_head(small_cfg, monkeypatch):
+    class Own(Idle):
+        def __init__(self, num_classes: int):
+            super().__init__(num_classes)
+            self.aux_logits, self.auxiliary = True, nn.Linear(2, 2)
+
+    monkeypatch.setitem(MODELS._table, "own", lambda num_classes: Own(num_classes))
+    assert build_model(small_cfg("MODEL.ARCH", "own")).auxiliary is not None
+
+
+def test_a_lost_connection_is_not_the_models_fault(small_cfg):
+    class Lost(Idle):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        rehearse_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
+
+
+def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_path):
+    """Alone, and with DDP, which waits for the gradient of every parameter that it has not been told of."""
+    words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
+    for num in (1, 2):
+        cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{num}")
+        on_processes(num, train_model, cfg) if num > 1 else train_model(cfg)
+        log = (tmp_path / f"{num}" / "train.log").read_text()
+        assert "2 parameters without a gradient, not trained: idle.weight, idle.bias" in log
+    one, two = newest(tmp_path / "1"), newest(tmp_path / "2")
+    assert_close(one, two, 1e-5)
+    assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4
+
+
+def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
+    """DDP waits for all gradients in each step unless it looks for unused parameters."""
+    words = ("MODEL.ARCH", "skipping", "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
+    cfg = small_cfg(*words)
+    assert rehearse_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16)) == ([], False)
+    skipping = Skipping(3)
+    skipping.num_passes = 1
+    assert rehearse_training(cfg, skipping, torch.zeros(2, 3, 16, 16)) == ([], True)
+    on_processes(2, train_model, cfg)
+    assert len(newest(tmp_path / "out")["optimizer"]["state"]) == 6
+
+
+def step_with_idle_parameters(zero1: bool) -> tuple[bool, list[str], list[str], int]:
+    """Take a step; return whether DDP looks for unused parameters, what is frozen, torch's warnings, and the states."""
+    torch.manual_seed(0)
+    model, warnings = Idle(3), []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("torch.distributed").addHandler(handler)
+    with dist.process_group(detect_launch(), CPU, 60):
+        cfg = load_cfg(None, ["DIST.SHARD", "zero1" if zero1 else "none", "OPTIM.BASE_LR", "0.1"])
+        optimizer = build_optimizer(cfg, model)
+        images = torch.ones(2, 3, 8, 8)
+        wrapped = wrap_model(model, CPU, images, unused=["idle.weight", "idle.bias"])
+        wrapped(images).sum().backward()
+        optimizer.step()
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        states = optimizer.state_dict().get("state", {}) if zero1 else optimizer.state
+        return wrapped.find_unused_parameters, frozen, warnings, len(states)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_ddp_does_not_look_for_parameters_without_a_part(zero1):
+    answers = on_processes(2, step_with_idle_parameters, zero1)
+    assert answers[0] == (False, ["idle.weight", "idle.bias"], [], 4)
+    assert answers[1][:3] == answers[0][:3]

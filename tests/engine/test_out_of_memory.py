@@ -1,0 +1,124 @@
+"""What runs out of memory says what it was, how much there is and what would help; no checkpoint is lost."""
+
+import re
+
+import pytest
+import torch
+from support.failing_models import Idle, hungry
+from support.runs import ROOT, run_tool, small_words
+
+from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.config.registry import MODELS
+from distribuuuu.engine.out_of_memory import OutOfMemory, explain_out_of_memory, is_out_of_memory
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+CPU_SAID = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+TRAINING = r"a TRAIN.BATCH_SIZE below \d+ with TRAIN.GLOBAL_BATCH_SIZE \d+, .*MODEL.ACT_CHECKPOINT.*TRAIN.AMP.*fsdp"
+
+
+class HungryInEvaluation(Idle):
+    """A net whose evaluation of more than one image fails for want of memory."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images) if self.training or len(images) == 1 else torch.empty(2**52)
+
+
+@pytest.fixture(autouse=True)
+def hungry_models(monkeypatch):
+    assert "resnet8" in MODELS
+    monkeypatch.setitem(MODELS._table, "hungry", hungry)
+    monkeypatch.setitem(MODELS._table, "hungry_in_evaluation", HungryInEvaluation)
+
+
+@pytest.mark.parametrize("words", [(), ("--nproc", 2, "MODEL.KWARGS.rank", 1)], ids=["alone", "one of two"])
+def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
+    hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    words = [*words, *small_words(image_folder, tmp_path / "out", *hungry)]
+    done = run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *words)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("out of memory") == 1
+    assert re.search(
+        r"out of memory in a training step of hungry, micro-batch of (12|6) images of 16 x 16 px", done.stderr
+    )
+    assert re.search(r"has \d+\.\d\d GiB resident of \d+\.\d\d GiB of host memory; fix: " + TRAINING, done.stderr)
+    assert CPU_SAID in done.stderr
+    assert (tmp_path / "out" / "train.log").read_text().count("out of memory") == 1
+    newest = CheckpointFolder(tmp_path / "out").find_latest()
+    if words[0] == "--nproc":  # the main process, told to end, gives its save two seconds
+        assert newest.name in ("ckpt_ep_000_step_000001.pth.tar", "ckpt_ep_000_step_000002.pth.tar")
+    else:
+        assert newest.name == "ckpt_ep_000_step_000002.pth.tar", "a save that was under way is whole"
+
+
+def test_the_dry_run_says_so_too(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "hungry", "MODEL.KWARGS.step", 0)
+    with pytest.raises(OutOfMemory, match=r"out of memory in the first passes.*TRAIN.BATCH_SIZE"):
+        train_model(cfg)
+
+
+def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
+    cfg = small_cfg("MODEL.ARCH", "hungry_in_evaluation")
+    said = r"memory in the evaluation of \w+, TEST.BATCH_SIZE 16 images of 16 x 16 px: .*fix: a smaller TEST.BATCH_SIZE"
+    with pytest.raises(OutOfMemory, match=said):
+        train_model(cfg)
+    (saved,) = CheckpointFolder(cfg.OUT_DIR).list()
+    assert saved.name == "ckpt_ep_000_step_000004.pth.tar"
+    with pytest.raises(OutOfMemory, match=said):
+        evaluate_run(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
+
+
+def test_a_process_with_a_limit_on_its_memory_says_which(image_folder, tmp_path):
+    """A real allocation that fails: the limit is set once the run is built, a little above what it has."""
+    code = f"""
+import resource, sys
+from pathlib import Path
+from distribuuuu import trainer
+build = trainer.prepare_model
+def limit(*arguments):
+    has = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (has + (64 << 20), resource.RLIM_INFINITY))
+    return build(*arguments)
+trainer.prepare_model = limit
+sys.argv = ['train_net.py', *sys.argv[1:]]
+import runpy
+runpy.run_path({str(ROOT / "tools" / "train_net.py")!r}, run_name='__main__')
+"""
+    script = tmp_path / "limited.py"
+    script.write_text(code)
+    words = ("MODEL.KWARGS.width", 64, "TRAIN.IM_SIZE", 160, "TRAIN.BATCH_SIZE", 48, "TEST.IM_SIZE", 160)
+    done = run_tool(script, *small_words(image_folder, tmp_path / "out", *words))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"out of memory in .*, micro-batch of 48 images of 160 x 160 px", done.stderr), done.stderr
+
+
+def test_a_model_that_is_too_large_is_not_blamed_on_the_batch(small_cfg, monkeypatch):
+    monkeypatch.setitem(MODELS._table, "too_large", lambda num_classes: torch.empty(2**52))
+    with pytest.raises(OutOfMemory, match="in building the model of too_large: .*fix: DIST.SHARD fsdp.*MODEL.ARCH"):
+        train_model(small_cfg("MODEL.ARCH", "too_large"))
+
+
+@pytest.mark.parametrize(
+    "error, is_one",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(small_cfg, error, is_one):
+    assert is_out_of_memory(error) is is_one
+
+    @explain_out_of_memory("a training step")
+    def fail(cfg):
+        raise error
+
+    cfg = small_cfg("TRAIN.AMP", "bf16", "MODEL.ACT_CHECKPOINT", True)
+    with pytest.raises(OutOfMemory if is_one else type(error)) as caught:
+        fail(cfg)
+    if is_one:
+        assert caught.value.status == 1
+        assert "ACT_CHECKPOINT" not in str(caught.value) and "TRAIN.AMP" not in str(caught.value)

@@ -1,0 +1,99 @@
+"""Batch norm's statistics over many batches against those of all images at once."""
+
+import pytest
+import torch
+from support.processes import on_processes
+from torch import nn
+
+from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.trainer import train_model
+
+
+def make_net(**norm) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, **norm), nn.Dropout(0.5), nn.ReLU(), nn.BatchNorm2d(6))
+
+
+def whole_set() -> torch.Tensor:
+    return torch.randn(37, 3, 7, 7, generator=torch.Generator().manual_seed(2)) * 3 + 1
+
+
+def assert_statistics_of(layer: nn.BatchNorm2d, inputs: torch.Tensor) -> None:
+    torch.testing.assert_close(layer.running_mean, inputs.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.running_var, inputs.var((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[37], [12, 12, 13], [1] * 37])
+def test_the_first_layer_has_the_statistics_of_the_whole_set(sizes):
+    net = make_net()
+    compute_precise_statistics(net, whole_set().split(sizes))
+    assert_statistics_of(net[1], net[0](whole_set()))
+
+
+def test_a_later_layer_sees_what_layers_that_normalise_by_the_batch_send():
+    net = make_net()
+    batches = whole_set().split([20, 17])
+    compute_precise_statistics(net, batches)
+    fresh = make_net().train()
+    fresh[2].eval()  # no dropout
+    assert_statistics_of(net[4], torch.cat([fresh[:4](batch) for batch in batches]))
+
+
+def test_the_momentum_the_counts_and_frozen_layers_are_left_alone():
+    net = make_net(momentum=None)
+    net[4].train(False)
+    net[4].train = lambda mode=True: net[4]  # as a frozen layer has it
+    before = net[4].running_mean.clone()
+    compute_precise_statistics(net, whole_set().split(10))
+    assert net[1].num_batches_tracked == 0 and net[1].momentum is None
+    assert torch.equal(net[4].running_mean, before) and not net.training
+    compute_precise_statistics(nn.Linear(3, 2), [torch.randn(4, 3)])  # no batch norm at all
+
+
+def test_a_compiled_model_runs_eagerly_and_is_not_compiled_again():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    net, plain = make_net(), make_net()
+    net.compile(backend=backend)
+    net.eval()(whole_set())
+    num = len(compiled)
+    assert num > 0
+    for model in (net, net, plain):
+        compute_precise_statistics(model, whole_set().split([20, 17]))
+    assert len(compiled) == num and torch.equal(net[4].running_var, plain[4].running_var)
+
+
+def statistics_of_a_share() -> torch.Tensor:
+    net, launch = make_net(), detect_launch()
+    with dist.process_group(launch, torch.device("cpu"), 60):
+        compute_precise_statistics(net, whole_set()[launch.rank :: launch.world_size].split(5))
+    return torch.stack([net[1].running_mean, net[1].running_var])
+
+
+def test_the_images_of_all_processes_count():
+    shares = on_processes(3, statistics_of_a_share)
+    net = make_net()
+    compute_precise_statistics(net, [whole_set()])
+    for share in shares:
+        torch.testing.assert_close(share, torch.stack([net[1].running_mean, net[1].running_var]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
+    from support.runs import newest
+
+    saved = []
+    for words in ((), ("MODEL.PRECISE_BN", 48)):
+        train_model(small_cfg(*words, "OUT_DIR", tmp_path / str(len(words)), "EMA.HALF_LIFE", 50))
+        saved.append(newest(tmp_path / str(len(words))))
+    moving, precise = saved
+    # What trains is the same: training normalises by the batch.
+    assert torch.equal(moving["state_dict"]["fc.weight"], precise["state_dict"]["fc.weight"])
+    for key in ("state_dict", "ema_state_dict"):
+        names = [name for name in precise[key] if name.endswith("running_var")]
+        assert names and not any(torch.equal(moving[key][name], precise[key][name]) for name in names)

@@ -1,0 +1,200 @@
+"""One training at a time in an OUT_DIR; whatever becomes of it, the next one starts at once."""
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import on_processes
+from support.runs import ROOT, small_words
+
+from distribuuuu.config import load_cfg
+from distribuuuu.engine import run_lock
+from distribuuuu.engine.run_lock import OutDirLocked, describe_holder, lock_out_dir
+from distribuuuu.engine.setup import open_run
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+if sys.platform != "linux":
+    pytest.skip("kills and finds processes as on Linux", allow_module_level=True)
+
+from training_process import TrainingProcess
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def hold(out_dir: Path, is_held, seconds: float) -> None:
+    with lock_out_dir(out_dir):
+        is_held.set()
+        time.sleep(seconds)
+
+
+@contextlib.contextmanager
+def held(out_dir: Path, seconds: float = 60):
+    """Have another process hold the lock; gives the process."""
+    context = multiprocessing.get_context("fork")
+    is_held = context.Event()
+    process = context.Process(target=hold, args=(out_dir, is_held, seconds))
+    process.start()
+    assert is_held.wait(30)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
+    with held(tmp_path) as holder, pytest.raises(OutDirLocked) as refused, lock_out_dir(tmp_path):
+        pass
+    for part in (socket.gethostname(), f"pid {holder.pid},", "started 20", "set another OUT_DIR"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
+    with held(tmp_path) as holder:
+        os.kill(holder.pid, signum)
+        with lock_out_dir(tmp_path):
+            record = json.loads((tmp_path / ".lock").read_text())
+            assert record["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
+
+
+def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 30)
+    with held(tmp_path, seconds=0.5), lock_out_dir(tmp_path):
+        pass
+    assert "waiting up to 30 s for its end" in caplog.text
+
+
+def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
+    """Who ends deletes the file; another process may have opened it before and get the lock of nothing."""
+    with held(tmp_path):
+        os.unlink(tmp_path / ".lock")
+        with lock_out_dir(tmp_path):
+            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+            other = open(tmp_path / "other", "a+")
+            assert run_lock._try_lock(other) and not run_lock._is_at(other, tmp_path / ".lock")
+
+
+def test_a_requeued_job_takes_over_from_a_host_that_is_gone(tmp_path, monkeypatch):
+    with held(tmp_path):  # stands for the lock that a file server still has of it
+        path = tmp_path / ".lock"
+        record = {**json.loads(path.read_text()), "host": "elsewhere", "job": "Slurm job 7"}
+        path.write_text(json.dumps(record))
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        with pytest.raises(OutDirLocked, match="elsewhere.*Slurm job 7"), lock_out_dir(tmp_path):
+            pass
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with lock_out_dir(tmp_path):
+            assert json.loads(path.read_text())["restarts"] == 1
+
+
+def test_where_there_are_no_locks_a_warning_and_the_process_of_this_host_count(tmp_path, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with held(tmp_path) as holder:
+        monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+        with pytest.raises(OutDirLocked, match=f"pid {holder.pid}"), lock_out_dir(tmp_path):
+            pass
+        record = json.loads((tmp_path / ".lock").read_text())
+        (tmp_path / ".lock").write_text(json.dumps({**record, "pid_started": "1"}))  # of a pid that was used again
+        with lock_out_dir(tmp_path):
+            assert "has no locks" in caplog.text
+    with lock_out_dir(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "record", [b"\xff\x00", b"[" * 100_000, b"[1]", b'{"host": 1, "pid": "../self", "restarts": "x"}']
+)
+def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, record):
+    (tmp_path / ".lock").write_bytes(record)
+    with run_lock.lock_out_dir(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    (tmp_path / ".lock").write_bytes(record)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_lock, "_try_lock", lambda file: False)
+    with pytest.raises(OutDirLocked, match="a process that left no name"), run_lock.lock_out_dir(tmp_path):
+        pass
+
+
+def test_a_pipe_in_the_place_of_the_lock_is_named(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OutDirLocked, match=r"\.lock cannot be written: \S+ \S+") as refused, lock_out_dir(tmp_path):
+        pass
+    assert "None" not in str(refused.value)
+
+
+def test_a_folder_that_takes_no_lock_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(OutDirLocked, match=r"OUT_DIR: .*\.lock cannot be written: Is a directory"):
+        lock_out_dir(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize(
+    "env, job, restarts",
+    [
+        ({}, "", 0),
+        ({"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}, "Slurm job 5", 2),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun r", 1),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, "", 0),
+    ],
+)
+def test_a_holder_says_of_which_job_it_is(env, job, restarts):
+    assert (describe_holder(env)["job"], describe_holder(env)["restarts"]) == (job, restarts)
+
+
+def be_refused(cfg) -> str:
+    try:
+        with open_run(cfg, detect_launch(), torch.device("cpu"), "train.log", locks=True):
+            return "not refused"
+    except OutDirLocked as error:
+        return str(error)
+
+
+def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
+    cfg = small_cfg()
+    Path(cfg.OUT_DIR).mkdir()
+    with held(Path(cfg.OUT_DIR)) as holder:
+        answers = on_processes(2, be_refused, cfg)
+    assert all(f"pid {holder.pid}" in answer for answer in answers)
+    assert not (Path(cfg.OUT_DIR) / "train.log").exists(), "nothing is written to the other run's log"
+
+
+def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    words = small_words(image_folder, out_dir, "OPTIM.MAX_EPOCH", 10000, "CHECKPOINT.EVERY_STEPS", 1)
+    run = TrainingProcess([sys.executable, str(ROOT / "tools" / "train_net.py"), *words], out_dir, 4)
+    try:
+        run.wait_for((out_dir / "best.pth.tar").exists)
+        temporary = out_dir / "checkpoints" / ".ckpt_ep_000.pth.tar.0123.tmp"  # that of a save
+        temporary.write_bytes(b"half")
+        assert evaluate_run(load_cfg(None, words))["count"] == 37
+        with pytest.raises(OutDirLocked, match="in use by another training"):
+            train_model(load_cfg(None, words))
+        assert temporary.exists()
+        run.signal_launcher(signal.SIGKILL)
+        run.wait(30)
+        train_model(load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "0"]))
+        assert not temporary.exists()
+    finally:
+        run.kill()
+    keys = [(record["epoch"], record["step"], record["kind"]) for record in run.records()]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,132 @@
+"""The environments that launchers really set, and what is made of them."""
+
+import pytest
+
+from distribuuuu.config import ConfigError
+from distribuuuu.launch.detect import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, is_restart
+
+BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+# As torchrun and python -m torch.distributed.launch set them.
+TORCHRUN = {
+    **BY_HAND, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0",
+}  # fmt: skip
+NPROC = {**BY_HAND, "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", NPROC_MARK: "f00"}
+# As Slurm 22.05 sets them in the shell of salloc, in the batch shell of sbatch, and in a task of srun.
+SALLOC_SHELL = {
+    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "node[1-2]",
+    "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+SBATCH_SHELL = {**SALLOC_SHELL, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASK_PID": "9"}
+SRUN = {
+    **SBATCH_SHELL, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "2",
+    "SLURM_STEPID": "2", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
+}  # fmt: skip
+SRUN_ONE_TASK = {
+    **SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "node1",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1",
+}  # fmt: skip
+SRUN_PER_NODE = {**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+# A shell on a node through salloc's interactive step: the job's tasks, and a step that holds none of them.
+INTERACTIVE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": ""}
+
+
+@pytest.mark.parametrize(
+    "env, launcher, rank, local_rank, world_size",
+    [
+        ({}, "plain python", 0, 0, 1),
+        ({"LOCAL_RANK": "3"}, "plain python", 0, 0, 1),
+        (BY_HAND, "RANK and WORLD_SIZE", 3, 1, 4),
+        (TORCHRUN, "torchrun", 3, 1, 4),
+        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, "torchrun", 3, 1, 4),
+        (NPROC, "--nproc", 3, 3, 4),
+        ({**SRUN_ONE_TASK, **NPROC}, "--nproc", 3, 3, 4),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK and WORLD_SIZE", 0, 0, 1),
+        (SALLOC_SHELL, "plain python", 0, 0, 1),
+        (SBATCH_SHELL, "plain python", 0, 0, 1),
+        (INTERACTIVE, "plain python", 0, 0, 1),
+        ({**SBATCH_SHELL, **TORCHRUN}, "torchrun", 3, 1, 4),
+        ({**SRUN_PER_NODE, **TORCHRUN}, "torchrun", 3, 1, 4),
+        (SRUN, "srun", 3, 1, 4),
+        (SRUN_ONE_TASK, "plain python", 0, 0, 1),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "1"}, "srun", 3, 1, 8),
+        # a wrapper in the step that exports RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS and where to meet
+        ({**SRUN, **{key: BY_HAND[key] for key in BY_HAND if key != "LOCAL_RANK"}}, "RANK and WORLD_SIZE", 3, 1, 4),
+        # a wrapper in one task a node that starts two processes there
+        ({**SRUN_PER_NODE, **BY_HAND}, "RANK and WORLD_SIZE", 3, 1, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "4", **BY_HAND}, "RANK and WORLD_SIZE", 3, 1, 4),
+    ],
+)
+def test_what_is_detected(env, launcher, rank, local_rank, world_size):
+    launch = detect_launch(env)
+    assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (
+        launcher, rank, local_rank, world_size,
+    )  # fmt: skip
+
+
+def test_slurm_processes_meet_at_the_first_node_on_a_port_of_the_job():
+    launch = detect_launch(SRUN)
+    assert launch.address == "node1" and PORT_RANGE[0] <= launch.port < PORT_RANGE[1]
+    given = detect_launch({**SRUN, "MASTER_ADDR": "here", "MASTER_PORT": "5"})
+    assert (given.address, given.port) == ("here", 5)
+    assert detect_launch(TORCHRUN).address is None, "torchrun keeps the store"
+    assert (detect_launch(BY_HAND).address, detect_launch(BY_HAND).port) == ("a", 1)
+
+
+def test_jobs_and_steps_that_may_share_a_node_have_ports_and_stores_of_their_own():
+    near = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(500, 620) for step in range(100)]
+    launches = [detect_launch({**SRUN, **numbers}) for numbers in near]
+    assert len({launch.port for launch in launches}) == len({launch.run_id for launch in launches}) == len(near)
+    assert detect_launch({**SRUN, "SLURM_RESTART_COUNT": "1"}).run_id != detect_launch(SRUN).run_id
+
+
+@pytest.mark.parametrize(
+    "env, again",
+    [
+        ({}, False),
+        (TORCHRUN, False),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        (SRUN, False),
+        ({**SRUN, "SLURM_RESTART_COUNT": "1"}, True),
+    ],
+)
+def test_a_start_by_the_launcher_itself_is_known(env, again):
+    assert is_restart(env) is again
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        ({"RANK": "0"}, "WORLD_SIZE must be set"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({**BY_HAND, "RANK": "4"}, "rank 4 of 4"),
+        ({**BY_HAND, "RANK": "x"}, "RANK='x'"),
+        ({**BY_HAND, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**SRUN, "MASTER_PORT": "no"}, "MASTER_PORT='no'"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2"),
+        # exported in the batch script: every task of the step would be the same one
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "contradict the Slurm step, whose task 3 of 4"),
+        ({**SRUN, **BY_HAND, "RANK": "0"}, "unset RANK and WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
+        ({**SRUN, "SLURM_PROCID": "4"}, "rank 4 of 4"),
+        ({key: SRUN[key] for key in SRUN if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
+    ],
+)
+def test_contradictions_are_errors_that_show_the_variables(env, said):
+    with pytest.raises(ConfigError, match=said):
+        detect_launch(env)
+
+
+@pytest.mark.parametrize(
+    "node_list, hosts",
+    [
+        ("login", ["login"]),
+        ("a,b", ["a", "b"]),
+        ("node[1-3,07],login", ["node1", "node2", "node3", "node07", "login"]),
+        ("r[1-2]n[08-10]-ib", [f"r{r}n{n}-ib" for r in (1, 2) for n in ("08", "09", "10")]),
+        ("gpu-a[3]", ["gpu-a3"]),
+    ],
+)
+def test_node_lists(node_list, hosts):
+    assert expand_hosts(node_list) == hosts

@@ -1,0 +1,277 @@
+"""Models by name: the tables, the arguments, the published weights."""
+
+import logging
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+import timm
+import torch
+import torchvision
+from support.downloads import serve
+from torch import nn
+
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.registry import MODELS
+from distribuuuu.models import build_model, check_model, count_parameters
+from distribuuuu.models.construction import plan_construction
+from distribuuuu.models.resolve import Architecture, find_architecture
+from distribuuuu.models.torchvision_nets import NAMES
+
+# Millions of parameters in the benchmark table of the original.
+BASELINES = {
+    "resnet18": 11.690,
+    "efficientnet_b0": 5.289,
+    "resnet50": 25.557,
+    "botnet50": 20.859,
+    "regnetx_160": 54.279,
+    "regnety_160": 83.590,
+    "regnety_320": 145.047,
+}
+
+
+def make_cfg(arch, num_classes=1000, im_size=224, pretrained=False, **kwargs):
+    cfg = get_cfg()
+    cfg.MODEL.ARCH, cfg.MODEL.NUM_CLASSES, cfg.MODEL.PRETRAINED = arch, num_classes, pretrained
+    cfg.TRAIN.IM_SIZE = im_size
+    for name, value in kwargs.items():
+        cfg.MODEL.KWARGS[name] = value
+    return cfg
+
+
+def build_on_meta(arch, **options):
+    with torch.device("meta"):
+        return build_model(make_cfg(arch, **options))
+
+
+def problems_of(function, cfg):
+    with pytest.raises(ConfigError) as caught:
+        function(cfg)
+    return caught.value.problems
+
+
+def shapes(model):
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def test_every_family_is_registered():
+    assert {*NAMES, "botnet50", *(f"resnet{depth}" for depth in (8, 14, 20, 32, 44, 56, 110))} <= set(MODELS.names())
+
+
+@pytest.mark.parametrize("arch", BASELINES)
+def test_baselines_have_the_published_size(arch):
+    assert f"{count_parameters(build_on_meta(arch)) / 1e6:.3f}" == f"{BASELINES[arch]:.3f}"
+
+
+@pytest.mark.parametrize("arch", NAMES)
+def test_registered_classics_have_the_state_dict_of_torchvision(arch):
+    with torch.device("meta"):
+        theirs = torchvision.models.get_model(arch)
+    assert shapes(build_on_meta(arch)) == shapes(theirs)
+
+
+def test_tables_are_asked_in_order():
+    assert find_architecture("resnet50").source == "distribuuuu"  # in all three
+    assert find_architecture("convnext_tiny").source == "timm"  # in timm and torchvision
+    assert find_architecture("vit_b_16").source == "torchvision"
+    assert find_architecture("resnet18.a1_in1k").source == "timm"  # a name with a tag of its weights
+
+
+def test_prefix_forces_a_table():
+    check_model(make_cfg("torchvision/regnet_y_400mf"))  # its constructor cannot run on the meta device
+    assert type(build_on_meta("timm/resnet18")).__module__ == "timm.models.resnet"
+    assert type(build_on_meta("torchvision/convnext_tiny")).__module__ == "torchvision.models.convnext"
+    for arch in ("torchvision/botnet50", "timm/vit_b_16", "tim/resnet18"):
+        assert problems_of(check_model, make_cfg(arch))[0].startswith(f"MODEL.ARCH: unknown model {arch!r}")
+
+
+def test_timm_is_imported_only_for_names_that_are_not_ours():
+    code = (
+        "import sys; from distribuuuu.models.resolve import find_architecture as find; "
+        "find('resnet20'); print('timm' in sys.modules); find('efficientnet_b0'); print('timm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "near"),
+    [
+        ("resnet5O", "resnet50"),
+        ("bottnet50", "botnet50"),
+        ("efficientnetb0", "efficientnet_b0"),
+        ("vit_b16", "vit_b_16"),
+        ("timm/resnet5O", "timm/resnet50"),
+        ("timm/resnet18.a1_in1", "timm/resnet18.a1_in1k"),
+        ("tim/resnet50", "timm/NAME"),
+    ],
+)
+def test_unknown_name_lists_the_near_ones_of_every_table(arch, near):
+    (problem,) = problems_of(check_model, make_cfg(arch))
+    assert problem.startswith(f"MODEL.ARCH: unknown model {arch!r}; ") and near in problem
+    assert problems_of(build_model, make_cfg(arch)) == [problem]
+
+
+def test_errors_say_where_the_key_was_set():
+    cfg = load_cfg(None, ["MODEL.ARCH", "resnet20", "MODEL.KWARGS.norm", "grup"])
+    (problem,) = problems_of(check_model, cfg)
+    assert problem.startswith("MODEL.KWARGS.norm (command line): ") and "did you mean group?" in problem
+
+
+def test_patterns_of_fine_tuning_are_checked_before_anything_is_built_and_all_at_once():
+    words = ["FINETUNE.FREEZE", "layr1,conv1", "FINETUNE.LR_MULT.layer4.*", "2", "FINETUNE.LR_MULT.head", "9"]
+    problems = problems_of(check_model, load_cfg(None, words))
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "FINETUNE.FREEZE (command line)",
+        "FINETUNE.LR_MULT.head (command line)",
+    ]
+    assert "did you mean layer1" in problems[0]
+    words = ["MODEL.ARCH", "resnet8", "FINETUNE.WEIGHTS", "pretrained", "FINETUNE.LR_MULT.fc", "9"]
+    (problem,) = problems_of(check_model, load_cfg(None, words))
+    assert problem.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
+    check_model(load_cfg(None, ["FINETUNE.FREEZE", "layer1,conv1", "FINETUNE.LR_MULT.fc", "9"]))
+
+
+# -------------------------------------------------------------------------------------- arguments
+
+
+def test_kwargs_reach_the_constructor_of_each_source():
+    assert build_on_meta("resnet20", width=8).fc.in_features == 32
+    assert build_on_meta("resnet50", width_per_group=128).layer1[0].conv1.out_channels == 128
+    assert build_on_meta("efficientnet_b0", drop_rate=0.25).drop_rate == 0.25
+    assert build_on_meta("torchvision/vit_b_16", dropout=0.25).encoder.dropout.p == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arch", "word", "near"),
+    [
+        ("resnet20", "widht", "width"),
+        ("resnet18", "width_per_grup", "width_per_group"),
+        ("efficientnet_b0", "drop_rat", "drop_rate"),
+        ("torchvision/vit_b_16", "dropot", "dropout"),
+        ("torchvision/regnet_y_400mf", "stem_wdth", "stem_width"),  # cannot be built on the meta device
+    ],
+)
+def test_unknown_keyword_lists_the_near_and_the_allowed_ones(arch, word, near):
+    (problem,) = problems_of(check_model, make_cfg(arch, **{word: 1}))
+    assert problem.startswith(f"MODEL.KWARGS.{word}: ")
+    assert f"did you mean {near}" in problem and "; it takes " in problem
+    assert problems_of(build_model, make_cfg(arch, **{word: 1})) == [problem]
+
+
+def test_every_bad_keyword_is_reported_at_once():
+    problems = problems_of(check_model, make_cfg("resnet20", widht=8, nrom="group"))
+    assert [problem.partition(":")[0] for problem in problems] == ["MODEL.KWARGS.widht", "MODEL.KWARGS.nrom"]
+
+
+def test_keyword_with_a_key_of_its_own_names_the_key():
+    for name, key in (("num_classes", "MODEL.NUM_CLASSES"), ("weights", "MODEL.PRETRAINED")):
+        cfg = make_cfg("resnet18")
+        cfg.MODEL.KWARGS[name] = 3
+        assert key in problems_of(check_model, cfg)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "why"),
+    [
+        ({"arch": "resnet20", "norm": "foo"}, "MODEL.KWARGS.norm", "batch, group"),
+        ({"arch": "resnet20", "width": 0}, "MODEL.KWARGS.width", "1 or more"),
+        ({"arch": "botnet50", "im_size": 100}, "TRAIN.IM_SIZE", "multiple of 16"),
+        ({"arch": "resnet18", "norm_layer": "batch"}, "MODEL.KWARGS.norm_layer", "not callable"),  # TypeError
+        ({"arch": "efficientnet_b0", "global_pool": "foo"}, "MODEL.KWARGS.global_pool", "foo"),  # an assert in timm
+        ({"arch": "regnetx_160", "no_such": 1}, "MODEL.KWARGS.no_such", "unexpected keyword"),  # takes **kwargs
+        ({"arch": "torchvision/vit_b_16", "im_size": 100}, "TRAIN.IM_SIZE", "patch size"),
+    ],
+)
+def test_refused_value_names_its_key(options, key, why):
+    (problem,) = problems_of(check_model, make_cfg(**options))
+    assert problem.startswith(f"{key}: ") and why in problem
+
+
+def test_image_size_reaches_the_constructors_that_take_one():
+    assert shapes(build_on_meta("botnet50", im_size=64))["7.net.0.net.3.pos_emb.rel_height"] == (7, 128)
+    assert shapes(build_on_meta("vit_tiny_patch16_224", im_size=64))["pos_embed"] == (1, 17, 192)
+    assert shapes(build_on_meta("vit_b_16", im_size=64))["encoder.pos_embedding"] == (1, 17, 768)
+    cfg = make_cfg("botnet50", im_size=64)
+    cfg.MODEL.KWARGS.im_size = 32
+    with torch.device("meta"):
+        assert shapes(build_model(cfg))["7.net.0.net.3.pos_emb.rel_height"] == (3, 128)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), OSError("d")])
+def test_bug_in_a_constructor_is_not_hidden(error):
+    def broken(num_classes):
+        raise error
+
+    construction = plan_construction(Architecture("broken", "distribuuuu", broken), 10, {}, 224)
+    with pytest.raises(type(error)) as caught:
+        construction.build()
+    assert caught.value is error
+
+
+def test_checks_draw_no_random_numbers():
+    cfg = make_cfg("efficientnet_b0", num_classes=3, drop_rate=0.1)
+    before = torch.random.get_rng_state()
+    check_model(cfg)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(0)
+    ours = build_model(cfg).state_dict()
+    torch.manual_seed(0)
+    theirs = timm.create_model("efficientnet_b0", num_classes=3, drop_rate=0.1).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ------------------------------------------------------------------------------ published weights
+
+
+def test_torchvision_weights_keep_all_but_a_head_of_other_classes(monkeypatch, caplog):
+    published = torchvision.models.resnet18().state_dict()
+    serve(monkeypatch, published)
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.pretrained"):
+        model = build_model(make_cfg("resnet18", num_classes=3, pretrained=True))
+    state = model.state_dict()
+    fresh = [name for name in state if not torch.equal(state[name], published[name])]
+    assert fresh == ["fc.weight", "fc.bias"] and state["fc.weight"].shape == (3, 512)
+    assert caplog.messages[0].endswith("left fresh: fc")
+    whole = build_model(make_cfg("resnet18", pretrained=True)).state_dict()
+    assert all(torch.equal(whole[name], published[name]) for name in published)
+
+
+def test_timm_weights_load_and_the_fresh_head_is_logged(tmp_path, caplog):
+    published = timm.create_model("mobilenetv3_small_050").state_dict()
+    torch.save(published, tmp_path / "weights.pth")
+    words = ["MODEL.ARCH", "mobilenetv3_small_050", "MODEL.NUM_CLASSES", "3", "MODEL.PRETRAINED", "True"]
+    words += ["MODEL.KWARGS.pretrained_cfg_overlay", f"{{file: {tmp_path / 'weights.pth'}}}"]
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.pretrained"):
+        state = build_model(load_cfg(None, words)).state_dict()
+    assert [name for name in state if not torch.equal(state[name], published[name])] == [
+        "classifier.weight",
+        "classifier.bias",
+    ]
+    assert any(message.endswith("left fresh: classifier") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("arch", ["botnet50", "resnet20", "mobilenetv2_035"])
+def test_missing_weights_are_an_error(arch):
+    for function in (check_model, build_model):
+        (problem,) = problems_of(function, make_cfg(arch, pretrained=True))
+        assert problem.startswith("MODEL.PRETRAINED: ") and "has no published weights" in problem
+
+
+@pytest.mark.parametrize("error", [urllib.error.URLError("no route"), RuntimeError('invalid hash value (got "00")')])
+def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
+    serve(monkeypatch, error)
+    (problem,) = problems_of(build_model, make_cfg("resnet18", pretrained=True))
+    assert problem.startswith("MODEL.PRETRAINED: cannot fetch https://") and "resnet18-" in problem
+    assert "MODEL.WEIGHTS" in problem
+
+
+def test_weights_that_do_not_fit_the_kwargs_are_an_error(monkeypatch):
+    serve(monkeypatch, torchvision.models.resnet18().state_dict())
+    cfg = make_cfg("resnet18", pretrained=True, norm_layer=nn.InstanceNorm2d)
+    (problem,) = problems_of(build_model, cfg)
+    assert problem.startswith("MODEL.PRETRAINED: ") and "does not fit resnet18 with MODEL.KWARGS" in problem

@@ -1,0 +1,51 @@
+"""The CIFAR ResNets: sizes, shortcuts and norms."""
+
+import pytest
+import torch
+from torch import nn
+
+from distribuuuu.config.registry import MODELS
+from distribuuuu.models import count_parameters
+from distribuuuu.models.cifar_resnet import CifarResNet
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_parameters"), [(20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)]
+)
+def test_cifar_resnets_have_the_published_size(depth, num_parameters):
+    with torch.device("meta"):
+        model = MODELS.get(f"resnet{depth}")()
+    assert count_parameters(model) == num_parameters
+    layers = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    assert len(layers) == depth
+
+
+@pytest.mark.parametrize("im_size", [28, 32, 33, 96])
+def test_cifar_resnets_take_any_size(im_size):
+    model = CifarResNet(8, num_classes=5, width=12, norm="group")
+    assert model(torch.randn(2, 3, im_size, im_size)).shape == (2, 5)
+
+
+def test_group_norm_leaves_no_batch_statistics():
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 32, 32)
+    grouped, batched = (CifarResNet(8, norm=norm).train() for norm in ("group", "batch"))
+    assert torch.allclose(grouped(images)[:1], grouped(images[:1]), atol=1e-5)
+    assert not torch.allclose(batched(images)[:1], batched(images[:1]), atol=1e-2)
+    assert not list(grouped.buffers())
+    norms = [module for module in grouped.modules() if isinstance(module, nn.GroupNorm)]
+    assert {norm.num_channels // norm.num_groups for norm in norms} == {8}
+
+
+def test_shortcut_has_no_parameters_and_keeps_the_pixels():
+    block = CifarResNet(8).stage2[0]
+    x = torch.randn(1, 16, 7, 7)
+    short = block.shortcut(x)
+    assert short.shape == block(x).shape == (1, 32, 4, 4)
+    assert torch.equal(short[:, 8:24], x[:, :, ::2, ::2]) and short[:, :8].abs().sum() == 0
+
+
+@pytest.mark.parametrize("bad", [{"depth": 10}, {"depth": 2}, {"depth": 8, "width": 1.5}, {"depth": 8, "norm": None}])
+def test_cifar_resnet_refuses_what_it_cannot_be(bad):
+    with pytest.raises(ValueError, match=list(bad)[-1]):
+        CifarResNet(**bad)

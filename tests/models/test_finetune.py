@@ -1,0 +1,381 @@
+"""Starting from weights of other data: every kind of file, what is taken and what is not; parts that stay frozen."""
+
+import argparse
+import copy
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from support.downloads import serve
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import assert_same_run, newest, small_words, train_and_stop
+from timm.layers import resample_abs_pos_embed
+from torch import nn
+
+from distribuuuu.checkpoint.io import CheckpointError
+from distribuuuu.checkpoint.locate import find_weights_file
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.models import build_model, find_head
+from distribuuuu.models.finetune import DoesNotFit, build_start, freeze_parts, load_backbone
+from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.trainer import train_model
+
+CLASSES = ("ant", "bee", "cat")
+FLAGS = argparse.Namespace(lr=0.1, model="resnet8")
+
+
+def make_cfg(arch="resnet8", num_classes=3, **finetune):
+    words = [f"FINETUNE.{name}={value}".split("=", 1) for name, value in finetune.items()]
+    words = ["MODEL.ARCH", arch, "MODEL.NUM_CLASSES", str(num_classes), *(part for pair in words for part in pair)]
+    return load_cfg(None, words)
+
+
+def start(cfg, classes=CLASSES) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return build_start(cfg, classes, pretrained=True).state_dict()
+
+
+def as_constructed(cfg) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return build_model(cfg, pretrained=False).state_dict()
+
+
+def trained(arch="resnet8", num_classes=5, seed=7) -> dict[str, torch.Tensor]:
+    """Return weights, statistics too, that no constructor leaves."""
+    torch.manual_seed(seed)
+    state = build_model(make_cfg(arch, num_classes)).state_dict()
+    return {name: torch.randn_like(value) if value.is_floating_point() else value + 9 for name, value in state.items()}
+
+
+def problem_of(function, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def other_than(state, expected) -> list[str]:
+    return [name for name in state if name not in expected or not torch.equal(state[name], expected[name])]
+
+
+# -------------------------------------------------------------------------------------- the files
+
+
+def prefixed(state, prefix):
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+FORMS = {
+    "ours.pth.tar": lambda state: {"epoch": 3, "state_dict": state, "classes": list("abcde"), "arch": "resnet8"},
+    "original.pth.tar": lambda state: {"epoch": 3, "state_dict": prefixed(state, "module."), "best_acc1": 1.0},
+    "timm.pth.tar": lambda state: {"arch": "resnet8", "state_dict": state, "args": FLAGS, "version": 2},
+    "torchvision.pth": lambda state: {"model": state, "args": FLAGS, "epoch": 5},
+    "bare.pth": lambda state: state,
+    "bare.pt": lambda state: state,
+    "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
+    "lightning.ckpt": lambda state: {"state_dict": prefixed(state, "model.")},
+}
+
+
+@pytest.mark.parametrize("name", [*FORMS, "model.safetensors"])
+def test_every_kind_of_file_gives_the_backbone_and_leaves_a_head_of_other_classes_fresh(tmp_path, name):
+    published = trained()
+    if name == "model.safetensors":
+        from safetensors.torch import save_file
+
+        save_file(published, tmp_path / name)
+    else:
+        torch.save(FORMS[name](published), tmp_path / name)
+    cfg = make_cfg(WEIGHTS=tmp_path / name)
+    state = start(cfg)
+    assert other_than(state, published) == ["fc.weight", "fc.bias"]
+    fresh = as_constructed(cfg)
+    assert all(torch.equal(state[name], fresh[name]) for name in ("fc.weight", "fc.bias"))
+
+
+def test_a_folder_of_the_hub_is_read_off_line(tmp_path):
+    from safetensors.torch import save_file
+
+    one, other = trained(seed=1), trained(seed=2)
+    snapshots = tmp_path / "models--timm--resnet8" / "snapshots"
+    for revision, state in (("0a1", one), ("7f3", other)):
+        (snapshots / revision).mkdir(parents=True)
+        save_file(state, snapshots / revision / "model.safetensors")
+    assert other_than(start(make_cfg(WEIGHTS=snapshots / "0a1")), one) == ["fc.weight", "fc.bias"]
+    said = problem_of(start, make_cfg(WEIGHTS=snapshots.parent))
+    assert said.startswith("FINETUNE.WEIGHTS (command line): ") and said.endswith("snapshots: 0a1, 7f3")
+    (snapshots.parent / "refs").mkdir()
+    (snapshots.parent / "refs" / "main").write_text("7f3")
+    assert other_than(start(make_cfg(WEIGHTS=snapshots.parent)), other) == ["fc.weight", "fc.bias"]
+    (snapshots / "7f3" / "model.safetensors").rename(snapshots / "7f3" / "gone")
+    torch.save(one, snapshots / "7f3" / "pytorch_model.bin")
+    assert find_weights_file(str(snapshots.parent)).name == "pytorch_model.bin"
+    assert other_than(start(make_cfg(WEIGHTS=snapshots.parent)), one) == ["fc.weight", "fc.bias"]
+
+
+def test_a_path_without_weights_says_what_is_there(tmp_path):
+    (tmp_path / "model.pth").write_bytes(b"")
+    assert "did you mean model.pth?" in problem_of(find_weights_file, str(tmp_path / "modle.pth"))
+    assert "did you mean pretrained?" in problem_of(find_weights_file, "pretraind")
+    assert "it has model.pth; name the file" in problem_of(find_weights_file, str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*not a sound checkpoint"):
+        start(make_cfg(WEIGHTS=tmp_path / "model.pth"))
+
+
+@pytest.mark.parametrize("key", ["ema_state_dict", "state_dict_ema"])
+def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, key, caplog):
+    raw, average = trained(seed=1), trained(seed=2)
+    torch.save({"state_dict": raw, key: prefixed(average, "module.")}, tmp_path / "a.pth")
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
+        assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
+    assert "its moving average: " in caplog.text
+    assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
+
+
+# --------------------------------------------------------------------------------- what is taken
+
+
+def test_the_report_counts_and_names_what_was_loaded_left_fresh_and_not_used(tmp_path, caplog):
+    published = {**trained(), "extra.weight": torch.ones(1), "decoder.0": torch.ones(1)}
+    torch.save(published, tmp_path / "a.pth")
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
+        state = start(make_cfg(WEIGHTS=tmp_path / "a.pth"))
+    expected = (
+        f"fine-tuning from {tmp_path / 'a.pth'}: {len(state) - 2} of {len(state)} tensors loaded; left fresh: 2 "
+        "(fc.weight, fc.bias); of the file not used: 4 (fc.weight, fc.bias, extra.weight, decoder.0)"
+    )
+    assert caplog.messages == [expected]
+
+
+def test_a_head_of_as_many_classes_is_taken_unless_it_is_reset(tmp_path, caplog):
+    published = trained(num_classes=3)
+    torch.save({"state_dict": published, "classes": ["ant", "bee", "dog"]}, tmp_path / "a.pth")
+    assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), published) == []
+    assert "other classes: 'dog' where the data has 'cat'; FINETUNE.HEAD_RESET True" in caplog.text
+    cfg = make_cfg(WEIGHTS=tmp_path / "a.pth", HEAD_RESET=True)
+    caplog.clear()
+    state = start(cfg)
+    assert other_than(state, published) == ["fc.weight", "fc.bias"] and "other classes" not in caplog.text
+    assert torch.equal(state["fc.weight"], as_constructed(cfg)["fc.weight"])
+
+
+def test_a_layer_of_the_head_is_loaded_whole_or_not_at_all():
+    model = build_model(make_cfg())
+    before = copy.deepcopy(model.state_dict())
+    published = trained(num_classes=3)
+    published["fc.weight"] = published["fc.weight"][:, 1:]
+    transfer = load_backbone(model, published, head=["fc"])
+    assert transfer.fresh == ["fc.weight", "fc.bias"] and transfer.unused == ["fc.bias", "fc.weight"]
+    assert torch.equal(model.fc.bias, before["fc.bias"])
+
+
+def test_names_are_matched_whatever_wraps_either_model():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    outer = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))})
+    load_backbone(outer, prefixed(inner.state_dict(), "module."), head=[])
+    assert torch.equal(outer["backbone"][1].weight, inner[1].weight)
+
+
+def test_a_name_that_is_the_same_comes_before_one_that_differs_by_a_prefix():
+    model = nn.ModuleDict({"backbone": nn.Linear(2, 2)})
+    exact = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+    transfer = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
+    assert model["backbone"].bias.tolist() == [2.0, 2.0] and len(transfer.unused) == 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "head"),
+    [
+        ("resnet18", ["fc"]),
+        ("torchvision/squeezenet1_0", ["classifier.1"]),
+        ("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
+        ("timm/test_convnext", ["head.fc"]),
+        ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
+    ],
+)
+def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
+    cfg = make_cfg(arch)
+    model = build_model(cfg)
+    before = torch.random.get_rng_state()
+    assert find_head(cfg, model) == head
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("arch", "other"), [("resnet18", "resnet50"), ("resnet50", "resnet18"), ("resnet8", "resnet18")]
+)
+def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch, other):
+    torch.save({"state_dict": trained(other), "arch": other}, tmp_path / "a.pth")
+    said = problem_of(start, make_cfg(arch, WEIGHTS=tmp_path / "a.pth"))
+    assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH {other} does not fit")
+    assert "tensors below its head not in it, e.g. " in said
+    model = build_model(make_cfg(arch))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DoesNotFit):
+        load_backbone(model, trained(other), head=["fc"])
+    assert other_than(model.state_dict(), before) == []
+
+
+def test_weights_that_fit_in_part_are_taken_with_a_warning(tmp_path, caplog):
+    torch.save({"state_dict": trained("resnet18"), "arch": "resnet18"}, tmp_path / "a.pth")
+    state = start(make_cfg("resnet34", WEIGHTS=tmp_path / "a.pth"))
+    assert "96 tensors below the head randomly initialized: is the file of MODEL.ARCH resnet18 of" in caplog.text
+    assert torch.equal(state["conv1.weight"], trained("resnet18")["conv1.weight"])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(224, 96), (96, 160)])
+def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, theirs, ours, caplog):
+    published = timm.create_model("vit_tiny_patch16_224", img_size=theirs, num_classes=5).state_dict()
+    torch.save(prefixed(published, "module."), tmp_path / "a.pth")
+    words = ["MODEL.ARCH", "timm/vit_tiny_patch16_224", "MODEL.NUM_CLASSES", "3", "TRAIN.IM_SIZE", str(ours)]
+    state = start(load_cfg(None, [*words, "FINETUNE.WEIGHTS", str(tmp_path / "a.pth")]))
+    assert set(other_than(state, published)) == {"pos_embed", "head.weight", "head.bias"}
+    expected = resample_abs_pos_embed(published["pos_embed"], [ours // 16] * 2, [theirs // 16] * 2)
+    torch.testing.assert_close(state["pos_embed"], expected)
+    assert "start fresh" not in caplog.text
+
+
+def test_where_the_conversion_of_timm_fails_the_weights_are_taken_as_they_are(caplog):
+    model = timm.create_model("test_vit", num_classes=3)
+    published = copy.deepcopy(model.state_dict())
+    published["pos_embed"] = torch.ones(3)
+    transfer = load_backbone(model, published, head=["head"])
+    assert transfer.fresh == ["pos_embed"] and "timm's conversion of the weights failed" in caplog.text
+
+
+# ------------------------------------------------------------------------------- published weights
+
+
+def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_reset(monkeypatch):
+    published = torchvision.models.resnet18().state_dict()
+    serve(monkeypatch, published)
+    assert other_than(start(make_cfg("resnet18", WEIGHTS="pretrained")), published) == ["fc.weight", "fc.bias"]
+    assert other_than(start(make_cfg("resnet18", 1000, WEIGHTS="pretrained")), published) == []
+    cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
+    assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
+    said = problem_of(start, make_cfg(WEIGHTS="pretrained"))
+    assert said.startswith("FINETUNE.WEIGHTS: resnet8 has no published weights")
+    state = build_start(make_cfg("resnet18", 1000, WEIGHTS="pretrained"), CLASSES, pretrained=False).state_dict()
+    assert "conv1.weight" in other_than(state, published)
+
+
+# ------------------------------------------------------------------------------------------ frozen
+
+
+def frozen_names(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
+    model = torchvision.models.resnet18()
+    freeze(model, ("conv1", "layer1.*", "layer[23]", "*.bn2.bias"))
+    expected = {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(("conv1.", "layer1.", "layer2.", "layer3.")) or name.endswith(".bn2.bias")
+    }
+    assert frozen_names(model) == expected and "bn1.weight" not in expected and "layer4.0.conv1.weight" not in expected
+    model.train()
+    modes = {name: module.training for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    assert modes == {name: not name.startswith(("layer1.", "layer2.", "layer3.")) for name in modes}
+    numbers = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert count_frozen(model) == (numbers, sum(not mode for mode in modes.values()))
+
+
+def test_a_batch_norm_is_frozen_when_all_of_its_parameters_are():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    freeze(model, ("0.weight", "0.bias", "1.bias"))
+    assert [module.training for module in model.train()] == [False, True, True]
+
+
+def test_a_batch_norm_without_parameters_is_frozen_by_its_name():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, affine=False), nn.Linear(4, 3))
+    freeze(model, ("1", "0"))
+    assert [module.training for module in model.train()] == [True, False, True]
+
+
+def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    freeze(model, ("0",))
+    other = copy.deepcopy(model)
+    model[0].training = True  # a copy must not hold on to the original
+    nn.ModuleList([other]).train()
+    assert (other[0].training, other[1].training, model[0].training) == (False, True, True)
+    assert model.state_dict().keys() == other.state_dict().keys()
+    assert all(not module.training for module in model.eval())
+    statistics = other[0].running_mean.clone(), other[1].running_mean.clone()
+    other.train()(torch.randn(8, 3, 4, 4) + 5)
+    compute_precise_statistics(other, [torch.randn(8, 3, 4, 4) + 5])
+    assert torch.equal(other[0].running_mean, statistics[0])
+    assert not torch.equal(other[1].running_mean, statistics[1])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
+        (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
+        (("",), "'' is the name of no parameter"),
+        (("*",), "freezes every parameter; leave at least the head out"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns, said):
+    with pytest.raises(ConfigError, match=f"FINETUNE.FREEZE: .*{said}"):
+        freeze(torchvision.models.resnet18(), patterns)
+
+
+FREEZE = ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight")
+
+
+@pytest.fixture(scope="module")
+def five_classes(tmp_path_factory) -> Path:
+    """A checkpoint of ours, trained on other classes."""
+    root = tmp_path_factory.mktemp("five")
+    for split, num in (("train", 5), ("val", 3)):
+        draw_folder(root, split, dict.fromkeys("abcde", num))
+    train_model(load_cfg(None, small_words(root, root / "out", "MODEL.NUM_CLASSES", 5, "OPTIM.MAX_EPOCH", 1)))
+    return root / "out" / "best.pth.tar"
+
+
+def test_what_is_frozen_stays_bit_by_bit_through_training_and_resuming(five_classes, small_cfg, tmp_path, monkeypatch):
+    weights = tmp_path / "weights.pth.tar"
+    shutil.copy(five_classes, weights)
+    words = ("FINETUNE.WEIGHTS", weights, *FREEZE, "CHECKPOINT.EVERY_STEPS", 1)
+    whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
+    train_model(whole)
+    before, after = torch.load(five_classes)["state_dict"], newest(whole.OUT_DIR)["state_dict"]
+    same = [name for name in after if torch.equal(after[name], before.get(name, torch.zeros(0)))]
+    assert same == [name for name in after if name.startswith(("stem.", "stage1.")) or name == "stage2.0.conv1.weight"]
+    parts = small_cfg(*words)
+    train_and_stop(parts, (0, 3), monkeypatch)
+    weights.write_bytes(b"not read again: a checkpoint in OUT_DIR comes first")
+    train_model(parts)
+    assert_same_run(parts.OUT_DIR, whole.OUT_DIR)
+
+
+def test_frozen_parts_on_two_processes_give_the_run_of_one(five_classes, image_folder, tmp_path):
+    words = ("FINETUNE.WEIGHTS", five_classes, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
+
+    def config(out_dir, *more):
+        return load_cfg(None, small_words(image_folder, out_dir, *words, *more))
+
+    train_model(config(tmp_path / "one"))
+    on_processes(2, train_model, config(tmp_path / "two", "TRAIN.BATCH_SIZE", 6, "MODEL.SYNCBN", True))
+    one, two = (newest(tmp_path / name)["state_dict"] for name in ("one", "two"))
+    before = torch.load(five_classes)["state_dict"]
+    assert set(other_than(two, before)) == {"fc.weight", "fc.bias"}
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+
+
+def test_freezing_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
+        freeze_parts(make_cfg("resnet18", FREEZE="[!f]*"), torchvision.models.resnet18(num_classes=3))
+    assert caplog.messages == ["frozen: 11.177 of 11.178 M parameters, 20 batch norms"]

@@ -1,0 +1,103 @@
+"""The average of the weights against a loop in float64, whatever the size of a batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.optim.ema import Ema
+from distribuuuu.trainer import train_model
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def walk(net: nn.Module, num: int):
+    """Yield after each of `num` random changes of all that a net holds."""
+    torch.manual_seed(1)
+    for _ in range(num):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        net(torch.randn(8, 3))  # moves the statistics
+        yield
+
+
+@pytest.mark.parametrize(("ramp_up", "buffers"), [(0.0, "average"), (0.0, "copy"), (0.25, "average")])
+def test_it_is_the_loop_in_float64(ramp_up, buffers):
+    net = make_net()
+    ema = Ema(net, half_life=50, ramp_up=ramp_up, buffers=buffers)
+    expected = {key: value.double().clone() for key, value in net.state_dict().items()}
+    for step, _ in enumerate(walk(net, 40), start=1):
+        ema.update(8, 8 * step)
+        half_life = min(50, ramp_up * 8 * step) if ramp_up else 50
+        decay = 2.0 ** (-8 / half_life)
+        for key, value in net.state_dict().items():
+            copied = key.endswith("tracked") or (buffers == "copy" and "running" in key)
+            expected[key] = value.double() if copied else decay * expected[key] + (1 - decay) * value.double()
+    for key, value in ema.model.state_dict().items():
+        torch.testing.assert_close(value.double(), expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    assert not any(parameter.requires_grad for parameter in ema.model.parameters()) and not ema.model.training
+
+
+def test_after_a_half_life_an_image_counts_half_at_any_batch_size():
+    for num_images in (1, 4, 16):
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(net.weight)
+        ema = Ema(net, half_life=64)
+        nn.init.zeros_(net.weight)
+        for step in range(64 // num_images):
+            ema.update(num_images, (step + 1) * num_images)
+        assert ema.model.weight.item() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_the_average_follows_a_model_whose_weights_were_loaded():
+    net = make_net()
+    ema = Ema(net, half_life=1)
+    net.load_state_dict({key: torch.ones_like(value) for key, value in make_net().state_dict().items()})
+    ema.update(1000, 1000)
+    assert all((value == 1).all() for key, value in ema.model.state_dict().items())
+
+
+EMA = ("EMA.HALF_LIFE", 30, "EMA.RAMP_UP", 0)
+
+
+def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cfg, tmp_path):
+    from support.runs import newest, records
+
+    cfg = small_cfg(*EMA)
+    best = train_model(cfg)
+    content, log = newest(cfg.OUT_DIR), (tmp_path / "out" / "train.log").read_text()
+    evaluations = {kind: [e for e in records(cfg.OUT_DIR) if e["kind"] == kind] for kind in ("eval", "eval_ema")}
+    assert [len(found) for found in evaluations.values()] == [2, 2]
+    tops = {kind: max(entry["top1"] for entry in found) for kind, found in evaluations.items()}
+    assert (content["best_acc1"], content["best_ema_acc1"]) == (tops["eval"], tops["eval_ema"])
+    assert best == max(tops.values())
+    assert ", ema: top1" in log and "best ema top1: " in log and "best_ema.pth.tar" in log
+    raw, averaged = (read_checkpoint(tmp_path / "out" / name) for name in ("best.pth.tar", "best_ema.pth.tar"))
+    assert raw["state_dict"].keys() == averaged["state_dict"].keys() == content["ema_state_dict"].keys()
+    assert not torch.equal(raw["state_dict"]["fc.weight"], averaged["state_dict"]["fc.weight"])
+    assert "optimizer" not in averaged and "ema_state_dict" not in averaged
+
+
+def test_a_run_without_an_average_may_go_on_with_one_and_the_other_way_round(small_cfg, tmp_path):
+    from support.runs import newest
+
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
+    train_model(small_cfg(*EMA))
+    assert "the weights: it begins here" in (tmp_path / "out" / "train.log").read_text()
+    assert "ema_state_dict" in newest(tmp_path / "out")
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 3))
+    assert "ema_state_dict" not in newest(tmp_path / "out")
+
+
+def test_the_average_starts_as_a_copy_that_shares_nothing():
+    net = make_net()
+    before = copy.deepcopy(net.state_dict())
+    ema = Ema(net, half_life=10)
+    next(walk(net, 1))
+    assert all(torch.equal(value, before[key]) for key, value in ema.model.state_dict().items())

@@ -1,0 +1,439 @@
+"""Optimizers and their groups against timm and torch, the learning rate by the batch, clipping, and resuming them."""
+
+import copy
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from support.runs import newest, train_and_read, train_and_stop
+from timm.optim import create_optimizer_v2
+from torch import nn
+
+from distribuuuu.checkpoint.io import CheckpointError
+from distribuuuu.checkpoint.load import load_optimizer
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.optim.optimizer import (
+    _build_sgd,
+    _kernels,
+    build_clipper,
+    build_lr,
+    build_optimizer,
+    describe_lr,
+    scaled_lr,
+    set_lr,
+)
+from distribuuuu.optim.param_groups import is_norm_layer, parameter_groups, parameter_kinds
+from distribuuuu.optim.schedules import build_schedule
+from distribuuuu.trainer import train_model
+
+TINY = ["test_vit", "test_vit2", "test_resnet", "test_efficientnet", "test_convnext"]
+NO_DECAY = ("OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.BIAS_WEIGHT_DECAY", 0)
+
+
+def make_cfg(*words):
+    return load_cfg(None, [str(word) for word in words])
+
+
+def tiny(name: str = "test_vit", **kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=3, **kwargs)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3, lr: float = 0.01) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num):
+        set_lr(optimizer, lr / (1 + step))
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, 4, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def settings_of(model: nn.Module, groups: list[dict]) -> dict[str, tuple[float, float]]:
+    """Return the weight decay and the share of the learning rate of each parameter, each once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pairs = [
+        (names[id(parameter)], (group["weight_decay"], group.get("lr_scale", 1.0)))
+        for group in groups
+        for parameter in group["params"]
+    ]
+    assert len(pairs) == len(dict(pairs))
+    return dict(pairs)
+
+
+def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_default_is_sgd_with_one_group_to_the_bit():
+    ours, theirs = small_model(), small_model()
+    theirs[0].bias.requires_grad = ours[0].bias.requires_grad = False
+    trainable = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    groups = [{"params": trainable, "weight_decay": 5e-5}]
+    expected = torch.optim.SGD(groups, lr=0.2, momentum=0.9, dampening=0.0, nesterov=True)
+    optimizer = build_optimizer(make_cfg(), ours)
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.state_dict() == expected.state_dict()
+    take_steps(ours, optimizer)
+    take_steps(theirs, expected)
+    assert_equal_parameters(ours, theirs)
+    before, after = (item.state_dict() for item in (expected, optimizer))
+    assert before["param_groups"] == after["param_groups"] and before["state"].keys() == after["state"].keys()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_without_decay_of_norms_and_biases_the_groups_are_those_of_timm(name):
+    model = tiny(name)
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    expected = timm.optim.param_groups_weight_decay(model, 0.05, no_weight_decay_list=exempt)
+    groups = parameter_groups(model, 0.05, norm_decay=0, bias_decay=0)
+    assert settings_of(model, groups) == settings_of(model, expected)
+    assert len(groups) == 2
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_layer_decay_gives_the_groups_of_timm(name):
+    model = tiny(name)
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    expected = timm.optim.param_groups_layer_decay(model, 0.05, exempt, layer_decay=0.65)
+    groups = parameter_groups(model, 0.05, norm_decay=0, bias_decay=0, layer_decay=0.65)
+    assert settings_of(model, groups) == settings_of(model, expected)
+
+
+def test_the_layers_of_a_vit_decay_from_the_head_down():
+    model = tiny(depth=3)
+    optimizer = build_optimizer(make_cfg("OPTIM.LAYER_DECAY", 0.5), model)
+    set_lr(optimizer, 0.8)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    assert (found["head.weight"], found["norm.weight"]) == pytest.approx((0.8, 0.4))
+    blocks = [found[f"blocks.{number}.mlp.fc1.weight"] for number in (2, 1, 0)]
+    assert [*blocks, found["pos_embed"]] == pytest.approx([0.4, 0.2, 0.1, 0.05])
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {5e-5}
+
+
+def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_counts():
+    model = small_model()
+    words = ("FINETUNE.LR_MULT.4.bias", 5, "FINETUNE.LR_MULT.4", 10, "FINETUNE.LR_MULT.[01]", 0.5)
+    optimizer = build_optimizer(make_cfg(*words), model)
+    set_lr(optimizer, 0.2)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    expected = {"0": 0.1, "1": 0.1}
+    expected = {name: expected.get(name[0], 2.0) for name in found} | {"4.bias": 1.0}
+    assert found == pytest.approx(expected)
+    assert settings_of(model, parameter_groups(model, 0.1, lr_mult={"4": 3.0}))["0.weight"] == (0.1, 1.0)
+
+
+def test_factors_and_layer_decay_multiply_each_other():
+    model = tiny(depth=3)
+    plain = settings_of(model, parameter_groups(model, 0.05, norm_decay=0, layer_decay=0.5))
+    both = parameter_groups(model, 0.05, norm_decay=0, layer_decay=0.5, lr_mult={"blocks.1.*": 4.0, "head": 10.0})
+    for name, (decay, scale) in settings_of(model, both).items():
+        factor = 4.0 if name.startswith("blocks.1.") else 10.0 if name.startswith("head.") else 1.0
+        assert (decay, scale) == (plain[name][0], pytest.approx(plain[name][1] * factor))
+
+
+@pytest.mark.parametrize(
+    "lr_mult, said",
+    [
+        ({"4": 2, "fc": 3}, r"FINETUNE.LR_MULT.fc: 'fc' is the name of no parameter or module; the model has 0, 1, 4"),
+        (
+            {"*": 2, "4.*": 3},
+            r"FINETUNE.LR_MULT.4.\*: patterns before it match all that it matches; put it before them",
+        ),
+        ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; leave it out"),
+        ({"4.wieght": 2}, "did you mean 4.weight"),
+    ],
+)
+def test_a_factor_that_reaches_no_parameter_is_refused(lr_mult, said):
+    model = small_model()
+    model[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match=said):
+        parameter_groups(model, 0.1, lr_mult=lr_mult)
+
+
+def test_a_run_with_factors_resumes_and_scales_the_scheduled_rate(small_cfg, tmp_path, monkeypatch):
+    words = ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5, "CHECKPOINT.EVERY_STEPS", 1)
+    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    parts = small_cfg(*words)
+    train_and_stop(parts, (0, 3), monkeypatch)
+    train_model(parts)
+    assert_same(newest(parts.OUT_DIR)["state_dict"], whole["state_dict"])
+    fc = next(group for group in whole["optimizer"]["param_groups"] if len(group["params"]) == 2)
+    rest = next(group for group in whole["optimizer"]["param_groups"] if len(group["params"]) > 2)
+    assert fc["lr"] == pytest.approx(8 * rest["lr"]) and fc["lr"] > 0
+
+
+def test_each_kind_has_its_own_weight_decay():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.MultiheadAttention(4, 2))
+    model.scale = nn.Parameter(torch.ones(()))
+    assert parameter_kinds(model) == {
+        "scale": "norm",
+        "0.weight": "weight",
+        "0.bias": "bias",
+        "1.weight": "norm",
+        "1.bias": "norm",
+        "2.in_proj_weight": "weight",
+        "2.in_proj_bias": "bias",
+        "2.out_proj.weight": "weight",
+        "2.out_proj.bias": "bias",
+    }
+    words = ("OPTIM.WEIGHT_DECAY", 0.3, "OPTIM.NORM_WEIGHT_DECAY", 0.2, "OPTIM.BIAS_WEIGHT_DECAY", 0.1)
+    groups = build_optimizer(make_cfg(*words), model).param_groups
+    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.2, 3), (0.3, 3), (0.1, 3)]
+    groups = build_optimizer(make_cfg(*words[:4]), model).param_groups
+    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.2, 3), (0.3, 6)]
+    assert len(build_optimizer(make_cfg("OPTIM.WEIGHT_DECAY", 0, *NO_DECAY), model).param_groups) == 1
+
+
+def test_what_a_model_exempts_decays_as_its_norms():
+    kinds = parameter_kinds(tiny())
+    assert (kinds["pos_embed"], kinds["cls_token"], kinds["blocks.0.attn.qkv.weight"]) == ("norm", "norm", "weight")
+
+
+def test_norm_layers_are_known_by_their_type():
+    norms = [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm((4, 2)), nn.RMSNorm(4)]
+    norms += [timm.layers.RmsNorm(4), timm.layers.LayerNorm2d(4), timm.layers.BatchNormAct2d(4)]
+    norms += [timm.layers.EvoNorm2dS0(32), timm.layers.FilterResponseNormTlu2d(4)]
+    assert all(is_norm_layer(norm) for norm in norms)
+    others = [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), timm.layers.NormMlpClassifierHead(4, 3), timm.layers.Mlp(4)]
+    assert not any(is_norm_layer(other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "lion", "muon", "rmsproptf", "AdamW"])
+def test_the_optimizers_of_timm_take_the_same_steps(name):
+    ours, theirs = small_model(), small_model()
+    cfg = make_cfg("OPTIM.NAME", name, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.MOMENTUM", 0.8, *NO_DECAY)
+    optimizer = build_optimizer(cfg, ours)
+    expected = create_optimizer_v2(theirs, name, lr=0.2, weight_decay=0.05, momentum=0.8)
+    assert type(optimizer) is type(expected)
+    take_steps(ours, optimizer)
+    take_steps(theirs, expected)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):  # lamb's norm is summed group by group
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_betas_and_epsilon_reach_the_optimizer():
+    optimizer = build_optimizer(
+        make_cfg("OPTIM.NAME", "lamb", "OPTIM.BETAS", "[0.8, 0.95]", "OPTIM.EPS", 1e-4), small_model()
+    )
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.95), 1e-4)
+    own = build_optimizer(make_cfg("OPTIM.NAME", "adamw"), small_model()).defaults
+    assert (own["betas"], own["eps"]) == ((0.9, 0.999), 1e-8)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_on_the_cpu_the_optimizer_is_the_plain_one_of_torch(name):
+    group = build_optimizer(make_cfg("OPTIM.NAME", name), small_model()).param_groups[0]
+    assert (group["fused"], group["foreach"]) == (None, None)
+
+
+def test_the_kernel_for_all_is_asked_of_those_that_have_it_everywhere():
+    class OnGpu(nn.Module):
+        def parameters(self, recurse=True):
+            return [SimpleNamespace(is_cuda=True)]
+
+    kernels = {kind.__name__: _kernels(kind, OnGpu()) for kind in (torch.optim.SGD, torch.optim.AdamW)}
+    assert kernels == {"SGD": {"fused": True}, "AdamW": {"fused": True}}
+    assert _kernels(torch.optim.Adagrad, OnGpu()) == {}, "it refuses a GPU before torch 2.7"
+    assert _kernels(torch.optim.SGD, nn.Linear(1, 1)) == {}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_first_step_that_float16_leaves_out_leaves_no_trace_in_fused_sgd(nesterov):
+    cfg = make_cfg("OPTIM.BASE_LR", 0.1, "OPTIM.NESTEROV", nesterov)
+    weights = {}
+    for how in ({"fused": True}, {}):
+        weight = nn.Parameter(torch.ones(64))
+        optimizer = _build_sgd(cfg, [{"params": [weight]}], 0.1, lambda kind, how=how: how)
+        if how:  # what torch would leave uninitialised
+            assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(64))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale((weight * (step + 1)).sum()).backward()
+            if step == 0:
+                weight.grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        weights[bool(how)] = weight.detach()
+    torch.testing.assert_close(weights[True], weights[False])
+
+
+def test_fused_sgd_is_not_used_with_dampening():
+    cfg = make_cfg("OPTIM.NESTEROV", False, "OPTIM.DAMPENING", 0.5)
+    optimizer = _build_sgd(cfg, [{"params": [nn.Parameter(torch.ones(1))]}], 0.1, lambda kind: {"fused": True})
+    assert not optimizer.defaults["fused"] and not optimizer.state
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the CPU's convolutions have no TF32
+    cfg = make_cfg("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01)
+    host = small_model()
+    on_host = build_optimizer(cfg, host)
+    take_steps(host, on_host)
+    device = copy.deepcopy(host).cuda()
+    on_device = build_optimizer(cfg, device)
+    on_device.load_state_dict(on_host.state_dict())
+    assert on_device.param_groups[0]["fused"] is True
+    for model, optimizer in ((host, on_host), (device, on_device)):
+        images = torch.ones(2, 3, 4, 4).to(next(model.parameters()).device)
+        optimizer.zero_grad()
+        model.eval()(images).sum().backward()
+        optimizer.step()
+    for a, b in zip(host.parameters(), device.parameters(), strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("OPTIM.NAME", "adamv"), r"OPTIM.NAME \(command line\): unknown optimizer 'adamv'; did you mean .*adam"),
+        (("OPTIM.NAME", "adahessian"), "OPTIM.NAME .*unknown optimizer"),
+        (("OPTIM.NAME", "lookahead_adamw"), "OPTIM.NAME .*unknown optimizer"),
+        (("OPTIM.BETAS", "[0.9, 0.99]"), "OPTIM.BETAS .*sgd takes none"),
+        (("OPTIM.EPS", 1e-8), "OPTIM.EPS .*sgd takes none"),
+        (("OPTIM.NAME", "lion", "OPTIM.EPS", 1e-8), "OPTIM.EPS .*lion takes none"),
+        (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[2, 0.9]"), "OPTIM.NAME .*betas .2, 0.9.: Invalid beta"),
+        (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[0.9]"), r"OPTIM.BETAS .*adamw takes 2, not \[0.9\]"),
+        (("OPTIM.NAME", "rmsproptf", "OPTIM.BETAS", "[0.9]"), "OPTIM.BETAS .*rmsproptf takes none"),
+        (("OPTIM.LAYER_DECAY", 0.5), "OPTIM.LAYER_DECAY: Sequential has no group matcher"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_key(words, said):
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(make_cfg(*words), small_model())
+
+
+@pytest.mark.parametrize(
+    "words, key",
+    [
+        (("OPTIM.LR_SCALE", "lineal"), "OPTIM.LR_SCALE .*did you mean linear"),
+        (("OPTIM.LAYER_DECAY", 1.5), "OPTIM.LAYER_DECAY"),
+        (("OPTIM.CLIP_NORM", -1), "OPTIM.CLIP_NORM"),
+        (("OPTIM.LR_SCALE_BATCH", 0), "OPTIM.LR_SCALE_BATCH"),
+    ],
+)
+def test_values_out_of_range_are_refused_when_the_config_is_read(words, key):
+    with pytest.raises(ConfigError, match=key):
+        make_cfg(*words)
+
+
+def test_settings_of_sgd_mean_nothing_to_others():
+    make_cfg("OPTIM.NAME", "rmsprop", "OPTIM.MOMENTUM", 0)
+    with pytest.raises(ConfigError, match="OPTIM.NESTEROV: needs OPTIM.MOMENTUM above 0"):
+        make_cfg("OPTIM.MOMENTUM", 0)
+
+
+def test_without_scaling_the_learning_rate_is_the_schedule_to_the_bit():
+    cfg = make_cfg("OPTIM.BASE_LR", 0.3)
+    plain, scaled = build_schedule(cfg), build_lr(cfg, 777)
+    assert all(plain(epoch / 7) == scaled(epoch / 7) for epoch in range(700))
+    assert describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
+
+
+@pytest.mark.parametrize("policy, factor", [("linear", 8.0), ("sqrt", math.sqrt(8.0))])
+def test_the_learning_rate_is_scaled_by_the_batch(policy, factor):
+    cfg = make_cfg("OPTIM.LR_SCALE", policy, "OPTIM.LR_SCALE_BATCH", 128, "OPTIM.BASE_LR", 0.1)
+    assert scaled_lr(cfg, 1024) == pytest.approx(0.1 * factor)
+    plain, scaled = build_schedule(cfg), build_lr(cfg, 1024)
+    assert [scaled(epoch) for epoch in (0, 3.5, 50, 99)] == pytest.approx([factor * plain(e) for e in (0, 3, 50, 99)])
+    assert build_optimizer(cfg, small_model(), 1024).defaults["lr"] == scaled_lr(cfg, 1024)
+
+
+def test_the_log_shows_the_arithmetic_of_the_learning_rate(small_cfg):
+    words = ("OPTIM.LR_SCALE", "linear", "OPTIM.LR_SCALE_BATCH", 48, "OPTIM.MAX_EPOCH", 1)
+    cfg = small_cfg(*words, "TRAIN.GLOBAL_BATCH_SIZE", 24)
+    content = train_and_read(cfg)
+    log = (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert "learning rate: 0.05, 0.2667 per 128 images, linear: 0.1 x 24 / 48 = 0.05; seed 3" in log
+    assert content["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.05 * 0.1)
+    cfg = make_cfg("OPTIM.LR_SCALE", "sqrt", "OPTIM.BASE_LR", 0.1)
+    assert describe_lr(cfg, 1024).endswith("sqrt: 0.1 x sqrt(1024 / 256) = 0.2")
+
+
+@pytest.mark.parametrize("most", [0.0, 0.5, 1e6])
+def test_gradients_are_clipped_as_torch_does_or_left_alone(most):
+    models = small_model(), small_model()
+    for model in models:
+        model(torch.ones(2, 3, 4, 4)).square().sum().backward()
+    assert nn.utils.clip_grad_norm_(models[0].parameters(), math.inf) > 0.5
+    build_clipper(make_cfg("OPTIM.CLIP_NORM", most))(models[0].parameters())
+    if most:
+        nn.utils.clip_grad_norm_(models[1].parameters(), most)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+def assert_same(one, other) -> None:
+    """Compare nested contents with tensors in them bit by bit, whatever the optimizer."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, (list, tuple)):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_a_run_stopped_and_resumed_is_the_uninterrupted_run(small_cfg, tmp_path, monkeypatch, name):
+    words = (
+        "MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.NAME", name, *NO_DECAY,
+        "OPTIM.BASE_LR", 0.001, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.LAYER_DECAY", 0.7, "OPTIM.CLIP_NORM", 0.5,
+        "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1,
+    )  # fmt: skip
+    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    parts = small_cfg(*words)
+    train_and_stop(parts, (0, 3), monkeypatch)
+    train_model(parts)
+    resumed = newest(parts.OUT_DIR)
+    assert_same(
+        [resumed[key] for key in ("state_dict", "optimizer")], [whole[key] for key in ("state_dict", "optimizer")]
+    )
+    scales = {group["lr_scale"] for group in whole["optimizer"]["param_groups"]}
+    assert len(scales) > 3 and max(scales) == 1.0
+
+
+def test_another_optimizer_is_refused_on_resuming(small_cfg):
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
+    with pytest.raises(CheckpointError, match="of OPTIM.NAME sgd, here it is adamw; .* TRAIN.LOAD_OPT"):
+        train_model(small_cfg("OPTIM.NAME", "adamw"))
+    with pytest.raises(CheckpointError, match="parameter groups"):
+        train_model(small_cfg(*NO_DECAY))
+
+
+def test_a_rolled_back_optimizer_counts_its_steps_from_the_checkpoint():
+    """LAMB keeps its count of steps in the group."""
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(load_cfg(None, ["OPTIM.NAME", "lamb"]), model)
+
+    def take_step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        set_lr(optimizer, 0.1)
+        optimizer.step()
+
+    take_step()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    take_step()
+    expected = copy.deepcopy(model.state_dict())
+    take_step()
+    load_optimizer(optimizer, saved, "a file")
+    model.load_state_dict(weights)
+    take_step()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())

@@ -1,0 +1,96 @@
+"""bf16 and fp16: what computes in which type, loss scaling against its rules, and resuming with the scale."""
+
+import pytest
+import torch
+from torch import nn
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.optim.precision import Precision
+from distribuuuu.trainer import train_model
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_computes_in_the_type_and_the_weights_stay_float32(name, dtype):
+    precision, net = Precision(name), nn.Linear(4, 2)
+    with precision.autocast():
+        logits = net(torch.ones(3, 4))
+    assert logits.dtype == dtype
+    precision.backward(logits.float().sum())
+    precision.step(torch.optim.SGD(net.parameters(), lr=0.1), lambda parameters: None)
+    assert net.weight.dtype == net.weight.grad.dtype == torch.float32
+
+
+def small_step(precision: Precision, factor: float) -> tuple[nn.Linear, torch.Tensor]:
+    """Take a step on a gradient of `factor`; return the net and its weight before."""
+    net = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    before = net.weight.detach().clone()
+    with precision.autocast():
+        logits = net(torch.full((1, 2), 1.0))
+    precision.backward((logits.float() * factor).sum())
+    precision.step(torch.optim.SGD(net.parameters(), lr=1.0), lambda parameters: None)
+    return net, before
+
+
+def test_float16_keeps_gradients_that_would_vanish_and_leaves_out_steps_that_overflow():
+    net, before = small_step(Precision("fp16"), 1e-7)  # below half of float16's least number
+    assert (before - net.weight).tolist()[0] == pytest.approx([1e-7] * 2, rel=0.3)
+    precision = Precision("fp16")
+    scale = precision.state_dict()["scale"]
+    net, before = small_step(precision, 1e3)
+    assert torch.equal(net.weight, before), "the step was left out"
+    assert precision.state_dict()["scale"] == scale / 2
+
+
+def test_clipping_sees_gradients_at_their_own_scale():
+    norms = []
+    for name in ("none", "fp16"):
+        precision, net = Precision(name), nn.Linear(2, 1, bias=False)
+        precision.backward(net(torch.ones(1, 2)).sum())
+        clip = lambda parameters: norms.append(nn.utils.clip_grad_norm_(list(parameters), 0.5).item())  # noqa: E731
+        precision.step(torch.optim.SGD(net.parameters(), lr=1.0), clip)
+    assert norms == pytest.approx([2**0.5] * 2, rel=1e-6)
+
+
+def test_the_scale_is_saved_and_restored():
+    precision = Precision("fp16")
+    small_step(precision, 1e3)
+    other = Precision("fp16")
+    other.load_state_dict(precision.state_dict())
+    assert other.state_dict() == precision.state_dict() != Precision("fp16").state_dict()
+    other.load_state_dict({})  # a run in float32 goes on in float16
+    assert Precision().state_dict() == {}
+    Precision("bf16").load_state_dict(precision.state_dict())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_run_in_half_precision_resumes_bitwise(small_cfg, tmp_path, monkeypatch, name):
+    from support.runs import assert_same_run, newest, train_and_stop
+
+    words = ("TRAIN.AMP", name, "CHECKPOINT.EVERY_STEPS", 1)
+    whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
+    train_model(whole)
+    train_and_stop(small_cfg(*words), (1, 2), monkeypatch)
+    train_model(small_cfg(*words))
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+    one, other = newest(tmp_path / "out"), newest(tmp_path / "whole")
+    assert one["scaler"] == other["scaler"] and bool(one["scaler"]) == (name == "fp16")
+    assert one["state_dict"]["fc.weight"].dtype == torch.float32
+
+
+def test_half_precision_changes_the_numbers_a_little(small_cfg, tmp_path):
+    from support.runs import records
+
+    losses = {}
+    for name in ("none", "bf16"):
+        train_model(small_cfg("TRAIN.AMP", name, "OPTIM.MAX_EPOCH", 1, "OUT_DIR", tmp_path / name))
+        losses[name] = [entry["loss"] for entry in records(tmp_path / name)]
+    assert losses["none"] != losses["bf16"]
+    assert losses["none"] == pytest.approx(losses["bf16"], rel=0.05)
+
+
+def test_a_mistyped_precision_is_answered():
+    with pytest.raises(ConfigError, match="TRAIN.AMP .*'bf61' is not one of none, bf16, fp16; did you mean bf16"):
+        load_cfg(None, ["TRAIN.AMP", "bf61"])

@@ -1,0 +1,83 @@
+"""Where numbers come from: the commit of the code in every kind of checkout, the hardware and the memory."""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+
+from distribuuuu.report import environment as provenance
+from distribuuuu.report.environment import describe_hardware, find_commit, list_versions, peak_memory_mib
+
+
+def git(folder, *words: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(["git", "-C", folder, *identity, *words], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with a package in it."""
+    package = tmp_path / "repository" / "package"
+    package.mkdir(parents=True)
+    (package / "code.py").write_text("1\n")
+    git(package.parent, "init", "-q")
+    git(package, "add", ".")
+    git(package, "commit", "-qm", "first")
+    return package
+
+
+def test_the_commit_is_that_of_the_code_and_says_if_the_code_was_changed(checkout, capfd):
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    assert find_commit(checkout) == head
+    (checkout.parent / "notes.txt").write_text("not code")
+    assert find_commit(checkout) == head
+    (checkout / "my_net.py").write_text("a model of somebody's own\n")
+    assert find_commit(checkout) == f"{head}+changes"
+    (checkout / "my_net.py").unlink()
+    (checkout / "code.py").write_text("2\n")
+    assert find_commit(checkout) == f"{head}+changes"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_commit_is_made_up(checkout, tmp_path, monkeypatch):
+    assert find_commit(tmp_path) is None  # no repository
+    installed = checkout.parent / ".venv" / "package"  # in a repository that is not its own
+    installed.mkdir(parents=True)
+    (installed / "code.py").write_text("1\n")
+    assert find_commit(installed) is None
+    monkeypatch.setenv("GIT_DIR", str(checkout.parent / ".git"))  # as in a hook of that repository
+    assert find_commit(tmp_path) is None
+    monkeypatch.delenv("GIT_DIR")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert find_commit(checkout) is None
+
+
+def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 0.2)
+    start = time.perf_counter()
+    assert find_commit(checkout) is None
+    assert time.perf_counter() - start < 5
+
+
+def test_hardware_is_counted_once_though_processes_share_it(monkeypatch):
+    own = provenance._own_hardware(torch.device("cpu"))
+    assert describe_hardware(torch.device("cpu")) == own[1]
+    cards = [("a 1", "H100"), ("a 2", "H100"), ("a 2", "H100"), ("b 1", "H200")]
+    monkeypatch.setattr(provenance.dist, "gather_objects", lambda value: cards)
+    assert describe_hardware(torch.device("cpu")) == "2 x H100 + H200"
+
+
+def test_versions_and_memory_are_those_of_this_process():
+    versions = list_versions()
+    assert set(versions) == {"distribuuuu", "python", "torch", "torchvision", "timm", "cuda", "cudnn"}
+    assert versions["torch"] == torch.__version__ and versions["timm"]
+    if os.path.exists("/proc/self/status"):
+        status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+        kib = int(status["VmHWM"].split()[0])
+        assert peak_memory_mib(torch.device("cpu")) == pytest.approx(kib / 1024, rel=0.05)

@@ -1,0 +1,34 @@
+"""A small training state, and a checkpoint as the 2021 distribuuuu wrote it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from distribuuuu.config.reader import load_cfg
+from distribuuuu.engine.state import Best, TrainState
+from distribuuuu.optim.optimizer import build_optimizer
+
+
+def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:
+    """Return the state of a small model that has made a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, num_classes))
+    optimizer = build_optimizer(load_cfg(), model)
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+    classes = tuple("abcdefgh"[:num_classes])
+    bests = {"raw": Best(*best), "ema": Best()}
+    return TrainState(model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, bests=bests, **position)
+
+
+def original_checkpoint(path: Path, state: TrainState) -> None:
+    """Write what the 2021 distribuuuu wrote: numpy scalars among the optimizer's settings, no step, no classes."""
+    optimizer = state.optimizer.state_dict()
+    for group in optimizer["param_groups"]:
+        group["lr"] = np.float64(0.05) * np.float64(1)
+        for name in ("maximize", "foreach", "differentiable", "fused"):
+            group.pop(name, None)
+    content = {"epoch": 4, "state_dict": state.model.state_dict(), "optimizer": optimizer, "best_acc1": 33.5}
+    torch.save(content, path)

@@ -1,0 +1,119 @@
+"""Distillation against its definition, and teachers that cannot be had."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.models import build_model
+from distribuuuu.tasks.distillation import Distillation, build_objective
+from distribuuuu.tasks.losses import CrossEntropy
+from distribuuuu.trainer import train_model
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    exps = np.exp(values - values.max(axis=1, keepdims=True))
+    return exps / exps.sum(axis=1, keepdims=True)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    images, logits = torch.randn(5, 3, 2, 2, generator=draw), torch.randn(5, 4, generator=draw) * 3
+    return images, logits, torch.tensor([0, 3, 1, 1, 2])
+
+
+class Teacher(nn.Module):
+    """Answers by the first pixels, and differently when it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        answers = images.flatten(1)[:, :4] * self.weight * 2
+        return answers + 100 if self.training else answers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_soft_is_its_definition(temperature):
+    images, logits, labels = batch()
+    student, teacher = logits.numpy().astype(np.float64), Teacher().eval()(images).detach().numpy().astype(np.float64)
+    p, q = softmax(student / temperature), softmax(teacher / temperature)
+    own = -np.log(softmax(student))[np.arange(5), labels].mean()
+    expected = 0.7 * own + 0.3 * temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
+    loss = Distillation(CrossEntropy(), Teacher(), "soft", 0.3, temperature)(images, logits, labels)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_hard_is_its_definition():
+    images, logits, labels = batch()
+    answers = Teacher().eval()(images).argmax(1).numpy()
+    log_p = np.log(softmax(logits.numpy().astype(np.float64)))
+    expected = 0.5 * -log_p[np.arange(5), labels].mean() + 0.5 * -log_p[np.arange(5), answers].mean()
+    loss = Distillation(CrossEntropy(), Teacher(), "hard", 0.5)(images, logits, labels)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_teacher_gets_no_gradient_and_is_evaluated():
+    images, logits, labels = batch()
+    logits.requires_grad_()
+    distillation = Distillation(CrossEntropy(), Teacher().train(), "soft", 1.0)
+    distillation(images, logits, labels).backward()
+    assert distillation.teacher.weight.grad is None and logits.grad.abs().sum() > 0
+    own = Distillation(CrossEntropy(), Teacher(), "soft", 1.0)
+    same = own(images, own.teacher(images), labels)
+    assert same.item() == pytest.approx(0, abs=1e-6), "a student that answers as the teacher has nothing to learn"
+
+
+def test_a_run_learns_from_the_run_before(small_cfg, tmp_path):
+    from support.runs import records
+
+    train_model(small_cfg("EMA.HALF_LIFE", 20, "OUT_DIR", tmp_path / "teacher"))
+    teacher = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "teacher" / "best_ema.pth.tar")
+    losses = {}
+    for alpha in (0.0, 0.9):
+        out_dir = tmp_path / f"student_{alpha}"
+        train_model(small_cfg(*teacher, "DISTILL.ALPHA", alpha, "OUT_DIR", out_dir, "OPTIM.MAX_EPOCH", 1))
+        losses[alpha] = [entry["loss"] for entry in records(out_dir) if entry["kind"] == "train"]
+    train_model(small_cfg("OUT_DIR", tmp_path / "plain", "OPTIM.MAX_EPOCH", 1))
+    plain = [entry["loss"] for entry in records(tmp_path / "plain") if entry["kind"] == "train"]
+    assert losses[0.0] == plain and losses[0.9] != plain
+
+
+def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, tmp_path):
+    weights = tmp_path / "weights.pth"
+    torch.save({"w": torch.ones(1)}, weights)
+    device, given = torch.device("cpu"), ("DISTILL.WEIGHTS", weights)
+    with pytest.raises(ConfigError, match=r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"):
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet88", *given), (), device)
+    with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 takes no such keyword; did you mean width"):
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), (), device)
+    with pytest.raises(ConfigError, match=r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"):
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", *given), (), device)
+    with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*resnet8 has no published weights"):
+        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), (), device)
+
+
+def test_a_teacher_of_other_classes_is_refused(small_cfg, tmp_path):
+    weights, cpu = tmp_path / "teacher.pth", torch.device("cpu")
+    cfg = small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", weights)
+    content = {"state_dict": build_model(cfg).state_dict(), "classes": ["ant", "wasp", "cat"]}
+    torch.save(content, weights)
+    with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*other classes: 'wasp' where the data has 'bee'"):
+        build_objective(cfg, ("ant", "bee", "cat"), cpu)
+    build_objective(cfg, ("ant", "wasp", "cat"), cpu)
+    torch.save(content["state_dict"], weights)
+    build_objective(cfg, ("ant", "bee", "cat"), cpu)
+
+
+def test_half_a_teacher_is_a_contradiction():
+    for words, problem in (
+        (["DISTILL.TEACHER", "resnet18"], "DISTILL.WEIGHTS: is not set"),
+        (["DISTILL.WEIGHTS", "pretrained"], "DISTILL.TEACHER: is not set"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_cfg(None, words)
+    assert math.isclose(load_cfg(None, ["DISTILL.ALPHA", "1"]).DISTILL.ALPHA, 1.0)

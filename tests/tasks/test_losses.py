@@ -1,0 +1,203 @@
+"""Losses against their formulas, written out again in float64."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.runs import small_words
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+NUM, CLASSES = 12, 5
+WEIGHTS = (0.5, 2, 1.0, 0.0, 3.0)
+OPTIONS = {
+    "cross_entropy": [{}],
+    "bce": [{"threshold": at, "sum_classes": total} for at in (0.0, 0.2) for total in (False, True)],
+    "focal": [{"gamma": gamma} for gamma in (0.0, 0.5, 2.0)],
+}
+CASES = [
+    (name, {"smoothing": smoothing, "weights": weights, **options})
+    for name, rows in OPTIONS.items()
+    for options, smoothing, weights in itertools.product(rows, (0.0, 0.1), ((), WEIGHTS))
+]
+
+
+def batch(soft: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and labels, or mixtures of two labels."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 4 * torch.randn(NUM, CLASSES, generator=generator, dtype=torch.float64)
+    labels, others = torch.randint(0, CLASSES, (2, NUM), generator=generator)
+    share = torch.rand(NUM, 1, generator=generator, dtype=torch.float64)
+    mixed = share * F.one_hot(labels, CLASSES) + (1 - share) * F.one_hot(others, CLASSES)
+    return logits.to(dtype), mixed if soft else labels
+
+
+def naive(name, logits, targets, smoothing, weights, threshold=0.0, sum_classes=False, gamma=0.0) -> float:
+    """Compute the mean loss image by image and class by class, in float64."""
+    total = 0.0
+    for row, target in zip(logits.double().numpy(), targets.numpy(), strict=True):
+        p = np.exp(row) / np.exp(row).sum()
+        for index in range(CLASSES):
+            t = float(target == index) if target.ndim == 0 else float(target[index])
+            t = t * (1 - smoothing) + smoothing / CLASSES
+            factor = weights[index] if weights else 1.0
+            if name == "bce":
+                t = float(t > threshold) if threshold else t
+                yes = 1 / (1 + np.exp(-row[index]))
+                term = -(t * np.log(yes) + (1 - t) * np.log(1 - yes)) / (1 if sum_classes else CLASSES)
+            else:
+                term = -t * (1 - p[index]) ** gamma * np.log(p[index])
+            total += factor * term
+    return total / len(logits)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_each_loss_is_its_formula(name, options, soft):
+    criterion = LOSSES.get(name)(**options)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
+        logits, targets = batch(soft, dtype)
+        loss = criterion(logits, targets)
+        assert (loss.shape, loss.dtype) == ((), torch.promote_types(dtype, torch.float32))
+        assert loss.item() == pytest.approx(naive(name, logits, targets, **options), rel=tolerance)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_parts_of_a_batch_give_the_gradient_of_the_whole(name, options, soft):
+    criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
+    whole, parts = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    criterion(whole, targets).backward()
+    for part, target in zip(parts.chunk(4), targets.chunk(4), strict=True):
+        (criterion(part, target) / 4).backward()
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_gradients_are_those_of_finite_differences(name, options, soft):
+    criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
+    assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), logits.requires_grad_())
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0, 2.0])
+def test_focal_has_a_gradient_where_the_answer_is_certain(gamma):
+    logits = torch.tensor([[60.0, 0.0], [0.0, 60.0]], requires_grad=True)
+    Focal(gamma=gamma)(logits, torch.tensor([0, 0])).backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad.flatten().tolist() == pytest.approx([0, 0, -0.5, 0.5], abs=1e-9)
+
+
+def test_soft_targets_of_any_type_will_do():
+    logits, targets = batch(soft=True, dtype=torch.bfloat16)
+    for name in LOSSES.names():
+        one, other = (LOSSES.get(name)()(logits, targets.to(dtype)).item() for dtype in (torch.float32, torch.float16))
+        assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_the_default_is_that_of_torch_bit_by_bit():
+    logits, labels = batch(soft=False, dtype=torch.float32)
+    for train in (True, False):
+        one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        loss, expected = build_loss(load_cfg(), train)(one, labels), torch.nn.CrossEntropyLoss()(other, labels)
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected) and torch.equal(one.grad, other.grad)
+
+
+def test_weights_follow_torch_but_for_the_divisor():
+    logits, labels = batch(soft=False)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    expected = F.cross_entropy(logits, labels, weights) * weights[labels].sum() / NUM
+    torch.testing.assert_close(CrossEntropy(weights=WEIGHTS)(logits, labels), expected)
+    logits, targets = batch(soft=True)
+    expected = F.cross_entropy(logits, targets, weights, label_smoothing=0.1)
+    torch.testing.assert_close(CrossEntropy(0.1, WEIGHTS)(logits, targets), expected)
+
+
+def test_the_threshold_makes_both_parts_of_a_mixture_present():
+    logits, targets = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.3, 0.7, 0.0]])
+    for threshold, present in ((0.2, [1.0, 1.0, 0.0]), (0.5, [0.0, 1.0, 0.0])):
+        expected = F.binary_cross_entropy_with_logits(logits, torch.tensor([present]))
+        assert torch.equal(BinaryCrossEntropy(threshold=threshold)(logits, targets), expected)
+
+
+def configured(*words):
+    return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in words)])
+
+
+def test_the_config_names_the_loss_and_its_options():
+    assert LOSSES.names() == ["bce", "cross_entropy", "focal"]
+    bce = build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.BCE_TARGET_THRESHOLD", 0.2))
+    assert (type(bce), bce.threshold, bce.sum_classes, bce.weights) == (BinaryCrossEntropy, 0.2, True, None)
+    words = ("LOSS.NAME", "focal", "LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
+    focal = build_loss(configured(*words))
+    assert (type(focal), focal.gamma, focal.smoothing, focal.weights.tolist()) == (Focal, 3.0, 0.1, [1, 2, 0])
+
+
+def test_evaluation_is_plain_cross_entropy_whatever_trains():
+    words = ("LOSS.NAME", "focal", "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1, 2, 0]")
+    plain = build_loss(configured(*words), train=False)
+    assert (type(plain), plain.smoothing, plain.weights) == (CrossEntropy, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
+        (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
+        (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "for LOSS.NAME bce, which is cross_entropy")),
+        (("LOSS.NAME", "focal", "LOSS.BCE_TARGET_THRESHOLD", 0.2), ("LOSS.BCE_TARGET_THRESHOLD", "or this one to 0")),
+        (("LOSS.LABEL_SMOOTHING", 1.1), ("LOSS.LABEL_SMOOTHING", "0 to 1")),
+        (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 and up")),
+        (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
+        (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
+        (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
+        (("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 1), ("LOSS.BCE_TARGET_THRESHOLD", "0 and 1")),
+        (
+            ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 0.02, "LOSS.LABEL_SMOOTHING", 0.3),
+            ("LOSS.BCE_TARGET_THRESHOLD", "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3"),
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_run(words, parts):
+    with pytest.raises(ConfigError) as raised:
+        configured(*words)
+    assert len(raised.value.problems) == 1
+    assert all(part in str(raised.value) for part in parts), raised.value
+
+
+def records(out_dir, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in lines if entry["kind"] == kind]
+
+
+def test_a_run_trains_with_its_loss_and_evaluates_with_cross_entropy(small_cfg, tmp_path):
+    cfg = small_cfg("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.LABEL_SMOOTHING", 0.1)
+    train_model(cfg)
+    trained, evaluated = (records(tmp_path / "out", kind) for kind in ("train", "eval"))
+    # Three yes-or-no questions of a new model cost more than one choice among three.
+    assert trained[0]["loss"] > 1.7
+    assert len(evaluated) == 2 and evaluated[0]["loss"] < 1.7
+    # The last epoch's weights under a config that knows nothing of the loss they were trained with.
+    last = sorted((tmp_path / "out" / "checkpoints").glob("*.pth.tar"))[-1]
+    plain = load_cfg(None, small_words(cfg.TRAIN.DATASET, tmp_path / "test", "MODEL.WEIGHTS", last))
+    assert evaluate_run(plain)["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
+    # And under the one that does.
+    known = small_words(cfg.TRAIN.DATASET, tmp_path / "known", "MODEL.WEIGHTS", last, "LOSS.NAME", "focal")
+    assert evaluate_run(load_cfg(None, known))["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
+
+
+def test_weights_give_the_same_run_however_a_batch_is_divided(image_folder, tmp_path):
+    words = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
+             "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
+    for size in (24, 6):
+        train_model(load_cfg(None, small_words(image_folder, tmp_path / str(size), *words, "TRAIN.BATCH_SIZE", size)))
+    whole, parts = (records(tmp_path / size, "train") for size in ("24", "6"))
+    assert [entry["loss"] for entry in parts] == pytest.approx([entry["loss"] for entry in whole], rel=1e-4)

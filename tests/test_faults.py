@@ -1,0 +1,251 @@
+"""Losses that are not finite, disks that refuse, folders that vanish: no good checkpoint is lost, no bad one kept."""
+
+import json
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import ROOT, run_tool, small_words
+
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.writer import BackgroundWriter, find_not_finite, snapshot
+from distribuuuu.report.writers import RecordFile
+
+if sys.platform != "linux":
+    pytest.skip("limits the files of another process", allow_module_level=True)
+
+from training_process import TrainingProcess
+
+# The weights turn into NaN in the second step of the second epoch, where a checkpoint is due.
+EXPLODING = (
+    "MODEL.ARCH", "exploding", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.PRINT_FREQ", 4, "OPTIM.MAX_EPOCH", 3,
+)  # fmt: skip
+
+
+def train_odd(root: Path, out_dir: Path, *words):
+    return run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *small_words(root, out_dir, *words))
+
+
+def is_finite(path: Path) -> bool:
+    return find_not_finite(read_checkpoint(path)) is None
+
+
+def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, tmp_path):
+    done = train_odd(image_folder, tmp_path / "out", *EXPLODING)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    newest = CheckpointFolder(tmp_path / "out").list()[-1]
+    assert is_finite(newest) and newest.name == "ckpt_ep_001_step_000001.pth.tar"
+    assert f"the training loss is nan in epoch 2, by step 4; the newest checkpoint, {newest}, is finite" in done.stderr
+    assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
+
+
+def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_folder, tmp_path):
+    words = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
+    done = train_odd(image_folder, tmp_path / "out", *words)
+    assert done.returncode == 2 and "in epoch 1, by step 4; there is no checkpoint; fix: lower" in done.stderr
+    assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
+
+
+def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"not finite in epoch 2, by step 4: rollback 1 of 3, to .*ckpt_ep_001_step_000001", done.stderr)
+    paths = CheckpointFolder(out_dir).list()
+    assert all(is_finite(path) for path in paths)
+    last = read_checkpoint(paths[-1])
+    assert (last["epoch"], last["step"], last["num_rollbacks"]) == (2, 0, 1)
+    records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [(record["epoch"], record["step"], record["count"]) for record in records if record["kind"] == "train"]
+    assert trained == [(1, 4, 48), (2, 4, 36), (3, 4, 48)], "the rollback is not in the records"
+
+
+def test_rollbacks_come_to_an_end(image_folder, tmp_path):
+    words = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
+    done = train_odd(image_folder, tmp_path / "out", *words)
+    assert done.returncode == 2 and "the training loss is nan" in done.stderr
+    assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
+
+
+def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
+    done = train_odd(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
+    assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
+
+
+# Enough for the log and the records, not for a checkpoint.
+ROOM = 200_000
+
+
+def limit_files(run: TrainingProcess, most_bytes: int) -> None:
+    """Let no file of a run grow beyond so many bytes: what a full disk does, without one."""
+    for pid in run.list_pids():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def long_run(image_folder, tmp_path):
+    words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "train_net.py"),
+        *small_words(image_folder, tmp_path / "out", *words),
+    ]
+    run = TrainingProcess(command, tmp_path / "out", 4)
+    run.wait_for(lambda: len(run.records()) > 2)
+    yield run
+    run.kill()
+
+
+def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long_run):
+    limit_files(long_run, ROOM)
+    long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
+    before = CheckpointFolder(long_run.out_dir).list()
+    time.sleep(1)
+    assert CheckpointFolder(long_run.out_dir).list() == before and all(is_finite(path) for path in before)
+    limit_files(long_run, resource.RLIM_INFINITY)
+    num = len(long_run.records())
+    long_run.wait_for(lambda: len(long_run.records()) > num + 10)
+    steps = [(record["epoch"], record["step"], record["kind"]) for record in long_run.records()]
+    expected = [(epoch, 4, kind) for epoch in range(1, steps[-1][0] + 1) for kind in ("train", "eval")]
+    assert steps == expected[: len(steps)], "no record is lost"
+    long_run.signal_launcher(15)
+    assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
+
+
+def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(long_run):
+    limit_files(long_run, ROOM)
+    long_run.signal_launcher(15)
+    assert long_run.wait(60) == 2
+    newest = CheckpointFolder(long_run.out_dir).list()[-1]
+    assert is_finite(newest)
+    text = Path(f"{long_run.out_dir}.console").read_text()
+    assert f"could not be written: [Errno 27] File too large; the newest one is {newest}" in text
+    assert "Traceback" not in text
+
+
+def test_an_out_dir_that_vanishes_is_made_anew(long_run):
+    long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
+    long_run.wait_for(lambda: len(CheckpointFolder(long_run.out_dir).list()) > 1 and long_run.records())
+    long_run.signal_launcher(15)
+    assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
+
+
+# --------------------------------------------------------------------------------------- the parts
+
+
+def test_a_snapshot_shares_nothing_with_what_it_was_taken_of():
+    content = {"a": [torch.ones(2)], "b": (1, torch.zeros(1)), "c": "text"}
+    copy = snapshot(content)
+    content["a"][0].zero_()
+    assert copy["a"][0].tolist() == [1, 1] and copy["b"][0] == 1 and copy["c"] == "text"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_the_place_of_what_is_not_finite_is_found(bad):
+    assert find_not_finite({"state_dict": {"w": torch.tensor([1.0, 1e38])}, "n": torch.tensor(3)}) is None
+    assert find_not_finite({"optimizer": [{"m": torch.tensor([1.0, bad])}]}) == "optimizer/0/m"
+
+
+def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
+    monkeypatch.setattr("distribuuuu.checkpoint.writer.RETRY_S", 0.01)
+    monkeypatch.setattr("distribuuuu.checkpoint.writer.LAST_TRIES_S", 0.05)
+    tries, writer = [], BackgroundWriter()
+
+    def refused():
+        tries.append(1)
+        raise OSError(28, "No space left on device")
+
+    def refused_twice():
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(28, "No space left on device")
+
+    writer.start(refused_twice, "one")
+    writer.wait()
+    assert len(tries) == 3
+    writer.start(refused, "two")
+    time.sleep(0.05)
+    writer.start(lambda: tries.clear(), "three")
+    writer.wait()
+    assert tries == []
+    writer.start(refused, "four")
+    with pytest.raises(CheckpointError, match="No space left"):
+        writer.wait()
+    writer.start(lambda: 1 / 0, "a bug")
+    with pytest.raises(ZeroDivisionError):
+        writer.wait()
+
+
+def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint(tmp_path, monkeypatch):
+    from support.states import make_state
+
+    from distribuuuu.checkpoint import manager as checkpoint
+
+    write, is_full = checkpoint.write_atomically, [True]
+
+    def write_if_there_is_room(path, content, *more):
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        return write(path, content, *more)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
+    folder = CheckpointFolder(tmp_path)
+    folder.save_in_background(make_state(epoch=1), new_bests=["raw"])
+    time.sleep(0.1)
+    is_full[0] = False
+    folder.save(make_state(epoch=1, step=2))
+    assert [path.name for path in folder.list()] == ["ckpt_ep_001_step_000002.pth.tar"]
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
+    """A write that takes until more steps are made would never end if they waited for it."""
+    import threading
+
+    from distribuuuu import trainer
+    from distribuuuu.checkpoint import manager as checkpoint
+
+    write, moved_on, set_lr = checkpoint.write_atomically, threading.Event(), trainer.set_lr
+    steps_when_writing = []
+
+    def slow_write(path, content, *more):
+        if path.name == "ckpt_ep_000_step_000001.pth.tar":
+            assert moved_on.wait(60)
+            steps_when_writing.append(path.name)
+        return write(path, content, *more)
+
+    def count_steps(optimizer, lr):
+        count_steps.num += 1
+        if count_steps.num == 3:
+            moved_on.set()
+        set_lr(optimizer, lr)
+
+    count_steps.num = 0
+    monkeypatch.setattr(checkpoint, "write_atomically", slow_write)
+    monkeypatch.setattr(trainer, "set_lr", count_steps)
+    trainer.train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 3, "OPTIM.MAX_EPOCH", 1))
+    assert steps_when_writing
+
+
+@pytest.mark.parametrize("every, due", [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 4, 6]),
+                                        (5, [2, 5])])  # fmt: skip
+def test_no_more_than_every_steps_lie_between_a_checkpoint_and_the_one_after_the_next(tmp_path, every, due):
+    folder = CheckpointFolder(tmp_path, every_steps=every)
+    assert [step for step in range(1, 7) if folder.is_due(step)] == due
+
+
+def test_records_that_the_disk_refuses_are_written_with_the_next(tmp_path, caplog):
+    path = tmp_path / "folder" / "metrics.jsonl"
+    (tmp_path / "folder").write_text("a file where the folder belongs")
+    records = RecordFile(path)
+    records.append({"n": 1})
+    records.append({"n": 2})
+    assert caplog.text.count("CANNOT BE WRITTEN") == 1
+    (tmp_path / "folder").unlink()
+    records.append({"n": 3})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
