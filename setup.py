@@ -30,6 +30,10 @@ setup(
     extras_require={
         "simplejpeg": ["simplejpeg>=1.7"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
-        "dev": ["pytest>=8", "pytest-xdist>=3.7", "ruff>=0.6", "simplejpeg>=1.7"],
+        "dev": [
+            *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
+            *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
+            "torchmetrics>=1.4",  # the reference that our metrics are tested against
+        ],
     },
 )

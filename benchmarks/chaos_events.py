@@ -12,7 +12,7 @@ from pathlib import Path
 from training_process import RunEnded, TrainingProcess, read_records
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder, position_of
+from distribuuuu.checkpoint.manager import CheckpointManager, position_of
 from distribuuuu.launch.signals import STATUS_OF
 
 EVERY_STEPS = 4
@@ -97,7 +97,7 @@ class Progress:
     def __init__(self, out_dir: Path, num_steps: int):
         self.out_dir = out_dir
         self.num_steps = num_steps
-        self._checkpoints = CheckpointFolder(out_dir)
+        self._checkpoints = CheckpointManager(out_dir)
 
     def of_record(self, record: dict) -> int:
         """Return the steps that were done at a record."""

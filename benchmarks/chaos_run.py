@@ -104,7 +104,7 @@ class DisturbedRun:
                 self.wait_for_moment(event, run, start_s)
                 event.phase = phase_of(run)
                 strike(event, run, self.progress, self.rng)
-                self.settle(event, run)
+                self.join_or_abandon(event, run)
             except RunEnded as error:
                 raise RuntimeError(f"run {self.number}: the start before event {number} ended, {error}:\n"
                                    f"{run.last_lines()}") from error  # fmt: skip
@@ -141,7 +141,7 @@ class DisturbedRun:
         wait_slowly(run, lambda: len(run.records()) >= enough and self.progress.newest())
         time.sleep(self.rng.uniform(0, 0.05))
 
-    def settle(self, event: Event, run: TrainingProcess) -> None:
+    def join_or_abandon(self, event: Event, run: TrainingProcess) -> None:
         """Note what the event left behind, once it is known that the start that it hit had gone on as it should."""
         self.note_resumption(run)
         if event.name in FULL_DISKS:

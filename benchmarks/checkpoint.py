@@ -15,7 +15,7 @@ import torch
 from machine import describe_run
 from step import CLASSES, MemoryLoader
 
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.engine.state import TrainState
@@ -43,10 +43,10 @@ class Training:
         self.loader.num_steps = args.steps
         self.state: TrainState = build_state(self.cfg, device, self.loader, pretrained=False)
         self.saving = build_checkpoints(self.cfg)
-        self.silent = CheckpointFolder(out_dir)
+        self.silent = CheckpointManager(out_dir)
         self.log: RunLog = open_log(self.cfg, self.state, self.loader)
 
-    def time_block(self, checkpoints: CheckpointFolder) -> float:
+    def time_block(self, checkpoints: CheckpointManager) -> float:
         """Return the seconds a step of one block."""
         start, self.state.step = time.perf_counter(), 0
         recipe = build_recipe(self.cfg, self.loader, self.loader.device, self.state.precision)

@@ -27,7 +27,7 @@ from same_runs import find_differences
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
@@ -58,7 +58,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     from safetensors.torch import save_file
 
     state = make_state()
-    checkpoints = CheckpointFolder(folder / "ours")
+    checkpoints = CheckpointManager(folder / "ours")
     ours = checkpoints.save(state, new_bests=["raw"])
     optimizer = state.optimizer.state_dict()
     for group in optimizer["param_groups"]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from machine import describe_run
 
-from distribuuuu.distributed.watchdog import Watch
-from distribuuuu.distributed.watchdog_server import Hub
+from distribuuuu.distributed.watchdog import WatchdogClient
+from distribuuuu.distributed.watchdog_server import WatchdogServer
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # Processes that are watched, out of a world that has room for some more.
@@ -45,10 +45,10 @@ class Report:
 def fuzz(seed: int, num_connections: int, most_s: float) -> Report:
     """Attack a hub on the loopback address with so many connections, for so many seconds at most."""
     rng, began = random.Random(seed), time.monotonic()
-    hub = Hub(WORLD_SIZE, TOKEN, timeout_s=600)
+    hub = WatchdogServer(WORLD_SIZE, TOKEN, timeout_s=600)
     hub.start()
     with tempfile.TemporaryDirectory() as folder:
-        members = [Watch(rank, ("127.0.0.1", hub.ports[0]), TOKEN, folder) for rank in range(NUM_MEMBERS)]
+        members = [WatchdogClient(rank, ("127.0.0.1", hub.ports[0]), TOKEN, folder) for rank in range(NUM_MEMBERS)]
         for member in members:
             member.start()
         while len(hub._members) < NUM_MEMBERS and time.monotonic() < began + most_s:

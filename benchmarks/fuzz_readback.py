@@ -146,7 +146,7 @@ def read_pack(folder: Path) -> None:
     images = Packed(folder.parent, folder.name)
     for index in range(len(images)):
         assert 0 <= images.label(index) < len(images.classes)
-        images.where(index)
+        images.describe(index)
         bytes(images.read(index))
     read_whole_or_cut(folder)
 

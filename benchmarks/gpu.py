@@ -76,7 +76,7 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
-    def take_wait_s(self) -> float:
+    def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches."""
         return 0.0
 
@@ -105,7 +105,7 @@ def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant
         train_epoch(cfg, state, model, loader, recipe, checkpoints, log, stop)
 
     parameters = list(state.model.parameters())
-    buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.in_group()
+    buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.is_distributed()
     return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), images, labels], buckets)
 
 
@@ -202,10 +202,12 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
         peak = f"{one.peak_bytes / 2**30:.2f}" if one.peak_bytes else "-"
         to_bare = show_spread(speed_ratios(one, alone["bare"]))
         print(f"{name:<12} {rates[name]:>9.1f}   {to_bare:<26}   {to_fastest:<13} {share:>12} {peak:>9}")
-    in_group = speed_ratios(group["ours"], group["bare"])
-    cost = statistics.median(speed_ratios(alone["ours"], alone["bare"])) / statistics.median(in_group) - 1
+    is_distributed = speed_ratios(group["ours"], group["bare"])
+    cost = statistics.median(speed_ratios(alone["ours"], alone["bare"])) / statistics.median(is_distributed) - 1
     peak = f", peak {group['ours'].peak_bytes / 2**30:.2f} GiB" if group["ours"].peak_bytes else ""
-    print(f"ours in a process group of one: {show_spread(in_group)} x bare; DDP costs {cost:.1%} of the time{peak}")
+    print(
+        f"ours in a process group of one: {show_spread(is_distributed)} x bare; DDP costs {cost:.1%} of the time{peak}"
+    )
     missing = [name for name in REFERENCES if name not in alone]
     if missing:
         print(f"left out: {' and '.join(missing)}; give the path of the script with --{' and --'.join(missing)}")

@@ -190,10 +190,10 @@ class Contestant:
         return self.bucket_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def take_turns(contestants: dict[str, Contestant], num_rounds: int, device: torch.device) -> None:
+def take_turns(contestants: dict[str, Contestant], max_num_batches: int, device: torch.device) -> None:
     """Time blocks: every round runs each loop once, beginning with another one."""
     names = list(contestants)
-    for number in range(WARM_UP_ROUNDS + num_rounds):
+    for number in range(WARM_UP_ROUNDS + max_num_batches):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             contestants[name].take_block(device, counts=number >= WARM_UP_ROUNDS)
 

@@ -145,7 +145,7 @@ def measure_memory(ways: dict[str, Callable]) -> Iterator[tuple[str, float, floa
         num = len(images)
         if name == LATER:
             size = images._index.file.stat().st_size / num
-            growth = grow_worker(num, lambda index, images=images: (images.where(index), images.label(index)))
+            growth = grow_worker(num, lambda index, images=images: (images.describe(index), images.label(index)))
         else:
             size = list_bytes(images)
             growth = grow_worker(num, lambda index, images=images: (images[index][0], images[index][1]))

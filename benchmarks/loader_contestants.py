@@ -140,9 +140,9 @@ def ours(folder, words=(), workers=0, train=True, to_loop=False):
     from distribuuuu.data.loader import build_loader
     from distribuuuu.data.samples import collate
     from distribuuuu.launch.detect import Launch
-    from distribuuuu.launch.host import keep_freed_memory
+    from distribuuuu.launch.host import tune_malloc
 
-    keep_freed_memory()
+    tune_malloc()
     words = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
              "TEST.BATCH_SIZE", BATCH, *words]  # fmt: skip
     loader = build_loader(load_cfg(None, [str(word) for word in words]), Launch("alone"), torch.device("cpu"), train)

@@ -24,7 +24,7 @@ from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import wrap_model
-from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.distributed.fsdp import parallelize_model
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.models import build_model, count_parameters
@@ -91,7 +91,7 @@ def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[lis
     torch.manual_seed(0)
     model = build_act_checkpoint(cfg, build_model(cfg, False))
     num_parameters = count_parameters(model)
-    model = build_placement(cfg, device)(model)
+    model = parallelize_model(cfg, device)(model)
     optimizer, precision = build_optimizer(cfg, model), build_precision(cfg, device)
     images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
     labels = torch.arange(args.batch, device=device)
@@ -120,7 +120,7 @@ def run_process(rank: int, args: argparse.Namespace, words: str, port: int, fold
     with dist.process_group(launch, device, 600):
         with peak_memory(device, result):
             seconds, num = take_steps(cfg, args, device)
-        (most,) = dist.greatest([result["mib"]])
+        (most,) = dist.all_reduce_max([result["mib"]])
     if rank == 0:
         measured = {"mib": most, "step_s": statistics.median(seconds), "parameters": num}
         (Path(folder) / "measured.json").write_text(json.dumps(measured), encoding="utf-8")

@@ -8,7 +8,7 @@ import torch
 from training_process import read_records
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 
 # What a record says about time, which no two runs share.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
@@ -31,7 +31,7 @@ def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
 
 def files_of(out_dir: Path) -> dict[str, Path]:
     """Return the checkpoints and the best weights by name."""
-    checkpoints = CheckpointFolder(out_dir)
+    checkpoints = CheckpointManager(out_dir)
     return {path.name: path for path in [*checkpoints.list(), checkpoints.bests["raw"]] if path.exists()}
 
 
@@ -46,7 +46,7 @@ def check_best(out_dir: Path) -> None:
     Raises:
         RuntimeError: they are not there, or older.
     """
-    checkpoints = CheckpointFolder(out_dir)
+    checkpoints = CheckpointManager(out_dir)
     if not checkpoints.list():
         return
     newest = read_checkpoint(checkpoints.list()[-1])

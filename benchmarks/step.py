@@ -62,7 +62,7 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
-    def take_wait_s(self) -> float:
+    def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches."""
         return 0.0
 
@@ -150,11 +150,13 @@ def run_bare_features(
             torch._foreach_copy_(*counts)
 
 
-def time_blocks(loops: dict[str, Callable[[], None]], num_rounds: int, device: torch.device) -> dict[str, list[float]]:
+def time_blocks(
+    loops: dict[str, Callable[[], None]], max_num_batches: int, device: torch.device
+) -> dict[str, list[float]]:
     """Return the seconds of each block: every round runs each loop once, beginning with another one."""
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     names = list(loops)
-    for number in range(WARM_UP_ROUNDS + num_rounds):
+    for number in range(WARM_UP_ROUNDS + max_num_batches):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
             start = time.perf_counter()

@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_other_class, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
-from distribuuuu.config.reader import leaves
+from distribuuuu.config.reader import iter_options
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
-from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.distributed.fsdp import parallelize_model
 from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
-from distribuuuu.engine.dry_run import rehearse, rehearse_evaluation
+from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
@@ -39,14 +39,14 @@ from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import detect_launch, is_restart
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.models import build_model
-from distribuuuu.models.finetune import build_start, freeze_parts
+from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_optimizer, set_lr
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.report.run_log import RunLog, evaluation_bar
 from distribuuuu.tasks.classification import Recipe, build_recipe
 from distribuuuu.tasks.losses import build_loss
-from distribuuuu.tasks.metrics import NonFiniteLoss, build_measures, build_meter, finite
+from distribuuuu.tasks.metrics import NonFiniteLoss, build_meter, finite, metric_names
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,9 @@ def train_model(cfg) -> float:
                     else:
                         checkpoints.save_in_background(state)  # an evaluation that fails is repeated alone
                         evaluations = evaluate_epoch(cfg, state, train_loader, val_loader, stop)
-                        new_bests = state.finish_epoch({kind: read[log.merit] for kind, read in evaluations.items()})
+                        new_bests = state.finish_epoch(
+                            {kind: read[log.primary_metric] for kind, read in evaluations.items()}
+                        )
                         log.evaluation(state.epoch - 1, evaluations, state.bests)
                         results.write(state, state.timing.images_per_s, evaluations)
                         checkpoints.save_in_background(state, new_bests)
@@ -98,7 +100,7 @@ def train_epoch(
     model: nn.Module,
     loader: TrainLoader,
     recipe: Recipe,
-    checkpoints: CheckpointFolder,
+    checkpoints: CheckpointManager,
     log: RunLog,
     stop: StopRequest,
 ) -> None:
@@ -108,7 +110,7 @@ def train_epoch(
         RunStopped: the run was asked to stop; all processes leave after the same step.
         NonFiniteLoss: a loss was infinite or not a number.
     """
-    epoch, seed, num_micro = state.epoch, state.stream_seed, loader.plan.num_micro
+    epoch, seed, accum_steps = state.epoch, state.stream_seed, loader.plan.accum_steps
     meter, precision = state.meter, state.precision
     batches = loader.batches_from(seed, epoch, state.step)
     model.train()
@@ -118,20 +120,20 @@ def train_epoch(
         lr = recipe.lr_at(epoch + step / loader.num_steps)
         set_lr(state.optimizer, lr)
         state.optimizer.zero_grad()
-        for micro in range(num_micro):
+        for micro in range(accum_steps):
             images, targets = recipe.mix(*next(batches), seed, epoch, step, micro)
             seed_step(derive_seed(seed, epoch, step, micro, dist.rank()), loader.device)
-            with without_gradient_sync(model, micro + 1 < num_micro):
+            with without_gradient_sync(model, micro + 1 < accum_steps):
                 with precision.autocast():
                     logits = model(images)
                 loss = recipe.objective(images, logits, targets)
-                precision.backward(loss / num_micro)
+                precision.backward(loss / accum_steps)
             meter.update(loss, logits, targets)
         precision.step(state.optimizer, recipe.clip)
         state.finish_step(loader.num_steps)
         is_last = state.step == loader.num_steps
         if state.step % cfg.TRAIN.PRINT_FREQ == 0 or is_last:
-            log.train(epoch, state.step, lr, finite(meter.read()), loader.take_wait_s())
+            log.train(epoch, state.step, lr, finite(meter.read()), loader.pop_data_time())
         else:
             log.show_step(epoch, state.step, lr)
         if checkpoints.is_due(state.step) and not is_last:
@@ -149,7 +151,7 @@ def evaluate_epoch(
     for kind, model in state.models.items():
         stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
-            images = train_loader.some_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
+            images = train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, autocast)
         results[kind] = evaluate(model, val_loader, criterion, meter, watched_bar(cfg, state, stop), autocast, flip)
     return results
@@ -160,11 +162,11 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
     """Return the state at the very start, from what MODEL.PRETRAINED or FINETUNE.WEIGHTS name if it is `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
-    model = build_start(cfg, loader.images.classes, pretrained)
+    model = build_initial_model(cfg, loader.images.classes, pretrained)
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, device)
     freeze_parts(cfg, model)
-    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), build_placement(cfg, device)
+    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), parallelize_model(cfg, device)
     place(model)
     if ema:
         place(ema.model)
@@ -178,7 +180,7 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
         global_batch=loader.plan.global_batch,
         precision=build_precision(cfg, device),
         ema=ema,
-        config=dict(leaves(cfg)),
+        config=dict(iter_options(cfg)),
         meter=build_meter(cfg, device),
     )
 
@@ -186,32 +188,32 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
 @explain_out_of_memory("the first passes")
 def prepare_model(cfg, model: nn.Module, train_loader: TrainLoader, val_loader: Loader) -> nn.Module:
     """Return the model ready for steps: tried out on a few images, wrapped for several processes, compiled."""
-    example = train_loader.example()
-    found = rehearse(cfg, model, example, val_loader.black(1))
+    example = train_loader.dummy_batch()
+    found = dry_run(cfg, model, example, val_loader.zero_images(1))
     model = wrap_model(model, train_loader.device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
     compile_model(model, cfg.MODEL.COMPILE)
     return model
 
 
-def build_checkpoints(cfg) -> CheckpointFolder:
+def build_checkpoints(cfg) -> CheckpointManager:
     """Return the checkpoints of the run."""
     settings = cfg.CHECKPOINT
-    return CheckpointFolder(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
+    return CheckpointManager(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
 
 
-def find_latest(cfg, checkpoints: CheckpointFolder) -> Path | None:
+def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
     """Return the newest sound checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
     return checkpoints.find_latest() if cfg.TRAIN.AUTO_RESUME or is_restart() else None
 
 
-def begin_writing(cfg, checkpoints: CheckpointFolder, latest: Path | None) -> None:
+def begin_writing(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
     """Make OUT_DIR this run's own, now that its start has been accepted: until here an older run's files are whole.
 
     Where the run does not resume, the older run's files are set aside.
     """
-    checkpoints.clear_leftovers()
+    checkpoints.remove_temporary_files()
     begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if begins_anew and (aside := checkpoints.set_aside((cfg.CFG_DEST, "metrics.jsonl"))):
+    if begins_anew and (aside := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl"))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", aside)
     write_config(cfg)
 
@@ -251,11 +253,11 @@ def resume(state: TrainState, latest: Path) -> None:
 def watched_bar(cfg, state: TrainState, stop: StopRequest) -> Callable[[Loader], Iterator]:
     """Return what shows an evaluation loader behind a bar and lets it be stopped between two batches."""
     bar, position = evaluation_bar(cfg.TEST.PRINT_FREQ), f"epoch {state.epoch + 1}, evaluation"
-    return lambda loader: stop.checked(bar(loader), loader.num_rounds, position)
+    return lambda loader: stop.checked(bar(loader), loader.max_num_batches, position)
 
 
 @contextlib.contextmanager
-def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iterator[None]:
+def saved_when_stopped(state: TrainState, checkpoints: CheckpointManager) -> Iterator[None]:
     """Save the state if the run is asked to stop within the block; the processes leave together once that is done.
 
     An error leaves after the save at hand, which may be of the steps that it would cost.
@@ -263,7 +265,7 @@ def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iter
     try:
         yield
     except ConfigError:
-        checkpoints.settle()
+        checkpoints.join_or_abandon()
         raise
     except RunStopped as stopped:
         path = checkpoints.save(state)
@@ -272,7 +274,7 @@ def saved_when_stopped(state: TrainState, checkpoints: CheckpointFolder) -> Iter
         raise
 
 
-def roll_back(cfg, state: TrainState, checkpoints: CheckpointFolder, log: RunLog, trouble: NonFiniteLoss) -> None:
+def roll_back(cfg, state: TrainState, checkpoints: CheckpointManager, log: RunLog, trouble: NonFiniteLoss) -> None:
     """Return to the newest checkpoint, to go on with other randomness; raise the trouble again if that is not to be.
 
     Checkpoints hold finite numbers only. TRAIN.ON_NAN decides, TRAIN.MAX_ROLLBACKS limits.
@@ -311,7 +313,7 @@ def open_log(cfg, state: TrainState, loader: TrainLoader) -> RunLog:
     log = RunLog(
         cfg.OUT_DIR,
         tensorboard=cfg.LOG.TENSORBOARD,
-        measures=build_measures(cfg),
+        measures=metric_names(cfg),
         num_epochs=cfg.OPTIM.MAX_EPOCH,
         num_steps=loader.num_steps,
         images_per_step=loader.plan.global_batch,
@@ -340,7 +342,7 @@ def test_model(cfg) -> dict:
         if weights != "pretrained":
             content = read_checkpoint(weights)
             load_state_dict(model, content["state_dict"], weights)
-            if other := find_other_class(content, loader.images.classes):
+            if other := find_class_mismatch(content, loader.images.classes):
                 raise CheckpointError(f"{weights}: was trained on other classes: {other}")
         describe_model(cfg, model, loader)
         result = evaluate_weights(cfg, model, loader)
@@ -352,7 +354,7 @@ def test_model(cfg) -> dict:
 @explain_out_of_memory("the evaluation", batch="test")
 def evaluate_weights(cfg, model: nn.Module, loader: Loader) -> dict:
     """Return the result of a model, tried out on one image before."""
-    rehearse_evaluation(cfg, model, loader.black(1))
+    dry_run_evaluation(cfg, model, loader.zero_images(1))
     criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
     meter, autocast = build_meter(cfg, loader.device), build_precision(cfg, loader.device).autocast
     watched = lambda batches: dist.marked(bar(batches), "evaluation")  # noqa: E731

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.images import draw_folder
-from support.runs import small_words
+from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 
@@ -56,6 +56,6 @@ def small_cfg(image_folder, tmp_path) -> Callable:
     """Return small_cfg(KEY, VALUE, ...): the config of a run that takes a second, in this test's folder."""
 
     def make(*words: Any):
-        return load_cfg(None, small_words(image_folder, tmp_path / "out", *words))
+        return load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
 
     return make

@@ -37,12 +37,12 @@ def assert_same_file(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def teacher(image_folder, tmp_path_factory):
     """The words of a teacher that was trained a little."""
-    from support.runs import small_words
+    from support.runs import small_options
 
     from distribuuuu.config import load_cfg
 
     out_dir = tmp_path_factory.mktemp("teacher")
-    train_model(load_cfg(None, small_words(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)))
+    train_model(load_cfg(None, small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)))
     return ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", out_dir / "best.pth.tar", "DISTILL.TEMPERATURE", 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
 
-from distribuuuu.data.device_loader import ResidentBatches, ResidentImages
+from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.workers import ThreadWorkers
@@ -82,9 +82,9 @@ def test_crops_on_the_device_are_normalized_after_they_are_made(small_cfg, monke
     parts = build_loader(small_cfg("DATA.CROP", crop, "MODEL.DUMMY_INPUT", True), ALONE, CPU, train)
     positions = list(parts.sampler)[:3]
     with fake_cuda(monkeypatch) as timeline:
-        images = ResidentImages(parts.images, "auto", CUDA, num_threads=0)
+        images = DeviceDataset(parts.images, "auto", CUDA, num_threads=0)
         samples = Samples(images, parts.samples.transform, "auto", skip_broken=False)
-        loader = Loader(samples, parts.sampler, ResidentBatches(samples, positions), make_normalizer(CUDA))
+        loader = Loader(samples, parts.sampler, DeviceLoader(samples, positions), make_normalizer(CUDA))
         timeline.waits.clear()
         assert len(read_all(loader, timeline)) == 3
     assert timeline.races == timeline.waits == []

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
-from distribuuuu.checkpoint.writer import BackgroundWriter, find_not_finite, snapshot
+from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.writer import BackgroundWriter, find_nonfinite, snapshot
 from distribuuuu.report.writers import RecordFile
 
 if sys.platform != "linux":
@@ -28,17 +28,17 @@ EXPLODING = (
 
 
 def train_odd(root: Path, out_dir: Path, *words):
-    return run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *small_words(root, out_dir, *words))
+    return run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *small_options(root, out_dir, *words))
 
 
 def is_finite(path: Path) -> bool:
-    return find_not_finite(read_checkpoint(path)) is None
+    return find_nonfinite(read_checkpoint(path)) is None
 
 
 def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, tmp_path):
     done = train_odd(image_folder, tmp_path / "out", *EXPLODING)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    newest = CheckpointFolder(tmp_path / "out").list()[-1]
+    newest = CheckpointManager(tmp_path / "out").list()[-1]
     assert is_finite(newest) and newest.name == "ckpt_ep_001_step_000001.pth.tar"
     assert f"the training loss is nan in epoch 2, by step 4; the newest checkpoint, {newest}, is finite" in done.stderr
     assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
@@ -56,7 +56,7 @@ def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(imag
     done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
     assert done.returncode == 0, done.stderr
     assert re.search(r"not finite in epoch 2, by step 4: rollback 1 of 3, to .*ckpt_ep_001_step_000001", done.stderr)
-    paths = CheckpointFolder(out_dir).list()
+    paths = CheckpointManager(out_dir).list()
     assert all(is_finite(path) for path in paths)
     last = read_checkpoint(paths[-1])
     assert (last["epoch"], last["step"], last["num_rollbacks"]) == (2, 0, 1)
@@ -93,7 +93,7 @@ def long_run(image_folder, tmp_path):
     command = [
         sys.executable,
         str(ROOT / "tools" / "train_net.py"),
-        *small_words(image_folder, tmp_path / "out", *words),
+        *small_options(image_folder, tmp_path / "out", *words),
     ]
     run = TrainingProcess(command, tmp_path / "out", 4)
     run.wait_for(lambda: len(run.records()) > 2)
@@ -104,9 +104,9 @@ def long_run(image_folder, tmp_path):
 def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long_run):
     limit_files(long_run, ROOM)
     long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
-    before = CheckpointFolder(long_run.out_dir).list()
+    before = CheckpointManager(long_run.out_dir).list()
     time.sleep(1)
-    assert CheckpointFolder(long_run.out_dir).list() == before and all(is_finite(path) for path in before)
+    assert CheckpointManager(long_run.out_dir).list() == before and all(is_finite(path) for path in before)
     limit_files(long_run, resource.RLIM_INFINITY)
     num = len(long_run.records())
     long_run.wait_for(lambda: len(long_run.records()) > num + 10)
@@ -121,7 +121,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
     limit_files(long_run, ROOM)
     long_run.signal_launcher(15)
     assert long_run.wait(60) == 2
-    newest = CheckpointFolder(long_run.out_dir).list()[-1]
+    newest = CheckpointManager(long_run.out_dir).list()[-1]
     assert is_finite(newest)
     text = Path(f"{long_run.out_dir}.console").read_text()
     assert f"could not be written: [Errno 27] File too large; the newest one is {newest}" in text
@@ -130,7 +130,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
 
 def test_an_out_dir_that_vanishes_is_made_anew(long_run):
     long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
-    long_run.wait_for(lambda: len(CheckpointFolder(long_run.out_dir).list()) > 1 and long_run.records())
+    long_run.wait_for(lambda: len(CheckpointManager(long_run.out_dir).list()) > 1 and long_run.records())
     long_run.signal_launcher(15)
     assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
 
@@ -147,8 +147,8 @@ def test_a_snapshot_shares_nothing_with_what_it_was_taken_of():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_the_place_of_what_is_not_finite_is_found(bad):
-    assert find_not_finite({"state_dict": {"w": torch.tensor([1.0, 1e38])}, "n": torch.tensor(3)}) is None
-    assert find_not_finite({"optimizer": [{"m": torch.tensor([1.0, bad])}]}) == "optimizer/0/m"
+    assert find_nonfinite({"state_dict": {"w": torch.tensor([1.0, 1e38])}, "n": torch.tensor(3)}) is None
+    assert find_nonfinite({"optimizer": [{"m": torch.tensor([1.0, bad])}]}) == "optimizer/0/m"
 
 
 def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
@@ -194,7 +194,7 @@ def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint
         return write(path, content, *more)
 
     monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     folder.save_in_background(make_state(epoch=1), new_bests=["raw"])
     time.sleep(0.1)
     is_full[0] = False
@@ -235,7 +235,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
 @pytest.mark.parametrize("every, due", [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 4, 6]),
                                         (5, [2, 5])])  # fmt: skip
 def test_no_more_than_every_steps_lie_between_a_checkpoint_and_the_one_after_the_next(tmp_path, every, due):
-    folder = CheckpointFolder(tmp_path, every_steps=every)
+    folder = CheckpointManager(tmp_path, every_steps=every)
     assert [step for step in range(1, 7) if folder.is_due(step)] == due
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import small_words
+from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_loader
@@ -49,7 +49,7 @@ def clothing(tmp_path_factory) -> Path:
 def test_photographs_of_clothes_train(clothing, tmp_path):
     words = ["TRAIN.DATASET", str(clothing), "TEST.SPLIT", "test", "MODEL.NUM_CLASSES", "10", "TRAIN.PRINT_FREQ", "30"]
     sizes = ["TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "36", "OPTIM.MAX_EPOCH", "2", "TRAIN.WORKERS", "2"]
-    cfg = load_cfg(None, [*small_words(clothing, tmp_path / "out"), *words, *sizes])
+    cfg = load_cfg(None, [*small_options(clothing, tmp_path / "out"), *words, *sizes])
     train_model(cfg)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-2] < losses[0]

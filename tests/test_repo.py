@@ -11,7 +11,7 @@ from support.runs import ROOT
 
 from distribuuuu.cli.main import documented_options
 from distribuuuu.config import get_cfg
-from distribuuuu.config.reader import leaves
+from distribuuuu.config.reader import iter_options
 
 PACKAGE = ROOT / "distribuuuu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -145,7 +145,7 @@ def test_every_key_is_read_somewhere_and_documented():
     readers = [path for path in MODULES if not path.is_relative_to(PACKAGE / "config")]
     read = set().union(*(keys_read_in(path.read_text()) for path in readers))
     documented = {key: comment for key, _, comment in documented_options()}
-    assert {key for key, _ in leaves(get_cfg())} - read == set()
+    assert {key for key, _ in iter_options(get_cfg())} - read == set()
     assert all(len(comment) > 10 for comment in documented.values())
 
 

@@ -22,7 +22,7 @@ from support.runs import (
     newest,
     records,
     run_tool,
-    small_words,
+    small_options,
     timeless,
     train_and_kill,
     train_and_read,
@@ -30,7 +30,7 @@ from support.runs import (
 )
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -45,7 +45,7 @@ TINY_VIT = (
 def reference(image_folder, tmp_path_factory):
     """The uninterrupted run of the small config."""
     out_dir = tmp_path_factory.mktemp("reference")
-    train_model(load_cfg(None, small_words(image_folder, out_dir)))
+    train_model(load_cfg(None, small_options(image_folder, out_dir)))
     return out_dir
 
 
@@ -123,16 +123,16 @@ def test_a_broken_evaluation_image_costs_no_step(reference, image_folder, tmp_pa
     broken = root / "val" / "cat" / "005.jpg"
     broken.write_bytes(b"no image")
     with pytest.raises(ConfigError, match="005.jpg"):
-        train_model(load_cfg(None, small_words(root, out_dir)))
-    assert [path.name for path in CheckpointFolder(out_dir).list()] == ["ckpt_ep_000_step_000004.pth.tar"]
+        train_model(load_cfg(None, small_options(root, out_dir)))
+    assert [path.name for path in CheckpointManager(out_dir).list()] == ["ckpt_ep_000_step_000004.pth.tar"]
     assert (out_dir / "train.log").read_text().count("005.jpg") == 1, "train.log has the error, once"
     before = (out_dir / "metrics.jsonl").read_text()
     shutil.copy(image_folder / "val" / "cat" / "005.jpg", broken)
-    train_model(load_cfg(None, small_words(root, out_dir)))
+    train_model(load_cfg(None, small_options(root, out_dir)))
     assert (out_dir / "metrics.jsonl").read_text().startswith(before), "no step is made again"
     assert_same_run(out_dir, reference)
     assert timeless(out_dir) == timeless(reference)
-    names = [path.name for path in CheckpointFolder(out_dir).list()]
+    names = [path.name for path in CheckpointManager(out_dir).list()]
     assert names == ["ckpt_ep_001.pth.tar", "ckpt_ep_002.pth.tar"], "one checkpoint an epoch is left"
 
 
@@ -161,10 +161,10 @@ def wait_for_threads() -> None:
 def test_a_refused_resume_says_what_differs_and_leaves_the_older_run_as_it_was(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
-    words = small_words(image_folder, out_dir)
+    words = small_options(image_folder, out_dir)
     before = {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"}
     for config, said in (("config", "MODEL.ARCH resnet8 -> resnet14, OPTIM.BASE_LR 0.1 -> 0.2"), ("", "MODEL.ARCH")):
-        for path in CheckpointFolder(out_dir).list():
+        for path in CheckpointManager(out_dir).list():
             content = torch.load(path)
             torch.save({key: value for key, value in content.items() if key != "config" or config}, path)
         done = run_tool("train_net.py", *words, "MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2)
@@ -188,7 +188,7 @@ def test_an_accepted_resume_logs_the_options_that_were_changed(small_cfg):
 def test_an_older_run_stays_in_place_until_the_new_one_is_sure_to_start(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
-    words = small_words(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
+    words = small_options(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
     with pytest.raises(ConfigError, match="fails on images"):
         train_model(load_cfg(None, [*words, "MODEL.ARCH", "timm/vit_tiny_patch16_224", "TEST.CROP_SIZE", "15"]))
     assert (out_dir / "best.pth.tar").exists() and not (out_dir / "checkpoints.1").exists()
@@ -216,7 +216,7 @@ def test_a_seed_that_was_drawn_is_kept_over_a_resume(small_cfg, monkeypatch):
 
 def test_a_finished_run_started_again_says_so(reference, image_folder):
     before = timeless(reference)
-    train_model(load_cfg(None, small_words(image_folder, reference)))
+    train_model(load_cfg(None, small_options(image_folder, reference)))
     assert "nothing to train: 2 epochs finished, OPTIM.MAX_EPOCH is 2" in (reference / "train.log").read_text()
     assert timeless(reference) == before
 
@@ -304,7 +304,7 @@ def test_the_result_of_an_evaluation_is_written_down(reference, small_cfg):
 
 
 def test_evaluation_takes_the_best_of_the_run_or_says_that_there_is_none(reference, image_folder, small_cfg):
-    assert evaluate_run(load_cfg(None, small_words(image_folder, reference)))["count"] == 37
+    assert evaluate_run(load_cfg(None, small_options(image_folder, reference)))["count"] == 37
     with pytest.raises(ConfigError, match="MODEL.WEIGHTS: is not set"):
         evaluate_run(small_cfg())
 
@@ -340,7 +340,7 @@ def test_the_average_begins_with_the_weights_that_a_run_starts_from(reference, s
 
 
 def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
+    words = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     trained = subprocess.run(
         [*launcher, ROOT / "tools" / "train_net.py", *words], capture_output=True, text=True, cwd=ROOT, timeout=300
@@ -354,7 +354,7 @@ def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path)
 
 @pytest.mark.parametrize("flag", [["--use_env"], []])
 def test_the_older_launch_works(image_folder, tmp_path, flag):
-    words = small_words(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
     done = subprocess.run(
         [*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *words],
@@ -366,7 +366,7 @@ def test_the_older_launch_works(image_folder, tmp_path, flag):
 
 def test_a_killed_run_comes_back(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    words = small_words(image_folder, out_dir, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)
+    words = small_options(image_folder, out_dir, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)
     for wanted in (1, 4):
         command = [sys.executable, str(ROOT / "tools" / "train_net.py"), *words]
         process = subprocess.Popen(

@@ -30,7 +30,7 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; names the file and the reason."""
 
 
-def find_other_class(content: dict[str, Any], classes: Sequence[str]) -> str | None:
+def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str | None:
     """Return which of as many classes the weights in a file were trained on in the place of one of these.
 
     None: the same, or another number of them, or the file does not name them (others may keep their number there).

@@ -11,7 +11,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed.fsdp import load_whole_state_dict, match_strides
+from distribuuuu.distributed.fsdp import load_full_state_dict, match_strides
 
 # What helps when all of a checkpoint does not fit.
 WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
@@ -95,7 +95,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
     missing, extra = [key for key in mine if key not in state_dict], [key for key in state_dict if key not in mine]
     if not (different or missing or extra):
-        load_whole_state_dict(model, state_dict)
+        load_full_state_dict(model, state_dict)
         return
     if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
         key, (theirs, ours) = next(iter(different.items()))

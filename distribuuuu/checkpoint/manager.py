@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import check_resumable
-from distribuuuu.checkpoint.writer import BackgroundWriter, find_not_finite, snapshot
+from distribuuuu.checkpoint.writer import BackgroundWriter, find_nonfinite, snapshot
 from distribuuuu.distributed import comm as dist
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class TrainingState(Protocol):
         """Return the content of a checkpoint; every process must call it."""
 
 
-class CheckpointFolder:
+class CheckpointManager:
     """OUT_DIR/checkpoints, OUT_DIR/best.pth.tar and best_ema.pth.tar. Only the main process writes, in the background.
 
     Args:
@@ -96,7 +96,7 @@ class CheckpointFolder:
             content = snapshot(content)
             if before and before == self._writing:
                 self._is_superseded.set()
-            self._writer.settle()
+            self._writer.join_or_abandon()
             self._is_superseded.clear()
             self._writing = path
             self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
@@ -131,13 +131,13 @@ class CheckpointFolder:
             return f"{error}; the newest one is {(self.list() or ['none'])[-1]}"
         return None
 
-    def settle(self) -> None:
+    def join_or_abandon(self) -> None:
         """Return when the last save is on disk or refused by it; unlike `wait`, for one process alone."""
-        self._writer.settle()
+        self._writer.join_or_abandon()
 
     def _write(self, path: Path, content: dict[str, Any], superseded: Path | None) -> None:
         weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is judged when it is read
-        if where := find_not_finite(weights):
+        if where := find_nonfinite(weights):
             self._unwritten_bests = {}
             self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
             logger.error("%s", self._not_finite)
@@ -201,7 +201,7 @@ class CheckpointFolder:
                     os.replace(path, f"{path}.broken")
         return None
 
-    def clear_leftovers(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove the temporary files of a training that was killed; only while this one has the lock on OUT_DIR."""
         if dist.is_main():
             own = (".best*.pth.tar.*tmp", ".metrics.jsonl.*.tmp", ".results.json.*.tmp")
@@ -209,7 +209,7 @@ class CheckpointFolder:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def set_aside(self, names: Sequence[str] = ()) -> Path | None:
+    def archive(self, names: Sequence[str] = ()) -> Path | None:
         """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.io import CheckpointError
-from distribuuuu.distributed.fsdp import Gathered
+from distribuuuu.distributed.fsdp import FullStateDict
 from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ WARN_EVERY_S = 30.0
 
 def snapshot(value: Any) -> Any:
     """Return a copy of a nested content with every tensor on the CPU, which later steps do not change."""
-    if isinstance(value, Gathered):
+    if isinstance(value, FullStateDict):
         return dict(value)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
@@ -32,7 +32,7 @@ def snapshot(value: Any) -> Any:
     return type(value)(snapshot(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def find_not_finite(value: Any, where: str = "") -> str | None:
+def find_nonfinite(value: Any, where: str = "") -> str | None:
     """Return the place of the first tensor that holds an infinity or a NaN, or None."""
     for place, tensor in _tensors(value, where):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -58,13 +58,13 @@ class BackgroundWriter:
         self._warned_at = float("-inf")
         self._fatal: BaseException | None = None
 
-    def settle(self) -> None:
+    def join_or_abandon(self) -> None:
         """Return when no job is at work: the last one is done, or given up because the disk refuses it."""
         self._finish_last(patience_s=0.0)
 
     def start(self, job: Callable[[], None], what: str) -> None:
         """Begin with a job, once the one before has settled."""
-        self.settle()
+        self.join_or_abandon()
         self._is_replaced.clear()
         self._thread = threading.Thread(target=self._work, args=(job, what), name=WRITER_NAME)
         self._thread.start()

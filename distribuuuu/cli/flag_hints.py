@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from distribuuuu.config import get_cfg
 from distribuuuu.config.errors import near_matches
-from distribuuuu.config.reader import leaves
+from distribuuuu.config.reader import iter_options
 
 # Flags of timm, torchvision, pycls and torchrun with the words for them. {}: the flag's value; others take none.
 EQUIVALENTS = {
@@ -103,7 +103,7 @@ def _hint(flag: str, value: str, known: Sequence[str]) -> str:
     name, value = _name_of(flag), shlex.quote(value) if value else "VALUE"
     if name in _BY_FLAG:
         return f"; did you mean {_BY_FLAG[name].format(value)}?"
-    keys = [key for key, _ in leaves(get_cfg())]
+    keys = [key for key, _ in iter_options(get_cfg())]
     same = [key for key in keys if key.rpartition(".")[2].lower().replace("_", "-") == name]
     if same:
         return f"; did you mean {' or '.join(f'{key} {value}' for key in same)}?"

@@ -20,15 +20,15 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, origin_of, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
-from distribuuuu.launch.host import keep_freed_memory
+from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
 from distribuuuu.launch.signals import (
     STATUS_OF,
     RunStopped,
-    SignalBox,
+    SignalState,
     die_with_parent,
-    end_at_once,
     end_process,
+    exit_now,
     handled_by,
     is_first_process,
     print_stacks_on_quit,
@@ -52,13 +52,13 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above
             return STATUS_OF[signal.SIGTERM]
-    with handled_by(end_at_once):
+    with handled_by(exit_now):
         try:
             cfg, nproc = parse_args(description, sys.argv[1:], train)
             if nproc > 1:
                 return run_processes(nproc, without_nproc(own_command()))
             if cfg is not None:
-                keep_freed_memory()
+                tune_malloc()
                 start(cfg)
         except ConfigError as error:
             report(error)
@@ -66,7 +66,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
         except RunStopped as stopped:
             return stopped.status
         except Exception:
-            if not SignalBox.is_ending:
+            if not SignalState.is_ending:
                 raise
             sys.excepthook(*sys.exc_info())
             end_process(1)
@@ -82,7 +82,7 @@ def tell(message: str) -> None:
 
 def _end_with(status: int) -> int:
     """Return the status, or end with it at once where an error of this process alone has left the group as it was."""
-    if SignalBox.is_ending:
+    if SignalState.is_ending:
         end_process(status)
     return status
 

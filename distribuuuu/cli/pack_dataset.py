@@ -13,11 +13,11 @@ from distribuuuu.cli.flag_hints import split_flags
 from distribuuuu.cli.main import USAGE_ERROR, open_standard_streams, report
 from distribuuuu.config import Config, ConfigError, get_cfg
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.reader import leaves, read_cfg, with_origin
+from distribuuuu.config.reader import iter_options, read_cfg, with_origin
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
-from distribuuuu.data.packing.writer import find_conflicts, find_strangers
+from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
 from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
 
 
@@ -31,7 +31,7 @@ def run_packer(description: str) -> int:
     print_stacks_on_quit()
     with handled_by(_stop):
         try:
-            job = parse_words(description, sys.argv[1:])
+            job = parse_args(description, sys.argv[1:])
             if job.verify:
                 verify_packs(job.out, job.workers)
             else:
@@ -55,7 +55,7 @@ def _stop(signum: int) -> None:
     os._exit(STATUS_OF[signum])
 
 
-def parse_words(description: str, words: list[str]) -> Job:
+def parse_args(description: str, words: list[str]) -> Job:
     """Return what the command line asks for.
 
     Raises:
@@ -67,7 +67,7 @@ def parse_words(description: str, words: list[str]) -> Job:
     unknown, rest = split_flags(rest, known)
     if unknown:
         raise ConfigError(unknown)
-    if not rest or rest[0] in dict(leaves(get_cfg())):
+    if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
     cfg, problems = read_cfg(args.cfg, rest[1:])
     problems += find_flag_problems(args, rest[1:])
@@ -163,7 +163,7 @@ def _pack_problems(job: Job, train: bool) -> Iterator[str]:
     if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
         yield f"{folder} is the source itself; name another folder"
         return
-    strangers = find_strangers(folder)
+    strangers = find_foreign_files(folder)
     yield from strangers
     if not strangers and not job.overwrite:
         yield from find_conflicts(folder, {"options": job.options, "source": source})

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from distribuuuu.cli.time_report import Speeds, find_remedies, give_verdict, show_parts
+from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, show_parts
 from distribuuuu.data.batch_plan import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
-from distribuuuu.engine.dry_run import rehearse
+from distribuuuu.engine.dry_run import dry_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.setup import describe_model, open_run
@@ -71,7 +71,7 @@ def time_model(cfg) -> dict:
         result = measure(cfg, step, loader, num_workers)
         speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
         remedies = find_remedies(cfg, loader.images, num_workers)
-        verdict = give_verdict(speeds, num_workers, most_workers, remedies, shares_cores=device.type == "cpu")
+        verdict = diagnose_bottleneck(speeds, num_workers, most_workers, remedies, shares_cores=device.type == "cpu")
         result |= {"workers": num_workers, "most_workers": most_workers, "verdict": verdict}
         for line in show_parts(result, cfg.DIST.COMPRESS):
             logger.info("%s", line)
@@ -92,12 +92,12 @@ class Step:
 
     def __init__(self, cfg, device: torch.device, loader: TrainLoader):
         self.device = device
-        self.num_micro = loader.plan.num_micro
+        self.accum_steps = loader.plan.accum_steps
         self.state = build_state(cfg, device, loader, pretrained=False)
         self.recipe = build_recipe(cfg, loader, device, self.state.precision)
         self.meter = build_meter(cfg, device)
-        example = loader.example()
-        found = rehearse(cfg, self.state.model, example, example[:1])
+        example = loader.dummy_batch()
+        found = dry_run(cfg, self.state.model, example, example[:1])
         self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
         compile_model(self.model, cfg.MODEL.COMPILE)
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
@@ -120,7 +120,7 @@ class Step:
 
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""
-        for _ in range(self.num_micro):
+        for _ in range(self.accum_steps):
             self._begin()
             with self.state.precision.autocast():
                 self.state.model(self.images)
@@ -128,15 +128,15 @@ class Step:
     def backward(self, batches: Iterator, exchanged: bool = True) -> None:
         """Compute the gradients of a step; not exchanged: each process its own."""
         self.state.optimizer.zero_grad()
-        for micro in range(self.num_micro):
+        for micro in range(self.accum_steps):
             self._begin()
             images, targets = self.recipe.mix(*next(batches), self.state.seed, 0, 0, micro)
             seed_step(derive_seed(self.state.seed, 0, 0, micro, dist.rank()), self.device)
-            with without_gradient_sync(self.model, not exchanged or micro + 1 < self.num_micro):
+            with without_gradient_sync(self.model, not exchanged or micro + 1 < self.accum_steps):
                 with self.state.precision.autocast():
                     logits = self.model(images)
                 loss = self.recipe.objective(images, logits, targets)
-                self.state.precision.backward(loss / self.num_micro)
+                self.state.precision.backward(loss / self.accum_steps)
             self.meter.update(loss, logits, targets)
 
     def take(self, batches: Iterator) -> None:
@@ -161,19 +161,19 @@ def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
     in_memory = itertools.repeat((step.images, step.labels))
 
     def time_part(call: Callable[[], object]) -> dict:
-        return _as_part(dist.greatest([time_calls(call, device).seconds])[0], plan.global_batch)
+        return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], plan.global_batch)
 
     parts = {"forward": time_part(step.forward), "forward_backward": time_part(lambda: step.backward(in_memory))}
-    if dist.in_group():
+    if dist.is_distributed():
         parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, exchanged=False))
     parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.take(in_memory))}
     # Steps that the workers have ready: without them in the blocks the loader would seem faster than it is.
-    ahead = max(1, math.ceil(PREFETCH * num_workers / plan.num_micro))
+    ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
     parts |= measure_loader(step, loader, ahead, parts["step"])
     memory = {**count_bytes(step), "training": peak_bytes(device)}
     images = evaluation_images(cfg, parts["forward"], device, plan.micro_batch)
     step.state.model.eval()
-    seconds = dist.greatest([time_calls(lambda: step.evaluate(images), device).seconds])[0]
+    seconds = dist.all_reduce_max([time_calls(lambda: step.evaluate(images), device).seconds])[0]
     parts["evaluation"] = _as_part(seconds, len(images) * plan.world_size)
     return {**parts, "memory": {**memory, "evaluation": peak_bytes(device)}, "processes": plan.world_size}
 
@@ -192,15 +192,15 @@ def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> 
     batches = map(loader.to_device, pixels)
 
     def time_loader(source: Iterator) -> dict:
-        pace = time_calls(lambda: [next(source) for _ in range(plan.num_micro)], device, ahead)
+        pace = time_calls(lambda: [next(source) for _ in range(plan.accum_steps)], device, ahead)
         images_per_s = sum(dist.gather_objects(plan.per_process / pace.seconds))
         return _as_part(plan.global_batch / images_per_s, plan.global_batch)
 
     parts = {"pixels": time_loader(pixels), "loader": time_loader(batches)}
     # Where the model is the slower one, batches are ready all the time, and a few long steps are enough.
     enough = ahead if parts["loader"]["seconds"] > model["seconds"] else max(1, int(PART_S / model["seconds"]))
-    pace = time_calls(lambda: step.take(batches), device, min(ahead, enough), loader.take_wait_s)
-    seconds, wait = dist.greatest([pace.seconds, pace.wait])
+    pace = time_calls(lambda: step.take(batches), device, min(ahead, enough), loader.pop_data_time)
+    seconds, wait = dist.all_reduce_max([pace.seconds, pace.wait])
     return {**parts, "together": _as_part(seconds, plan.global_batch), "wait": wait}
 
 
@@ -220,7 +220,7 @@ def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int
 
 
 def time_calls(
-    call: Callable[[], object], device: torch.device, group: int = 1, take_wait_s: Callable[[], float] = lambda: 0.0
+    call: Callable[[], object], device: torch.device, group: int = 1, pop_data_time: Callable[[], float] = lambda: 0.0
 ) -> Pace:
     """Return the medians over blocks of calls, after a warm-up; every process makes equally many calls.
 
@@ -228,26 +228,26 @@ def time_calls(
         call: what to time.
         device: is waited for before and after a block.
         group: a block and the warm-up have at least so many calls: those that are answered faster at first.
-        take_wait_s: the seconds spent waiting for data since it was called before.
+        pop_data_time: the seconds spent waiting for data since it was called before.
     """
 
     def time_block(num: int) -> Pace:
         dist.mark_position("timing")
         synchronize(device)
-        take_wait_s()
+        pop_data_time()
         start = time.perf_counter()
         for _ in range(num):
             call()
         synchronize(device)
         seconds = time.perf_counter() - start
-        return Pace(seconds / num, min(1.0, take_wait_s() / seconds))
+        return Pace(seconds / num, min(1.0, pop_data_time() / seconds))
 
     def count(seconds: float, pace: Pace) -> int:
-        return max(1, int(seconds / (group * dist.greatest([pace.seconds])[0]))) * group
+        return max(1, int(seconds / (group * dist.all_reduce_max([pace.seconds])[0]))) * group
 
     # The first calls compile, allocate, try out algorithms and record CUDA graphs.
     before, pace = time_block(group), time_block(group)
-    while dist.greatest([before.seconds])[0] > 2 * dist.greatest([pace.seconds])[0]:
+    while dist.all_reduce_max([before.seconds])[0] > 2 * dist.all_reduce_max([pace.seconds])[0]:
         before, pace = pace, time_block(group)
     warm = time_block(count(WARM_UP_S, pace))
     num = count(BLOCK_S, warm)
@@ -278,7 +278,7 @@ def count_bytes(step: Step) -> dict[str, int]:
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most memory that a process has had so far: on its CUDA device, else of the machine; 0: not known."""
-    return int(dist.greatest([own_peak_bytes(device)])[0])
+    return int(dist.all_reduce_max([own_peak_bytes(device)])[0])
 
 
 def _as_part(seconds: float, num_images: int) -> dict:

@@ -35,7 +35,7 @@ class Speeds:
     wait: float
 
 
-def give_verdict(
+def diagnose_bottleneck(
     speeds: Speeds, num_workers: int, most_workers: int, remedies: Sequence[str], shares_cores: bool = False
 ) -> str:
     """Return the sentence.

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from yacs.config import CfgNode
 
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.registry import family_of
+from distribuuuu.config.registry import dataset_class
 
 # What AUG.POLICY may begin with: names of our own, then those of timm, which takes numbers after them.
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 
-def find_contradictions(cfg: CfgNode) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for every contradiction; each names the remedy."""
+def find_conflicts(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for every conflict; each names the remedy."""
     of_data = (_in_images, _in_sizes, _in_augmentation, _in_multilabel)
     for find in (*of_data, _in_schedule, _in_loss, _in_finetuning, _in_distillation, _in_sharding, _in_paths):
         yield from find(cfg)
@@ -69,7 +69,7 @@ def _in_augmentation(cfg: CfgNode) -> Iterator[tuple[str, str]]:
 
 
 def _in_multilabel(cfg: CfgNode) -> Iterator[tuple[str, str]]:
-    if not family_of(cfg).multilabel:
+    if not dataset_class(cfg).multilabel:
         return
     several = f"DATA.NAME {cfg.DATA.NAME} gives an image any number of classes"
     if cfg.LOSS.NAME != "bce":

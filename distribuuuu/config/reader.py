@@ -22,7 +22,7 @@ from yacs.config import CfgNode
 
 from distribuuuu.config import yaml_file
 from distribuuuu.config.config_files import similar_files
-from distribuuuu.config.conflicts import find_contradictions
+from distribuuuu.config.conflicts import find_conflicts
 from distribuuuu.config.defaults import _C
 from distribuuuu.config.errors import ConfigError, did_you_mean, near_matches
 from distribuuuu.config.rules import CHOICES, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, RANGES, REGISTERED, TEXT_LISTS
@@ -80,11 +80,11 @@ def get_cfg() -> Config:
     return _as_config(_C)
 
 
-def leaves(cfg: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_options(cfg: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ('SECTION.KEY', value) for every option, in the order of the defaults."""
     for key, value in cfg.items():
         if isinstance(value, CfgNode):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from iter_options(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -118,13 +118,13 @@ def read_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> tupl
         _merge(cfg, _read_yaml(cfg_file, problems), problems)
     folder_of_file = cfg.TRAIN.DATASET
     _merge(cfg, _read_words(overrides, problems), problems)
-    _follow_training_folder(cfg, folder_of_file)
+    _inherit_test_dataset(cfg, folder_of_file)
     problems += find_problems(cfg)
     cfg.freeze()
     return cfg, problems
 
 
-def _follow_training_folder(cfg: Config, folder_of_file: str) -> None:
+def _inherit_test_dataset(cfg: Config, folder_of_file: str) -> None:
     """Set TEST.DATASET to TRAIN.DATASET unless it was set to a folder of its own; defaults.py states the rule.
 
     Args:
@@ -209,10 +209,10 @@ def _read_words(words: Sequence[str], problems: list[str]) -> list[tuple[str, An
             pairs = []
     if glued:
         problems.append(f"command line: KEY VALUE pairs expected; write `{shlex.join(glued)}` without the =")
-    return [setting for key, value in pairs for setting in _expand(key, _Word(value))]
+    return [setting for key, value in pairs for setting in _expand(key, _CliValue(value))]
 
 
-def _expand(key: str, text: "_Word") -> list[tuple[str, Any, str]]:
+def _expand(key: str, text: "_CliValue") -> list[tuple[str, Any, str]]:
     """Return (key, value, origin) of a pair of words, of `SECTION {NAME: VALUE}` one for each name."""
     values = _from_text(text) if key in OPEN_SECTIONS else None
     if not isinstance(values, dict) or any(":" in str(name) and value is None for name, value in values.items()):
@@ -220,13 +220,13 @@ def _expand(key: str, text: "_Word") -> list[tuple[str, Any, str]]:
     return [(f"{key}.{name}", value, COMMAND_LINE) for name, value in values.items()]
 
 
-class _Word(str):
+class _CliValue(str):
     """Text from the command line, to be read as the type of the key."""
 
 
 @functools.cache
 def _sections() -> list[str]:
-    keys = [key for key, _ in leaves(_C)]
+    keys = [key for key, _ in iter_options(_C)]
     return sorted({key.rsplit(".", 1)[0] for key in keys if "." in key} | set(OPEN_SECTIONS))
 
 
@@ -241,14 +241,14 @@ def _section_of(key: str) -> tuple[str, str]:
 
 def _merge(cfg: Config, settings: list[tuple[str, Any, str]], problems: list[str]) -> None:
     """Set each (key, value, origin) in the tree; what cannot be set goes to `problems`."""
-    known = dict(leaves(_C))
+    known = dict(iter_options(_C))
     for key, value, origin in settings:
         section, name = _section_of(key)
         try:
             if section in NUMBER_SECTIONS:
                 value = _coerce(key, value, 1.0)
             elif section in OPEN_SECTIONS:
-                value = _from_text(value) if isinstance(value, _Word) else _frozen(value)
+                value = _from_text(value) if isinstance(value, _CliValue) else _frozen(value)
             elif key in known:
                 value = _coerce(key, value, known[key])
             else:
@@ -307,11 +307,11 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
     Raises:
         ValueError: it cannot be; says what is allowed.
     """
-    if key in NULLABLE and (value is None or (isinstance(value, _Word) and value.lower() in ("none", "null"))):
+    if key in NULLABLE and (value is None or (isinstance(value, _CliValue) and value.lower() in ("none", "null"))):
         return None
     kind = NULLABLE.get(key, type(default))
     given = value
-    if isinstance(value, _Word) and kind is not str:
+    if isinstance(value, _CliValue) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _from_text(value)
     if type(value) is int and abs(value) >= 1 << 63:
         raise ValueError(f"{reprlib.repr(value)} has more than 64 bits")
@@ -364,7 +364,7 @@ def _show(value: Any) -> str:
 def origin_of(cfg: Config, default: CfgNode, key: str) -> str | None:
     """Return where a value was set; None for a default."""
     origin = cfg.origins.get(key)
-    in_default = key in dict(leaves(default))
+    in_default = key in dict(iter_options(default))
     return origin if origin and not (in_default and get_value(cfg, key) == get_value(default, key)) else None
 
 
@@ -377,7 +377,7 @@ def check_cfg(cfg: CfgNode) -> None:
 
 def find_problems(cfg: CfgNode) -> list[str]:
     """Return a message for each value that is out of range or contradicts another."""
-    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *find_contradictions(cfg)]
+    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *find_conflicts(cfg)]
     return [f"{with_origin(cfg, key)}: {message}" for key, message in found]
 
 

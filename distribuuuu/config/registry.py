@@ -97,7 +97,7 @@ SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 
 
-def family_of(cfg) -> type:
+def dataset_class(cfg) -> type:
     """Return the data-set family of a config; for an unknown name, which is told elsewhere, that of random images."""
     name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     return DATASETS.get(name if name in DATASETS else "dummy")

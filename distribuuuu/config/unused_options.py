@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from yacs.config import CfgNode
 
 from distribuuuu.config.reader import get_cfg, get_value
-from distribuuuu.config.registry import family_of
+from distribuuuu.config.registry import dataset_class
 
 # Data sets whose parts are fixed, whatever the splits are called.
 _FIXED_PARTS = ("cifar10", "cifar100", "mnist", "fashion_mnist", "shapes", "dummy")
@@ -15,7 +15,7 @@ def _crop_of(cfg: CfgNode) -> str | None:
     """Return the training crop, "resized" or "pad"; None if only the opened set tells it."""
     if cfg.DATA.CROP != "auto":
         return cfg.DATA.CROP
-    return None if cfg.DATA.NAME == "packed" else family_of(cfg).crop
+    return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
 
 
 def _mixes(cfg: CfgNode) -> bool:

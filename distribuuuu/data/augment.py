@@ -16,8 +16,8 @@ from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.reader import with_origin
-from distribuuuu.data.draws import Draws
-from distribuuuu.data.picture import Box, Picture
+from distribuuuu.data.draws import SampleRNG
+from distribuuuu.data.picture import Box, LazyImage
 from distribuuuu.data.seeding import OwnGenerator, seeded_generators
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 
@@ -71,7 +71,7 @@ class Augmented:
     jitter: Change | None = None
     erase: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
+    def __call__(self, picture: LazyImage, draws: SampleRNG) -> torch.Tensor:
         """Return uint8 (3, H, W)."""
         pixels = self.crop(picture, draws)
         policy_seed, colour_seed, place_seed = draws.seed(), draws.seed(), draws.seed()

@@ -12,16 +12,16 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How many images a step takes: global_batch = micro_batch x num_micro x world_size."""
+    """How many images a step takes: global_batch = micro_batch x accum_steps x world_size."""
 
     micro_batch: int
-    num_micro: int
+    accum_steps: int
     world_size: int
 
     @property
     def per_process(self) -> int:
         """Images of one process in one step."""
-        return self.micro_batch * self.num_micro
+        return self.micro_batch * self.accum_steps
 
     @property
     def global_batch(self) -> int:
@@ -31,7 +31,7 @@ class BatchPlan:
     def __str__(self) -> str:
         return (
             f"global batch {self.global_batch:,} = {counted(self.micro_batch, 'image')}"
-            f" x {counted(self.num_micro, 'micro-batch')} x {counted(self.world_size, 'process')}"
+            f" x {counted(self.accum_steps, 'micro-batch')} x {counted(self.world_size, 'process')}"
         )
 
 
@@ -94,7 +94,7 @@ def check_accumulation(cfg, plan: BatchPlan) -> None:
         ConfigError: they are.
     """
     mode = cfg.MODEL.COMPILE
-    if plan.num_micro > 1 and mode in GRAPH_MODES:
+    if plan.accum_steps > 1 and mode in GRAPH_MODES:
         raise ConfigError(
             f"{with_origin(cfg, 'MODEL.COMPILE')}: {mode} replays CUDA graphs, over which gradients do not accumulate"
             f" ({plan}); set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 
 # A class of n images is drawn as often as n to this power says.
 POWERS = {"balanced": 0.0, "sqrt": 0.5}
@@ -38,9 +38,9 @@ class ClassBalance:
         return self._images[self._begins[chosen] + within]
 
 
-def build_balance(cfg, images: ImageSet) -> ClassBalance | None:
+def build_balance(cfg, images: ImageDataset) -> ClassBalance | None:
     """Return what draws as DATA.SAMPLING says; None for `uniform`, where each image comes once."""
     if cfg.DATA.SAMPLING not in POWERS:
         return None
-    assert not images.multilabel  # a contradiction of the config
+    assert not images.multilabel  # a conflict within the config
     return ClassBalance([images.label(index) for index in range(len(images))], POWERS[cfg.DATA.SAMPLING])

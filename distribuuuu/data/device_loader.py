@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import Sampler
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions
-from distribuuuu.data.draws import BatchDraws
-from distribuuuu.data.picture import open_picture
+from distribuuuu.data.draws import BatchRNG
+from distribuuuu.data.picture import open_lazy_image
 from distribuuuu.data.samplers import Batch as Positions
 from distribuuuu.data.samples import Batch, Samples, as_targets, collate
 from distribuuuu.launch.host import copy_to_device
@@ -20,7 +20,7 @@ from distribuuuu.launch.host import copy_to_device
 _CHUNK = 256
 
 
-class ResidentImages(ImageSet):
+class DeviceDataset(ImageDataset):
     """The pixels of another set, uint8 on a device.
 
     Args:
@@ -41,7 +41,7 @@ class ResidentImages(ImageSet):
 
     def __init__(
         self,
-        images: ImageSet,
+        images: ImageDataset,
         decoder: str,
         device: torch.device,
         num_threads: int,
@@ -74,7 +74,7 @@ class ResidentImages(ImageSet):
     def _read_one(self, index: int, decoder: str) -> torch.Tensor:
         """Return uint8 (C, H, W), with one channel for a grey image; nothing for a broken one, which is remembered."""
         try:
-            pixels = open_picture(self._images.read(index), decoder, self._options).pixels()
+            pixels = open_lazy_image(self._images.read(index), decoder, self._options).pixels()
         except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
             self._errors[index] = error
             return torch.empty(0, 0, 0, dtype=torch.uint8)
@@ -94,16 +94,16 @@ class ResidentImages(ImageSet):
         """Return what the other set says of image `index`."""
         return self._images.label(index)
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Return what to call image `index` in a message."""
-        return self._images.where(index)
+        return self._images.describe(index)
 
 
-class ResidentBatches:
+class DeviceLoader:
     """The batches of a sampler, made on the device: the same pixels as from workers, but for how a GPU rounds a resize.
 
     Args:
-        samples: a set of ResidentImages, with its transform.
+        samples: a set of DeviceDataset, with its transform.
         sampler: gives the positions of each batch.
     """
 
@@ -121,5 +121,5 @@ class ResidentBatches:
                 chosen = copy_to_device(torch.tensor([index for _, index, *_ in positions]), self._all.device)
                 _, _, *size = positions[0]  # one size for the whole batch
                 transform = self._transform.at_size(*size) if size else self._transform
-                pixels = transform.of_batch(self._all[chosen], BatchDraws(positions))
+                pixels = transform.of_batch(self._all[chosen], BatchRNG(positions))
                 yield pixels.expand(-1, 3, -1, -1), self._samples.images.labels[chosen], ()

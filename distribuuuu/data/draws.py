@@ -5,13 +5,13 @@ import numpy as np
 from distribuuuu.data.seeding import derive_seed
 
 # Which sample, and all that its randomness follows from: (key, index), or (key, index, side of the image in pixels).
-Position = tuple[int, ...]
+SampleKey = tuple[int, ...]
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-class Draws:
+class SampleRNG:
     """The draws for one sample, by SplitMix64 (Steele et al., OOPSLA 2014).
 
     It holds all of its state, so threads can draw at the same time, and a draw takes a microsecond; seeding one of
@@ -33,10 +33,10 @@ class Draws:
         return int(self.uniform() * 2**53)
 
 
-class BatchDraws:
+class BatchRNG:
     """The same draws for many samples at a time, as arrays: float64 (N,)."""
 
-    def __init__(self, positions: list[Position]):
+    def __init__(self, positions: list[SampleKey]):
         self._state = np.array([derive_seed(*position[:2]) for position in positions], dtype=np.uint64)
 
     def uniform(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The loader: from an ImageSet to normalised batches on the device."""
+"""The loader: from an ImageDataset to normalised batches on the device."""
 
 import itertools
 import logging
@@ -12,13 +12,13 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.augment import Augmented, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.class_balance import build_balance
-from distribuuuu.data.datasets.base import ImageSet, contradiction
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.device_loader import ResidentBatches, ResidentImages
-from distribuuuu.data.draws import Draws
+from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
+from distribuuuu.data.draws import SampleRNG
 from distribuuuu.data.image_size import build_im_size
-from distribuuuu.data.picture import Picture
+from distribuuuu.data.picture import LazyImage
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import Batch, Samples
 from distribuuuu.data.transforms import CentreCrop, Transform, train_transform
@@ -76,7 +76,7 @@ class Loader:
         notes: what a run should warn of at its start.
 
     Attributes:
-        images: the ImageSet behind it.
+        images: the ImageDataset behind it.
         num_broken: broken images met so far on this process.
     """
 
@@ -107,9 +107,9 @@ class Loader:
         return len(self.sampler)
 
     @property
-    def num_rounds(self) -> int:
+    def max_num_batches(self) -> int:
         """The most batches that any process has."""
-        return self.sampler.num_rounds
+        return self.sampler.max_num_batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (float32 (N, 3, H, W), targets) on the device: int64 (N,), or of a multilabel set float32 (N, classes).
@@ -148,13 +148,13 @@ class Loader:
             tensor.record_stream(main)
         return moved
 
-    def black(self, num: int) -> torch.Tensor:
+    def zero_images(self, num: int) -> torch.Tensor:
         """Return black images of the shape of those to come: float32 (num, 3, H, W) on the device."""
-        picture = Picture(torch.zeros(3, 64, 64, dtype=torch.uint8))
-        shape = self.samples.transform(picture, Draws(0, 0)).shape
+        picture = LazyImage(torch.zeros(3, 64, 64, dtype=torch.uint8))
+        shape = self.samples.transform(picture, SampleRNG(0, 0)).shape
         return self._normalize.empty((num, *shape)).zero_()
 
-    def take_wait_s(self) -> float:
+    def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s
@@ -187,14 +187,14 @@ class TrainLoader(Loader):
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
 
-    def example(self) -> torch.Tensor:
+    def dummy_batch(self) -> torch.Tensor:
         """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
-        return self.black(self.plan.micro_batch)
+        return self.zero_images(self.plan.micro_batch)
 
-    def some_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
+    def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
         """Yield the images (N, 3, H, W) of this process of an epoch's first steps, those of at least `num` in all."""
         num_steps = -(-num // self.plan.global_batch)
-        for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.num_micro):
+        for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
             yield images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
@@ -217,10 +217,10 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
     if cfg.DATA.LOADER == "device":
         # Augmentations are computed on the host, so a copy on the device would come back image by image.
         place = torch.device("cpu") if isinstance(transform, Augmented) else device
-        images = ResidentImages(images, cfg.DATA.DECODER, place, num_workers, options)
+        images = DeviceDataset(images, cfg.DATA.DECODER, place, num_workers, options)
     samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
     if cfg.DATA.LOADER == "device":
-        batches = ResidentBatches(samples, sampler)
+        batches = DeviceLoader(samples, sampler)
     else:
         pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
         batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
@@ -228,7 +228,7 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
     return (TrainLoader if train else Loader)(samples, sampler, batches, normalize, notes)
 
 
-def find_notes(cfg, images: ImageSet, launch: Launch, train: bool) -> Iterator[str]:
+def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterator[str]:
     """Yield what a run should warn of at its start.
 
     Raises:
@@ -251,7 +251,7 @@ def find_notes(cfg, images: ImageSet, launch: Launch, train: bool) -> Iterator[s
             yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
 
 
-def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
+def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
     """Return which images this process takes in which step.
 
     Raises:
@@ -266,21 +266,23 @@ def build_sampler(cfg, images: ImageSet, launch: Launch, train: bool) -> EvalSam
     return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
 
 
-def build_images(cfg, train: bool) -> ImageSet:
-    """Return the ImageSet of a config."""
+def build_images(cfg, train: bool) -> ImageDataset:
+    """Return the ImageDataset of a config."""
     images = DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES:
         where = f"DATA.NAME {cfg.DATA.NAME}"
-        raise ConfigError(f"MODEL.NUM_CLASSES: {contradiction(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}")
+        raise ConfigError(
+            f"MODEL.NUM_CLASSES: {class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}"
+        )
     return images
 
 
-def statistics_of(cfg, images: ImageSet) -> tuple[Sequence[float], Sequence[float]]:
+def statistics_of(cfg, images: ImageDataset) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation of each channel that images are normalised with, of 1.0."""
     return cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
 
 
-def build_transform(cfg, images: ImageSet, train: bool) -> Transform:
+def build_transform(cfg, images: ImageDataset, train: bool) -> Transform:
     """Return the transform from a picture to uint8 (3, H, W).
 
     Raises:

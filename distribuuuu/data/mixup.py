@@ -23,18 +23,18 @@ _STREAM = 0x6D69786564
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixParams:
     """What is drawn for pairs: arrays (pairs,), or (1,) for all of them.
 
     Attributes:
-        kept: the share of an image that stays, lambda.
-        cuts: whether the rest comes as a box, by cutmix; else all over, by mixup.
+        lam: the share of an image that stays, lambda.
+        use_cutmix: whether the rest comes as a box, by cutmix; else all over, by mixup.
         mixed: whether anything is mixed.
         row, column: where the middle of the box is, of 1.0.
     """
 
-    kept: np.ndarray
-    cuts: np.ndarray
+    lam: np.ndarray
+    use_cutmix: np.ndarray
     mixed: np.ndarray
     row: np.ndarray
     column: np.ndarray
@@ -48,14 +48,14 @@ class Mixture:
         """
         edges = []
         for side, middle in ((height, self.row), (width, self.column)):
-            half = (side * np.sqrt(1 - self.kept)).astype(np.int64) // 2
+            half = (side * np.sqrt(1 - self.lam)).astype(np.int64) // 2
             centre = (middle * side).astype(np.int64)
             edges += [
-                np.where(self.cuts, np.maximum(centre - half, 0), 0),
-                np.where(self.cuts, np.minimum(centre + half, side), side),
+                np.where(self.use_cutmix, np.maximum(centre - half, 0), 0),
+                np.where(self.use_cutmix, np.minimum(centre + half, side), side),
             ]
         top, bottom, left, right = edges
-        inside = np.where(self.cuts, 1.0, 1 - self.kept) * self.mixed
+        inside = np.where(self.use_cutmix, 1.0, 1 - self.lam) * self.mixed
         share = inside * (bottom - top) * (right - left) / (height * width)
         return np.stack([inside, *edges, share], axis=1).astype(np.float32)
 
@@ -106,7 +106,7 @@ class PairMixer:
         blend_pairs(targets, weights[:, 5:])
         return images, targets
 
-    def draw(self, seed: int, epoch: int, step: int) -> Mixture:
+    def draw(self, seed: int, epoch: int, step: int) -> MixParams:
         """Return what is drawn for all pairs of a step, on any process."""
         generator = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch, step, _STREAM)))
         num = 1 if self.by_step else self.plan.global_batch // 2
@@ -114,11 +114,11 @@ class PairMixer:
         by_mixup, by_cutmix = (
             generator.beta(alpha, alpha, num) if alpha else np.ones(num) for alpha in (self.mixup, self.cutmix)
         )
-        cuts = chosen < (self.cutmix_share if self.mixup and self.cutmix else float(self.cutmix > 0))
-        return Mixture(np.where(cuts, by_cutmix, by_mixup), cuts, mixed < self.probability, row, column)
+        use_cutmix = chosen < (self.cutmix_share if self.mixup and self.cutmix else float(self.cutmix > 0))
+        return MixParams(np.where(use_cutmix, by_cutmix, by_mixup), use_cutmix, mixed < self.probability, row, column)
 
 
-def keep(images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[torch.Tensor, torch.Tensor]:
+def no_mix(images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels as they are."""
     return images, labels
 
@@ -133,7 +133,7 @@ def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
     """
     aug = cfg.AUG
     if not aug.MIXUP and not aug.CUTMIX:
-        return keep
+        return no_mix
     check_pairs(cfg, plan)
     return PairMixer(
         plan,

@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
 
 
-class Picture:
+class LazyImage:
     """Pixels in memory: uint8 (3, H, W)."""
 
     def __init__(self, pixels: torch.Tensor | None):
@@ -58,7 +58,7 @@ class Picture:
         return box.of(self.pixels())
 
 
-class EncodedPicture(Picture):
+class EncodedPicture(LazyImage):
     """The bytes of an image file.
 
     Args:
@@ -105,10 +105,10 @@ class EncodedPicture(Picture):
         return box._replace(top=box.top - first_row).of(decode(data, self._decoder, self._options))
 
 
-def open_picture(
+def open_lazy_image(
     item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str, options: DecodeOptions = DEFAULTS
-) -> Picture:
-    """Return what an ImageSet has read as a picture.
+) -> LazyImage:
+    """Return what an ImageDataset has read as a picture.
 
     Raises:
         ValueError: an array that is no image, or more pixels than the options allow.
@@ -121,19 +121,19 @@ def open_picture(
     return picture
 
 
-def _picture_of(item: np.ndarray | torch.Tensor | Image, options: DecodeOptions) -> Picture:
+def _picture_of(item: np.ndarray | torch.Tensor | Image, options: DecodeOptions) -> LazyImage:
     if isinstance(item, torch.Tensor):
         if item.dtype != torch.uint8 or item.ndim != 3 or len(item) != 3 or not item.numel():
             raise ValueError(f"a tensor of {item.dtype} and shape {tuple(item.shape)} is no image: uint8 (3, H, W) is")
-        return Picture(item)
+        return LazyImage(item)
     if not isinstance(item, np.ndarray):
         check_size(*item.size, options.max_pixels)
-        return Picture(rotate(pixels_of(item), read_orientation(item) if options.exif_rotate else 1))
+        return LazyImage(rotate(pixels_of(item), read_orientation(item) if options.exif_rotate else 1))
     if item.dtype != np.uint8 or item.ndim not in (2, 3) or item.shape[2:] not in ((), (1,), (3,)) or not item.size:
         raise ValueError(f"an array of {item.dtype} and shape {item.shape} is no image: uint8 (H, W) or (H, W, 3) is")
     # A tensor takes neither read-only memory nor steps back through it.
     pixels = torch.from_numpy(item if item.flags.writeable and min(item.strides) >= 0 else item.copy())
-    return Picture(pixels.expand(3, -1, -1) if item.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1))
+    return LazyImage(pixels.expand(3, -1, -1) if item.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1))
 
 
 def _scale_factor(box: Box, size: int) -> int:

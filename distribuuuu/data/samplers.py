@@ -11,10 +11,10 @@ from torch.utils.data import Sampler
 
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.class_balance import ClassBalance
-from distribuuuu.data.draws import Position
+from distribuuuu.data.draws import SampleKey
 from distribuuuu.data.seeding import derive_seed
 
-Batch = list[Position]
+Batch = list[SampleKey]
 
 
 class ResumableDistributedSampler(Sampler[Batch]):
@@ -72,7 +72,7 @@ class ResumableDistributedSampler(Sampler[Batch]):
         return torch.randperm(self.num_images, generator=generator)
 
     def __len__(self) -> int:
-        return max(0, self.num_steps - self.first_step) * self.plan.num_micro
+        return max(0, self.num_steps - self.first_step) * self.plan.accum_steps
 
     def __iter__(self) -> Iterator[Batch]:
         plan, order, key = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
@@ -80,7 +80,7 @@ class ResumableDistributedSampler(Sampler[Batch]):
         keys = [key, *(derive_seed(key, repeat) for repeat in range(1, self.repeats))]
         size = (self.im_size_at(self.epoch),) if self.im_size_at else ()
         for step in range(self.first_step, self.num_steps):
-            for micro in range(plan.num_micro):
+            for micro in range(plan.accum_steps):
                 begin = (micro * plan.world_size + self.rank) * plan.micro_batch
                 places = torch.arange(begin, begin + plan.micro_batch)
                 draws = step * num_different + places % num_different
@@ -97,7 +97,7 @@ class EvalSampler(Sampler[Batch]):
         self.indices = range(rank, num_images, world_size)
         self.batch_size = batch_size
         # The most batches that any process has.
-        self.num_rounds = -(-len(range(0, num_images, world_size)) // batch_size)
+        self.max_num_batches = -(-len(range(0, num_images, world_size)) // batch_size)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)

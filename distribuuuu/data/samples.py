@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions
-from distribuuuu.data.draws import Draws, Position
-from distribuuuu.data.picture import open_picture
+from distribuuuu.data.draws import SampleKey, SampleRNG
+from distribuuuu.data.picture import open_lazy_image
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.data.transforms import Transform
 
@@ -19,7 +19,7 @@ MAX_SUBSTITUTES = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One image on its way to a batch: uint8 (3, H, W), what `ImageSet.label` says, and what went wrong before."""
+    """One image on its way to a batch: uint8 (3, H, W), what `ImageDataset.label` says, and what went wrong before."""
 
     pixels: torch.Tensor | None
     label: "int | np.ndarray"
@@ -39,7 +39,7 @@ class Samples(Dataset):
 
     def __init__(
         self,
-        images: ImageSet,
+        images: ImageDataset,
         transform: Transform,
         decoder: str,
         skip_broken: bool,
@@ -54,19 +54,19 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, where: Position) -> Sample:
+    def __getitem__(self, where: SampleKey) -> Sample:
         key, index, *size = where
         transform = self.transform.at_size(*size) if size else self.transform
         broken: list[str] = []
         for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
             chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
             try:
-                picture = open_picture(self.images.read(chosen), self.decoder, self.options)
-                return Sample(transform(picture, Draws(key, index)), self.images.label(chosen), tuple(broken))
+                picture = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
+                return Sample(transform(picture, SampleRNG(key, index)), self.images.label(chosen), tuple(broken))
             except MemoryError as error:  # the lack of memory is no fault of the image
-                raise MemoryError(self.images.where(chosen)) from error
+                raise MemoryError(self.images.describe(chosen)) from error
             except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
-                broken.append(f"{self.images.where(chosen)}: {type(error).__name__}: {reason_of(error)}")
+                broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
         return Sample(None, -1, tuple(broken))
 
 
@@ -92,6 +92,6 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def as_targets(labels: "list[int] | list[np.ndarray]") -> torch.Tensor:
-    """Return what `ImageSet.label` says of N images: int64 (N,), or of a multilabel set float32 (N, classes)."""
+    """Return what `ImageDataset.label` says of N images: int64 (N,), or of a multilabel set float32 (N, classes)."""
     targets = np.array(labels)
     return torch.from_numpy(targets if targets.ndim == 2 else targets.astype(np.int64, copy=False))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate, pad
 
-from distribuuuu.data.draws import BatchDraws, Draws
-from distribuuuu.data.picture import Box, Picture
+from distribuuuu.data.draws import BatchRNG, SampleRNG
+from distribuuuu.data.picture import Box, LazyImage
 from distribuuuu.launch.host import copy_to_device
 
-Transform = Callable[[Picture, Draws], torch.Tensor]
+Transform = Callable[[LazyImage, SampleRNG], torch.Tensor]
 
 # Width over height of a random crop, least and greatest.
 RATIO = (3 / 4, 4 / 3)
@@ -44,7 +44,7 @@ class ResizedCrop:
     ratio: Sequence[float] = RATIO
     interpolation: str = "bilinear"
 
-    def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
+    def __call__(self, picture: LazyImage, draws: SampleRNG) -> torch.Tensor:
         """Return uint8 (3, size, size)."""
         flips = draws.uniform() < self.flip
         box = resized_box(draws, *picture.size, self.scale, self.ratio)
@@ -72,7 +72,7 @@ class PaddedCrop:
     flip: float = 0.5
     interpolation: str = "bilinear"
 
-    def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
+    def __call__(self, picture: LazyImage, draws: SampleRNG) -> torch.Tensor:
         """Return uint8 (3, size, size)."""
         flips = draws.uniform() < self.flip
         pixels = resize_shorter(without_ends(picture.pixels()), self.size, self.interpolation)
@@ -80,7 +80,7 @@ class PaddedCrop:
         pixels = cut(pixels, int(top), int(left), self.size)
         return pixels.flip(-1) if flips else pixels
 
-    def of_batch(self, pixels: torch.Tensor, draws: BatchDraws) -> torch.Tensor:
+    def of_batch(self, pixels: torch.Tensor, draws: BatchRNG) -> torch.Tensor:
         """Return the same for images of one size at a time: uint8 (N, C, H, W) to (N, C, size, size)."""
         flips = draws.uniform() < self.flip
         pixels = resize_shorter(without_ends(pixels), self.size, self.interpolation)
@@ -106,11 +106,11 @@ class CentreCrop:
     size: int
     interpolation: str = "bilinear"
 
-    def __call__(self, picture: Picture, draws: Draws) -> torch.Tensor:
+    def __call__(self, picture: LazyImage, draws: SampleRNG) -> torch.Tensor:
         """Return uint8 (3, size, size)."""
         return self._middle_of(picture.pixels())
 
-    def of_batch(self, pixels: torch.Tensor, draws: BatchDraws) -> torch.Tensor:
+    def of_batch(self, pixels: torch.Tensor, draws: BatchRNG) -> torch.Tensor:
         """Return the same for images of one size at a time: uint8 (N, C, H, W) to (N, C, size, size)."""
         return self._middle_of(pixels)
 
@@ -135,7 +135,9 @@ def train_transform(
     return PaddedCrop(im_size, crop_padding, flip, interpolation)
 
 
-def resized_box(draws: Draws, height: int, width: int, scale: Sequence[float], ratios: Sequence[float] = RATIO) -> Box:
+def resized_box(
+    draws: SampleRNG, height: int, width: int, scale: Sequence[float], ratios: Sequence[float] = RATIO
+) -> Box:
     """Return a box of random place, area (a share of the image's, uniform) and aspect ratio (log-uniform).
 
     After ATTEMPTS that do not fit, it is the largest box of an allowed ratio in the middle.
@@ -153,7 +155,7 @@ def resized_box(draws: Draws, height: int, width: int, scale: Sequence[float], r
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def padded_corner(draws: Draws | BatchDraws, height: int, width: int, size: int, padding: int) -> tuple:
+def padded_corner(draws: SampleRNG | BatchRNG, height: int, width: int, size: int, padding: int) -> tuple:
     """Return the top left corner of a random square of `size` in an image with so much padding; may be negative."""
     down, right = draws.uniform(), draws.uniform()
     room_down, room_right = (side + 2 * padding - size + 1 for side in (height, width))

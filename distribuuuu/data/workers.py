@@ -21,7 +21,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.samplers import Batch as Positions
 from distribuuuu.data.samples import Batch, Samples, collate
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.signals import shield_worker
+from distribuuuu.launch.signals import set_up_worker_signals
 
 # Batches that each worker is ahead; more than two change nothing but the memory.
 PREFETCH = 2
@@ -108,7 +108,7 @@ class ProcessWorkers:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCH if num_workers else None,
-            worker_init_fn=functools.partial(shield_worker, parent=os.getpid()),
+            worker_init_fn=functools.partial(set_up_worker_signals, parent=os.getpid()),
             # From Python 3.14 on a fork has to be asked for.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         )

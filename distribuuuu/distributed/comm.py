@@ -16,11 +16,17 @@ import torch
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed.process_group import announce_hub, exchange_addresses, find_hub, meet, refuse_shared_device
-from distribuuuu.distributed.watchdog import Watch
-from distribuuuu.distributed.watchdog_server import Hub
+from distribuuuu.distributed.process_group import (
+    announce_hub,
+    create_store,
+    exchange_addresses,
+    find_hub,
+    refuse_shared_device,
+)
+from distribuuuu.distributed.watchdog import WatchdogClient
+from distribuuuu.distributed.watchdog_server import WatchdogServer
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.signals import SignalBox
+from distribuuuu.launch.signals import SignalState
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +36,7 @@ T = TypeVar("T")
 # that they never wait for the device, and the watch.
 _local_rank = 0
 _host_group: torch_dist.ProcessGroup | None = None
-_watch: Watch | None = None
+_watch: WatchdogClient | None = None
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -80,7 +86,7 @@ def process_group(
     """
     global _local_rank
     _local_rank = launch.local_rank
-    SignalBox.stacks_file = Path(report_dir) / "stacks" / f"rank_{launch.rank}.txt"
+    SignalState.stacks_file = Path(report_dir) / "stacks" / f"rank_{launch.rank}.txt"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
     if launch.world_size == 1:
@@ -90,7 +96,7 @@ def process_group(
         why = "gloo does not send shards of CUDA tensors"
         raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {why}; use nccl or auto")
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store = meet(launch, timeout_s)
+    store = create_store(launch, timeout_s)
     if backend == "nccl":
         refuse_shared_device(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
@@ -139,7 +145,7 @@ def _watched(launch: Launch, store: torch_dist.Store, limits: tuple[float, float
     try:
         if found:
             token, address = found
-            _watch = Watch(launch.rank, address, token, report_dir)
+            _watch = WatchdogClient(launch.rank, address, token, report_dir)
             _watch.start()
     except OSError as error:  # e.g. a firewall that knows only the ports of the backend
         logger.warning("nobody watches this process: %s:%d cannot be reached: %s", *address, error)
@@ -147,9 +153,9 @@ def _watched(launch: Launch, store: torch_dist.Store, limits: tuple[float, float
         yield
     except Exception as error:
         if not getattr(error, "on_all_processes", False):
-            known, SignalBox.is_ending = isinstance(error, ConfigError), True
+            known, SignalState.is_ending = isinstance(error, ConfigError), True
             if _watch:
-                consequence = isinstance(error, PeerError) or is_broken_talk(error)
+                consequence = isinstance(error, PeerError) or is_communication_error(error)
                 _watch.fail(error.status if known else 1, known, consequence)
             if known:
                 error.one_process = True
@@ -162,14 +168,14 @@ def _watched(launch: Launch, store: torch_dist.Store, limits: tuple[float, float
             hub.close()
 
 
-def _open_hub(launch: Launch, store: torch_dist.Store, limits: tuple[float, float]) -> Hub | None:
+def _open_hub(launch: Launch, store: torch_dist.Store, limits: tuple[float, float]) -> WatchdogServer | None:
     """Start the hub on process 0 and tell the others where it is; it listens where they reach it and nowhere else."""
     places = exchange_addresses(store, launch)
     if places is None:
         return None
     token, addresses = secrets.token_hex(16), sorted(set(places.values()))
     try:
-        hub = Hub(launch.world_size, token, *limits, addresses)
+        hub = WatchdogServer(launch.world_size, token, *limits, addresses)
         hub.start()
     except OSError as error:
         logger.warning("the processes do not watch each other: process 0 cannot listen: %s", error)
@@ -180,7 +186,7 @@ def _open_hub(launch: Launch, store: torch_dist.Store, limits: tuple[float, floa
     return hub
 
 
-def is_broken_talk(error: Exception) -> bool:
+def is_communication_error(error: Exception) -> bool:
     """Tell whether an error may only say that another process has gone."""
     text = str(error).lower()
     return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
@@ -205,28 +211,28 @@ def marked(items: Iterable[T], position: str) -> Iterator[T]:
         mark_position(f"{position}, batch {done}")
 
 
-def greatest(values: Sequence[float]) -> list[float]:
+def all_reduce_max(values: Sequence[float]) -> list[float]:
     """Return the greatest of each value over the processes; the device is not waited for."""
-    if not in_group():
+    if not is_distributed():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
     torch_dist.all_reduce(tensor, torch_dist.ReduceOp.MAX, group=_host_group)
     return tensor.tolist()
 
 
-def in_group() -> bool:
+def is_distributed() -> bool:
     """Tell whether this process shares the run with others."""
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
 def rank() -> int:
     """Return this process's number, from 0."""
-    return torch_dist.get_rank() if in_group() else 0
+    return torch_dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
     """Return the number of processes."""
-    return torch_dist.get_world_size() if in_group() else 1
+    return torch_dist.get_world_size() if is_distributed() else 1
 
 
 def is_main() -> bool:
@@ -236,12 +242,12 @@ def is_main() -> bool:
 
 def backend() -> str:
     """Return the name of the group's backend, or 'none'."""
-    return torch_dist.get_backend() if in_group() else "none"
+    return torch_dist.get_backend() if is_distributed() else "none"
 
 
 def barrier() -> None:
     """Wait until every process is here; the device is not waited for."""
-    if in_group():
+    if is_distributed():
         torch_dist.barrier(group=_host_group)
 
 
@@ -250,7 +256,7 @@ def scaled_all_reduce(tensors: Sequence[torch.Tensor], scale: float | None = Non
 
     Every process must call it, with tensors of the same shapes. After pycls (Radosavovic et al.).
     """
-    if not in_group():
+    if not is_distributed():
         return tensors
     scale = 1.0 / world_size() if scale is None else scale
     pending = [torch_dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -268,7 +274,7 @@ def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: (N, ...), N of this process, 0 too; the rest of the shape and the type are the same everywhere.
     """
-    if not in_group():
+    if not is_distributed():
         return tensor
     counts = torch.zeros(world_size(), dtype=torch.int64, device=tensor.device)
     counts[rank()] = len(tensor)
@@ -301,12 +307,12 @@ class _SummedOverProcesses(torch.autograd.Function):
 
 def differentiable_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of `tensor` over the processes; gradients flow back to each of them."""
-    return _SummedOverProcesses.apply(tensor) if in_group() else tensor
+    return _SummedOverProcesses.apply(tensor) if is_distributed() else tensor
 
 
 def broadcast_object(value: T) -> T:
     """Return the main process's `value` on every process."""
-    if not in_group():
+    if not is_distributed():
         return value
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
@@ -315,7 +321,7 @@ def broadcast_object(value: T) -> T:
 
 def gather_objects(value: T) -> list[T]:
     """Return the `value` of every process, in the order of their ranks, on every process."""
-    if not in_group():
+    if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
     torch_dist.all_gather_object(values, value)
@@ -326,13 +332,13 @@ class PeerError(ConfigError):
     """Another process cannot go on and says why; this one only stops."""
 
 
-def call_first_on_node(function: Callable[[], T]) -> T:
+def local_main_first(function: Callable[[], T]) -> T:
     """Return function() of every process, called by one process of each node before the others, e.g. to download.
 
     Raises:
         PeerError: the process that went first on some node failed (there, its own error is raised).
     """
-    first = _local_rank == 0 or not in_group()
+    first = _local_rank == 0 or not is_distributed()
     result, error = None, None
     if first:
         try:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from distribuuuu.distributed.comm import greatest, in_group
+from distribuuuu.distributed.comm import all_reduce_max, is_distributed
 from distribuuuu.distributed.fsdp import is_sharded
 
 # Gradients travel in this type and are added up in it; the model's own stays as it is.
@@ -44,7 +44,7 @@ def wrap_model(
             anyway, and to look for them DDP would wait for the device in each step.
         skips: this process has seen other parameters without a gradient; DDP then does look for such in each step.
     """
-    if not in_group() or is_sharded(model):
+    if not is_distributed() or is_sharded(model):
         return model
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
@@ -55,16 +55,16 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        find_unused_parameters=bool(greatest([skips])[0]),
+        find_unused_parameters=bool(all_reduce_max([skips])[0]),
         **{exchange: False},
     )
     if COMPRESSIONS[compress]:
         wrapped.register_comm_hook(None, COMPRESSIONS[compress])
-    _settle_buckets(wrapped, example[:2])  # two are enough for batch norm, and take little memory
+    _warm_up_buckets(wrapped, example[:2])  # two are enough for batch norm, and take little memory
     return wrapped
 
 
-def _settle_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> None:
+def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> None:
     """Let DDP order its buckets, without a trace on the model.
 
     It does so after the first backward of a process. The order decides in which order the gradients of three or more
@@ -101,6 +101,6 @@ def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.Abstrac
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Give every process the main process's buffers: those that are evaluated and saved."""
-    if in_group():
+    if is_distributed():
         for buffer in model.buffers():
             torch_dist.broadcast(buffer, src=0)

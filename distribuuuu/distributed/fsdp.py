@@ -29,7 +29,7 @@ Optimizer = torch.optim.Optimizer
 _TYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Gathered(dict):
+class FullStateDict(dict):
     """Whole tensors on the CPU that nothing else refers to; empty or without them on all but the main process."""
 
 
@@ -86,7 +86,7 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's rows of a sharded tensor, which share its memory; any other tensor as it is."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -100,13 +100,13 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], most: float) -> None:
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         nn.utils.clip_grad_norm_(parameters, most, foreach=True)
         return
-    grads = [own_part(parameter.grad) for parameter in parameters]
+    grads = [to_local(parameter.grad) for parameter in parameters]
     square = nn.utils.get_total_norm(grads, foreach=True).square().to(_mesh_device(parameters[0]))
     dist.scaled_all_reduce([square], scale=1.0)
     torch._foreach_mul_(grads, (most / (square.sqrt() + 1e-6)).clamp(max=1.0).to(grads[0].device))
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a model with all tensors whole; of a sharded one only on the main process.
 
     Every process must call it. The main process receives one tensor at a time.
@@ -115,18 +115,18 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_whole_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
     """Load whole tensors that fit into a model, of which a sharded one takes its rows."""
     if not is_sharded(model):
         model.load_state_dict(state_dict)
         return
     for key, own in model.state_dict().items():
-        own_part(own).copy_(_rows_for(state_dict[key], own))
+        to_local(own).copy_(_rows_for(state_dict[key], own))
 
 
-def gather(content: dict[Any, Any]) -> Gathered:
+def gather(content: dict[Any, Any]) -> FullStateDict:
     """Return a nested content with its tensors, sharded or not, whole and on the CPU; without them if not main."""
-    return Gathered({key: _gather(value) for key, value in content.items()})
+    return FullStateDict({key: _gather(value) for key, value in content.items()})
 
 
 def _gather(value: Any) -> Any:
@@ -141,7 +141,7 @@ def _gather(value: Any) -> Any:
 
 def _whole(tensor: DTensor) -> torch.Tensor | None:
     """Return all rows on the CPU of the main process, None elsewhere. The last processes may have fewer, or none."""
-    local, num_rows, num_each = own_part(tensor), tensor.shape[0], _rows_each(tensor)
+    local, num_rows, num_each = to_local(tensor), tensor.shape[0], _rows_each(tensor)
     padded = torch.zeros(num_each, *tensor.shape[1:], dtype=tensor.dtype, device=_mesh_device(tensor))
     padded[: len(local)] = local
     if not dist.is_main():
@@ -170,8 +170,8 @@ def _mesh_device(tensor: DTensor) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def save_whole(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state dict is whole even if its parameters are sharded: as `whole_state_dict`."""
+def use_full_state_dict(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose state dict is whole even if its parameters are sharded: as `full_state_dict`."""
     if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
         optimizer.register_state_dict_post_hook(lambda _, content: gather(content))
         optimizer.register_load_state_dict_pre_hook(_with_own_rows)
@@ -186,7 +186,7 @@ def _with_own_rows(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, A
         if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
             return value
         own = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        own_part(own).copy_(_rows_for(value, parameter))
+        to_local(own).copy_(_rows_for(value, parameter))
         return own
 
     state = {
@@ -211,9 +211,9 @@ def match_strides(optimizer: Optimizer) -> None:
             if any(mine not in (1, own) for mine, own in zip(value.shape, parameter.shape, strict=True)):
                 raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
             is_whole = value.shape == parameter.shape
-            if is_whole and own_part(value).stride() != own_part(parameter).stride():
+            if is_whole and to_local(value).stride() != to_local(parameter).stride():
                 entry[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-                own_part(entry[name]).copy_(own_part(value))
+                to_local(entry[name]).copy_(to_local(value))
 
 
 def _indices(groups: Iterable[dict[str, Any]]) -> list[Any]:
@@ -261,7 +261,7 @@ class PartitionedOptimizer(ZeroRedundancyOptimizer):
             }
             if dist.is_main():
                 state[index] = values
-        return Gathered(state=state, param_groups=Optimizer.state_dict(self)["param_groups"])
+        return FullStateDict(state=state, param_groups=Optimizer.state_dict(self)["param_groups"])
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Take this process's share of the state of one optimizer for all.
@@ -308,16 +308,16 @@ def build_sharded_optimizer(
     cfg, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
 ) -> Optimizer:
     """Return `build(groups)`; with DIST.SHARD zero1 one whose work is shared out. Its state dict is whole."""
-    if cfg.DIST.SHARD == "zero1" and dist.in_group():
+    if cfg.DIST.SHARD == "zero1" and dist.is_distributed():
         return PartitionedOptimizer(groups, build)
-    return save_whole(build(groups))
+    return use_full_state_dict(build(groups))
 
 
-def build_placement(cfg, device: torch.device) -> Callable[[nn.Module], nn.Module]:
+def parallelize_model(cfg, device: torch.device) -> Callable[[nn.Module], nn.Module]:
     """Return what brings a model to the device: whole, or with DIST.SHARD fsdp this process's part of it."""
     settings = cfg.DIST
-    if settings.SHARD != "none" and not dist.in_group():
+    if settings.SHARD != "none" and not dist.is_distributed():
         logger.info("DIST.SHARD %s: one process has nobody to share with", settings.SHARD)
-    if settings.SHARD != "fsdp" or not dist.in_group():
+    if settings.SHARD != "fsdp" or not dist.is_distributed():
         return lambda model: model.to(device)
     return lambda model: shard_model(model, device, _TYPES[settings.COMPRESS], settings.CPU_OFFLOAD)

@@ -80,7 +80,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {named}{', ...' if len(ranks) > MOST_NAMED else ''}"
 
 
-def meet(launch: Launch, timeout_s: float) -> torch_dist.Store:
+def create_store(launch: Launch, timeout_s: float) -> torch_dist.Store:
     """Return a store that all processes of this start share, once all of them are there.
 
     Raises:

@@ -31,7 +31,7 @@ class ProcessBatchNorm(_BatchNorm):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize (N, C, ...) by the group's statistics in training, by the running ones in evaluation."""
-        out = self._normalize_by_group(images) if self.training and dist.in_group() else super().forward(images)
+        out = self._normalize_by_group(images) if self.training and dist.is_distributed() else super().forward(images)
         return self.act(self.drop(out))
 
     def _normalize_by_group(self, images: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ConfigError: the model has a batch norm of its own kind, which cannot be converted.
     """
-    if not dist.in_group():
+    if not dist.is_distributed():
         return model
     if device.type == "cuda":
         from timm.layers import convert_sync_batchnorm as timm_convert  # knows timm's batch norm with activation

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MOST_KNOCKS = 30
 
 
-class Watch(threading.Thread):
+class WatchdogClient(threading.Thread):
     """A process's own part: it says where the process is, and ends it when the hub says so or has died.
 
     Args:

@@ -123,7 +123,7 @@ class _Member:
         return f"process {self.rank} on {self.host}"
 
 
-class Hub(threading.Thread):
+class WatchdogServer(threading.Thread):
     """Hears every process and decides, once, how they end.
 
     A broken connection is a death. Silence is not: a call into C may hold the interpreter lock for minutes. A process

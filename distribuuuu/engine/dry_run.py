@@ -24,16 +24,16 @@ MOST_IMAGES = 2
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-def rehearse(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> tuple[list[str], bool]:
-    """Rehearse an evaluation and steps of the first and the last size; returns what `rehearse_training` does."""
-    rehearse_evaluation(cfg, model, test_images)
+def dry_run(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> tuple[list[str], bool]:
+    """Rehearse an evaluation and steps of the first and the last size; returns what `dry_run_training` does."""
+    dry_run_evaluation(cfg, model, test_images)
     if start := cfg.TRAIN.IM_SIZE_START:
         small_images = torch.zeros_like(train_images[:MOST_IMAGES, :, :start, :start])
-        rehearse_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
-    return rehearse_training(cfg, model, train_images)
+        dry_run_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
+    return dry_run_training(cfg, model, train_images)
 
 
-def rehearse_training(
+def dry_run_training(
     cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE"
 ) -> tuple[list[str], bool]:
     """Take a few images forward and backward, without a trace on the model.
@@ -70,8 +70,8 @@ def _without_gradient(model: nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
-def rehearse_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:
-    """Take images (N, 3, H, W) of an evaluation through a model; raises and asks as `rehearse_training`."""
+def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:
+    """Take images (N, 3, H, W) of an evaluation through a model; raises and asks as `dry_run_training`."""
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
         _check_logits(cfg, model(images), len(images))
@@ -98,7 +98,7 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     except ConfigError:
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        if dist.is_broken_talk(error) or is_out_of_memory(error):
+        if dist.is_communication_error(error) or is_out_of_memory(error):
             raise
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"

@@ -13,23 +13,23 @@ from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.tasks.metrics import ClassificationMeter, MultilabelMeter
 
 
-class EqualRounds:
+class PaddedBatches:
     """An evaluation loader with as many batches on every process: a black image without labels where it has no more.
 
     A sharded model needs it: each of its forward passes is every process's.
     """
 
     def __init__(self, loader: Loader):
-        self.num_rounds = loader.num_rounds
+        self.max_num_batches = loader.max_num_batches
         self._loader = loader
 
     def __len__(self) -> int:
-        return self.num_rounds
+        return self.max_num_batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         yield from self._loader
-        for _ in range(len(self._loader), self.num_rounds):
-            yield self._loader.black(1), None
+        for _ in range(len(self._loader), self.max_num_batches):
+            yield self._loader.zero_images(1), None
 
 
 def evaluate(
@@ -58,7 +58,7 @@ def evaluate(
     broadcast_buffers(model)
     model.eval()
     with inference(model):
-        for images, labels in progress(EqualRounds(loader) if is_sharded(model) else loader):
+        for images, labels in progress(PaddedBatches(loader) if is_sharded(model) else loader):
             with autocast():
                 logits = model(images)
                 if flip:  # a compiled model's second answer may take the place of its first

@@ -69,7 +69,7 @@ def _describe(cfg, phase: str, batch: str | None, said: str) -> str:
         what += f", micro-batch of {plan.micro_batch} images of {cfg.TRAIN.IM_SIZE} x {cfg.TRAIN.IM_SIZE} px"
         smaller = f"a TRAIN.BATCH_SIZE below {plan.micro_batch} with TRAIN.GLOBAL_BATCH_SIZE {plan.global_batch}"
         remedies = [f"{smaller}, which keeps the recipe", *_cheaper_steps(cfg), *_sharing(cfg)]
-    where = f"process {dist.rank()} on {socket.gethostname()}" if dist.in_group() else "this process"
+    where = f"process {dist.rank()} on {socket.gethostname()}" if dist.is_distributed() else "this process"
     return f"out of memory in {what}: {where} has {_memory()}; fix: {'; or '.join(remedies)} ({said})"
 
 

@@ -11,7 +11,7 @@ from distribuuuu.config import Config, ConfigError, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.reader import find_problems, with_origin
-from distribuuuu.config.registry import family_of
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_batches
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -44,7 +44,7 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             check_pairs(cfg, plan)
             check_accumulation(cfg, plan)
             is_data_sound = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
-            if is_data_sound and (num_images := family_of(cfg).count_images(cfg, plan.global_batch)):
+            if is_data_sound and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
                 check_num_images(cfg, plan, num_images)
     except ConfigError as error:
         problems += error.problems
@@ -61,7 +61,7 @@ def resolve_num_classes(cfg: Config) -> Config:
     """
     if cfg.MODEL.NUM_CLASSES:
         return cfg
-    num_classes = _count_classes(cfg) or len(family_of(cfg).from_cfg(cfg, train=True).classes)
+    num_classes = _count_classes(cfg) or len(dataset_class(cfg).from_cfg(cfg, train=True).classes)
     if not num_classes:
         problem = "0 asks the data, but dummy images have as many classes as it says; set it"
         raise ConfigError(f"{with_origin(cfg, 'MODEL.NUM_CLASSES')}: {problem}")
@@ -84,11 +84,11 @@ def _with_num_classes(cfg: Config, num_classes: int) -> Config:
 
 def _count_classes(cfg: Config) -> int:
     """Return the number of classes of the data if the config leaves it to the data and no image tells it, else 0."""
-    return 0 if cfg.MODEL.NUM_CLASSES else family_of(cfg).count_classes(cfg)
+    return 0 if cfg.MODEL.NUM_CLASSES else dataset_class(cfg).count_classes(cfg)
 
 
 def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
-    family = family_of(cfg)
+    family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):

@@ -29,7 +29,7 @@ from distribuuuu.optim.optimizer import describe_lr
 from distribuuuu.report import results
 from distribuuuu.report.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.report.run_log import append_to_log, format_duration, logging_to
-from distribuuuu.tasks.metrics import build_measures
+from distribuuuu.tasks.metrics import metric_names
 
 logger = logging.getLogger(__name__)
 
@@ -159,14 +159,14 @@ def describe_end(cfg, state: TrainState, bests: Mapping[str, Path], started: flo
     """
     script = Path(sys.argv[0]).with_name("test_net.py")
     script = script if script.exists() else Path("tools/test_net.py")
-    merit = next(iter(build_measures(cfg).values()))
+    primary_metric = next(iter(metric_names(cfg).values()))
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
         if dist.is_main() and path.exists():
             command = shlex.join(
                 ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
             )
-            logger.info("best %s%s: %s; weights: %s", name, merit, best, path)
+            logger.info("best %s%s: %s; weights: %s", name, primary_metric, best, path)
             logger.info("to evaluate: %s", command)
     if state.seconds > time.perf_counter() - started:
         logger.info("time of all starts: %s", format_duration(state.seconds))
@@ -267,7 +267,7 @@ def write_test_results(cfg, device: torch.device, model: nn.Module, weights: str
     logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, seen["resize"], seen["crop"])
     for kind, result in evaluations.items():
         images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
-        measures = " ".join(f"{called} {result[name]:.3f}" for name, called in build_measures(cfg).items())
+        measures = " ".join(f"{called} {result[name]:.3f}" for name, called in metric_names(cfg).items())
         logger.info("validation of %s: %s loss %.4f", images, measures, result["loss"])
     if dist.is_main():
         results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_other_class
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
 from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import whole_state_dict
+from distribuuuu.distributed.fsdp import full_state_dict
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.report.environment import peak_memory_mib
@@ -48,7 +48,7 @@ class Best:
     def __str__(self) -> str:
         return f"{self.top1:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
 
-    def beaten_by(self, top1: float, epoch: int) -> bool:
+    def update(self, top1: float, epoch: int) -> bool:
         """Take in an evaluation, and tell whether it is the best."""
         is_best = top1 > self.top1 or not self.top1 > 0  # it may be no number: nothing to rank
         if is_best:
@@ -114,11 +114,11 @@ class TrainState:
         averaged = {}
         if self.ema:
             best = self.bests["ema"]
-            averaged = {"ema_state_dict": whole_state_dict(self.ema.model), "best_ema_acc1": best.top1,
+            averaged = {"ema_state_dict": full_state_dict(self.ema.model), "best_ema_acc1": best.top1,
                         "best_ema_epoch": best.epoch}  # fmt: skip
         return {
             **self._facts(),
-            "state_dict": whole_state_dict(self.model),
+            "state_dict": full_state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
             "step": self.step,
@@ -152,7 +152,7 @@ class TrainState:
         """
         for model in self.models.values():
             load_state_dict(model, content["state_dict"], path)
-        other = find_other_class(content, self.classes)
+        other = find_class_mismatch(content, self.classes)
         if other:
             logger.warning("%s: was trained on other classes: %s", path, other)
 
@@ -212,7 +212,7 @@ class TrainState:
         )  # fmt: skip
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        other = find_other_class(content, self.classes)
+        other = find_class_mismatch(content, self.classes)
         if other:
             raise CheckpointError(f"{path}: was trained on other classes: {other}; {WEIGHTS_ONLY}")
 
@@ -257,7 +257,7 @@ class TrainState:
 
     def finish_epoch(self, top1: dict[str, float]) -> list[str]:
         """Count the epoch as done; return the kinds of weights whose accuracy (percent) is their best so far."""
-        new_bests = [kind for kind, value in top1.items() if self.bests[kind].beaten_by(value, self.epoch)]
+        new_bests = [kind for kind, value in top1.items() if self.bests[kind].update(value, self.epoch)]
         self.evaluated_at = self.epoch, self.step
         self.epoch, self.step = self.epoch + 1, 0
         return new_bests

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalBox, handled_by
+from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class StopRequest:
 
     def __init__(self, max_hours: float = 0.0):
         self._ends_at = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
-        self._signals = SignalBox()
+        self._signals = SignalState()
         self._handling = handled_by(self._signals.receive)
         self._begun = {""}
         self.begin_phase()
@@ -62,21 +62,21 @@ class StopRequest:
         if self._calls < self._calls_to_wait:
             return
         now = time.monotonic()
-        wanted, pace_s = dist.greatest([self._wanted(now), (now - self._agreed_at) / self._calls])
+        wanted, pace_s = dist.all_reduce_max([self._wanted(now), (now - self._agreed_at) / self._calls])
         if wanted != _NOTHING:
             raise RunStopped(int(wanted))
         self._agreed_at, self._calls = now, 0
-        calls = int(AGREE_EVERY_S / max(pace_s, 1e-6)) if dist.in_group() else 1
+        calls = int(AGREE_EVERY_S / max(pace_s, 1e-6)) if dist.is_distributed() else 1
         self._calls_to_wait = min(max(calls, 1), MOST_CALLS)
 
-    def checked(self, items: Iterable[T], num_rounds: int, position: str) -> Iterator[T]:
-        """Yield the items with a `check` after each, and as many more as make `num_rounds` on every process."""
+    def checked(self, items: Iterable[T], max_num_batches: int, position: str) -> Iterator[T]:
+        """Yield the items with a `check` after each, and as many more as make `max_num_batches` on every process."""
         self.begin_phase()
         done = 0
         for done, item in enumerate(items, 1):  # noqa: B007
             yield item
             self.check(f"{position}, batch {done}")
-        for _ in range(done, num_rounds):
+        for _ in range(done, max_num_batches):
             self.check(f"{position}, batch {done}")
 
     def _wanted(self, now: float) -> int:

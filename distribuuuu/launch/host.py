@@ -14,7 +14,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE, _LARGE_IN_OLD_GLIBC = 1 << 30, 1 << 25
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Let what is freed be used again by this process, and by those it forks, in place of new pages from the kernel.
 
     A step frees what the next one takes, and by default glibc gives large blocks back each time: zeroing and mapping

@@ -54,12 +54,12 @@ class RunStopped(Exception):
         super().__init__("CHECKPOINT.MAX_HOURS" if out_of_time else signal.Signals(asked_by).name)
 
 
-def end_at_once(signum: int) -> None:
+def exit_now(signum: int) -> None:
     """End this process now, with the status of the signal; process 0 says so in one line."""
-    if SignalBox.is_ending:
+    if SignalState.is_ending:
         return
     if is_first_process():
-        left = "the newest checkpoint stays" if SignalBox.has_begun else "no step was made, nothing is lost"
+        left = "the newest checkpoint stays" if SignalState.has_begun else "no step was made, nothing is lost"
         with contextlib.suppress(OSError):  # nobody reads standard error any more
             os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
     os._exit(STATUS_OF[signum])
@@ -84,7 +84,7 @@ def is_first_process() -> bool:
 @contextlib.contextmanager
 def handled_by(
     handler: Callable[[int], None],
-    on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalBox.stacks_file, "on SIGQUIT"),
+    on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalState.stacks_file, "on SIGQUIT"),
 ) -> Iterator[None]:
     """Give our signals to handler(signum), SIGQUIT to on_quit(signum), for the length of the block.
 
@@ -107,7 +107,7 @@ def handled_by(
     finally:
         signal.set_wakeup_fd(fd_before)
         for signum, handler_before in before.items():  # the error is printed after this, by Python itself
-            signal.signal(signum, signal.SIG_IGN if SignalBox.is_ending else handler_before)
+            signal.signal(signum, signal.SIG_IGN if SignalState.is_ending else handler_before)
         kernels.shutdown(socket.SHUT_RDWR)
         kernels.close()
         listener.join()
@@ -153,7 +153,7 @@ def write_stacks(path: Path | None, title: str) -> None:
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
-class SignalBox:
+class SignalState:
     """Remembers the first signal, and ends the process at the second; an echo of the first does not count."""
 
     # Whether a process like this one had something to save, once.
@@ -164,7 +164,7 @@ class SignalBox:
     stacks_file: Path | None = None
 
     def __init__(self):
-        SignalBox.has_begun = True
+        SignalState.has_begun = True
         self.first: int | None = None
         self._received_at = 0.0
 
@@ -174,7 +174,7 @@ class SignalBox:
         if self.first is None:
             self.first, self._received_at = signum, now
         elif now - self._received_at > ECHO_S:
-            end_at_once(signum)
+            exit_now(signum)
 
 
 def die_with_parent(signum: int) -> None:
@@ -196,7 +196,7 @@ def _pass_over_lost_reader(kind: type[BaseException], error: BaseException, trac
         sys.__excepthook__(kind, error, trace)
 
 
-def shield_worker(worker_id: int, parent: int) -> None:
+def set_up_worker_signals(worker_id: int, parent: int) -> None:
     """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not its own process.
 
     Slurm signals every process of a step, the terminal every process in the foreground.

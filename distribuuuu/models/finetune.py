@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_other_class, is_state_dict, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
@@ -28,12 +28,12 @@ PREFIXES = ("module.", "model.", "backbone.", "_orig_mod.")
 EMA_KEYS = ("ema_state_dict", "state_dict_ema")
 
 
-class DoesNotFit(ValueError):
+class IncompatibleWeightsError(ValueError):
     """Weights of another model: less than half of the tensors below the head, or of its matrices and kernels, fit."""
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LoadReport:
     """What became of the tensors: those of the model, loaded or fresh, and those of the file that were not used."""
 
     loaded: list[str]
@@ -53,7 +53,7 @@ def _some(names: list[str], num: int = 4) -> str:
     return f"{len(names)} ({', '.join(names[:num])}{', ...' * (len(names) > num)})" if names else "none"
 
 
-def build_start(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
+def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
     """Return the model that a run begins with, on the CPU.
 
     Args:
@@ -67,13 +67,13 @@ def build_start(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
     weights = cfg.FINETUNE.WEIGHTS if pretrained else ""
     if not weights:
         published = pretrained and cfg.MODEL.PRETRAINED
-        return dist.call_first_on_node(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
+        return dist.local_main_first(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
     if weights != PUBLISHED:
         model = build_model(cfg, pretrained=False)
         load_weights_file(cfg, model, classes)
         return model
     try:
-        model = dist.call_first_on_node(lambda: build_model(cfg, pretrained=True))
+        model = dist.local_main_first(lambda: build_model(cfg, pretrained=True))
     except ConfigError as error:
         raise ConfigError(finetune_problems(error)) from error
     if cfg.FINETUNE.HEAD_RESET:
@@ -117,7 +117,7 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     made_by = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:
         transfer = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)
-    except DoesNotFit as error:
+    except IncompatibleWeightsError as error:
         problem = f"{path}{made_by} does not fit {cfg.MODEL.ARCH}: {error}; was MODEL.ARCH another one?"
         raise ConfigError(f"{key}: {problem}") from error
     logger.info("fine-tuning from %s%s: %s", path, ", its moving average" * bool(average), transfer)
@@ -125,12 +125,12 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         logger.warning("%s below the head randomly initialized: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "
                        "TRAIN.IM_SIZE?", counted(transfer.num_misfits, "tensor"), made_by)  # fmt: skip
     if not settings.HEAD_RESET:
-        other = find_other_class(content, classes)
+        other = find_class_mismatch(content, classes)
         if other:
             logger.warning("the head was trained on other classes: %s; FINETUNE.HEAD_RESET True starts it fresh", other)
 
 
-def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False) -> Transfer:
+def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False) -> LoadReport:
     """Load every tensor whose name and shape fit; names may differ by what wrappers put before them.
 
     A layer of the head is loaded whole or not at all. Where timm has a conversion for the model it is tried, which also
@@ -143,7 +143,7 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
         reset_head: load none of them.
 
     Raises:
-        DoesNotFit: less than half of what is below the head fits; the model is as it was.
+        IncompatibleWeightsError: less than half of what is below the head fits; the model is as it was.
     """
     mine = model.state_dict()
     backbone = [name for name in mine if not _is_in(name, head)]
@@ -159,10 +159,10 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
     for names in (backbone, kernels):  # vectors fit soon, those of norms even between a ResNet-50 and a ResNet-18
         misfits = [name for name in names if name not in loaded]
         if 2 * len(misfits) > len(names):
-            raise DoesNotFit(_misfit(misfits, mine, state_dict, len(names)))
+            raise IncompatibleWeightsError(_misfit(misfits, mine, state_dict, len(names)))
     model.load_state_dict(loaded, strict=False)
     fresh = [name for name in mine if name not in loaded]
-    return Transfer(list(loaded), fresh, [*dropped, *unused], sum(name in backbone for name in fresh))
+    return LoadReport(list(loaded), fresh, [*dropped, *unused], sum(name in backbone for name in fresh))
 
 
 def _is_in(name: str, layers: Collection[str]) -> bool:

@@ -107,5 +107,5 @@ def peak_memory_mib(device: torch.device) -> float | None:
     Every process must call it.
     """
     own = own_peak_bytes(device)
-    peak = dist.greatest([own])[0] if device.type == "cuda" else own
+    peak = dist.all_reduce_max([own])[0] if device.type == "cuda" else own
     return round(peak / 2**20, 1) or None

@@ -1,6 +1,6 @@
 """What a run comes to, in results.json: what is in it, writing it whole, and reading it back.
 
-Epochs count from 1, accuracies are percent; null stands for what is not known. `SHAPE` in result_shape.py says what is
+Epochs count from 1, accuracies are percent; null stands for what is not known. `SCHEMA` in result_shape.py says what is
 where:
 
 - `config`: the file, e.g. `fashion_mnist/resnet14`; `overrides`: what the command line changed in it;
@@ -28,9 +28,9 @@ from typing import Any
 
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
-from distribuuuu.config.reader import leaves
-from distribuuuu.config.registry import family_of
-from distribuuuu.report.schema import find_misfit
+from distribuuuu.config.reader import iter_options
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.report.schema import find_schema_error
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def _is_hashed(key: str) -> bool:
 def hash_config(cfg: Config) -> str:
     """Return the SHA-256 of every option but those of `NOT_HASHED` and LOG.*: the same for all seeds of a config."""
     # In the tree's own order: that of the patterns in FINETUNE.LR_MULT has a meaning.
-    values = [(key, value) for key, value in leaves(cfg) if _is_hashed(key)]
+    values = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
@@ -92,14 +92,16 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
     """Return what the command line changed, but for `NOT_HASHED`, LOG.* and `SPEED_ONLY`: key -> value."""
     return {
         key: value
-        for key, value in leaves(cfg)
+        for key, value in iter_options(cfg)
         if _is_hashed(key) and key not in SPEED_ONLY and cfg.origins.get(key) == "command line"
     }
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
     """Return what evaluation does with an image, in pixels, and the k of its top-k if it has one."""
-    measure = {"multilabel": True} if family_of(cfg).multilabel else {"k": min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}
+    measure = (
+        {"multilabel": True} if dataset_class(cfg).multilabel else {"k": min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}
+    )
     return {
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
@@ -167,11 +169,11 @@ def _best(last: dict, best: tuple[float, int | None] | None, before: dict) -> di
     """Return the best evaluation: the last one, or what the file says of an earlier epoch, or its accuracy alone."""
     if best is None or best[1] == last["epoch"]:
         return last
-    known, merit = before.get("best", {}), "map" if "map" in last else "top1"
+    known, primary_metric = before.get("best", {}), "map" if "map" in last else "top1"
     # A run that went back and took another path may have had another evaluation of that epoch.
-    if known.get("epoch") == best[1] and known.get(merit) == best[0]:
+    if known.get("epoch") == best[1] and known.get(primary_metric) == best[0]:
         return known
-    return {**dict.fromkeys(last), "epoch": best[1], merit: best[0]}
+    return {**dict.fromkeys(last), "epoch": best[1], primary_metric: best[0]}
 
 
 def write_json(path: Path, record: dict) -> bool:
@@ -243,6 +245,6 @@ def read_results(path: str | os.PathLike) -> dict:
         raise ConfigError(f"{path}: has schema {record['schema']!r}; this version reads {SCHEMA}")
     if record.get("kind") != "training":
         raise ConfigError(f"{path}: is of an evaluation alone; name the results.json of a training run")
-    if problem := find_misfit(record):
+    if problem := find_schema_error(record):
         raise ConfigError(f"{path}: {problem}")
     return record

@@ -262,7 +262,7 @@ class RunLog:
         step: int = 0,
         timing: StepTiming | None = None,
     ):
-        self.measures, self.merit = measures, next(iter(measures))
+        self.measures, self.primary_metric = measures, next(iter(measures))
         self.num_epochs = num_epochs
         self.num_steps = num_steps
         self._images_per_step = images_per_step
@@ -330,8 +330,8 @@ class RunLog:
         self._read_position = position
         self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
-        merit = f"{self.measures[self.merit]} {metrics[self.merit]:.1f}"
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {merit}", refresh=False)
+        primary_metric = f"{self.measures[self.primary_metric]} {metrics[self.primary_metric]:.1f}"
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {primary_metric}", refresh=False)
         measures = {called: format_decimal(metrics[name], 5, most=2) for name, called in self.measures.items()}
         shown = {"loss": format_decimal(metrics["loss"], 6), **measures, "wait": f"{speed['wait']:.0%}"}
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], shown)
@@ -390,16 +390,18 @@ class RunLog:
             results: what the meter read for each kind of weights, "raw" and "ema".
             bests: the best of the run for each kind: `top1` is its first measure, its text has the epoch too.
         """
-        seconds, merit, found = time.perf_counter() - self._last_read, self.measures[self.merit], []
+        seconds, primary_metric, found = time.perf_counter() - self._last_read, self.measures[self.primary_metric], []
         for weights, metrics in results.items():
             kind, label = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
             best = bests[weights]
-            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{merit}": best.top1, "seconds": seconds})
+            self._write(
+                kind, epoch, self.num_steps, {**metrics, f"best_{primary_metric}": best.top1, "seconds": seconds}
+            )
             measures = " ".join(f"{called} {metrics[name]:.2f}" for name, called in self.measures.items())
             loss = format_decimal(metrics["loss"], 6)
             logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, label, measures, loss)
             found.append(f"{label[2:]} {best}".lstrip())
-        logger.info("best %s so far: %s", merit, ", ".join(found))
+        logger.info("best %s so far: %s", primary_metric, ", ".join(found))
         self._shown_at = time.perf_counter()
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (s
 _MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
 _EVALUATION = {"epoch": int, "top1": _MAYBE_NUMBER, "topk": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
 _MULTILABEL = {"epoch": int, "map": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
-SHAPE = {
+SCHEMA = {
     "schema": int,
     "kind": str,
     "finished": bool,
@@ -35,7 +35,7 @@ SHAPE = {
 }
 
 
-def find_misfit(record: dict) -> str | None:
+def find_schema_error(record: dict) -> str | None:
     """Return what the results of a training run lack, or hold of another type than they should."""
     return _find_misfit(record, _shape_of(record))
 
@@ -44,12 +44,12 @@ def _shape_of(record: dict) -> dict:
     """Return what a file is to hold: accuracies of one or two kinds of weights, with one label an image or several."""
     seen, accuracy = record.get("evaluation"), record.get("accuracy")
     kinds = ("raw", "ema") if isinstance(accuracy, dict) and "ema" in accuracy else ("raw",)
-    evaluation, measured = SHAPE["evaluation"], _EVALUATION
+    evaluation, measured = SCHEMA["evaluation"], _EVALUATION
     if isinstance(seen, dict) and "multilabel" in seen:
         evaluation = {"multilabel" if key == "k" else key: kind for key, kind in evaluation.items()}
         evaluation, measured = {**evaluation, "multilabel": bool}, _MULTILABEL
     accuracy = dict.fromkeys(kinds, {"last": measured, "best": {**measured, "epoch": _MAYBE_INT}})
-    return {**SHAPE, "evaluation": evaluation, "accuracy": accuracy}
+    return {**SCHEMA, "evaluation": evaluation, "accuracy": accuracy}
 
 
 def _find_misfit(value: Any, shape: Any, where: str = "") -> str | None:

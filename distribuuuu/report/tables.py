@@ -29,7 +29,7 @@ class Run:
     record: dict
 
     @property
-    def where(self) -> str:
+    def describe(self) -> str:
         """The seed and the file, in words."""
         return f"seed {self.record['seed']}, {self.path}"
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_other_class, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import ConfigError
 from distribuuuu.config.reader import with_origin
@@ -98,14 +98,14 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
     pretrained = settings.WEIGHTS == "pretrained"
     try:
         if pretrained:
-            return dist.call_first_on_node(lambda: build_model(own, pretrained=True))
+            return dist.local_main_first(lambda: build_model(own, pretrained=True))
         teacher = build_model(own, pretrained=False)
     except ConfigError as error:
         raise ConfigError([_as_teachers(problem, cfg) for problem in error.problems]) from error
     try:
         content = read_checkpoint(settings.WEIGHTS)
         load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], settings.WEIGHTS)
-        if other := find_other_class(content, classes):
+        if other := find_class_mismatch(content, classes):
             remedy = "if they mean the same, give a file with the state dict alone"
             raise CheckpointError(f"{settings.WEIGHTS}: was trained on other classes: {other}; {remedy}")
     except CheckpointError as error:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.config.registry import LOSSES, family_of
+from distribuuuu.config.registry import LOSSES, dataset_class
 
 
 class Loss(nn.Module):
@@ -118,8 +118,8 @@ class Focal(Loss):
         logits = self.precise(logits)
         log_p = F.log_softmax(logits, dim=1)
         # 1 - p, exact near p = 1; kept above 0, where the slope of a power below 1 is infinite.
-        doubt = (-torch.expm1(log_p)).clamp_min(torch.finfo(logits.dtype).tiny)
-        losses = -self.soften(targets, logits) * doubt**self.gamma * log_p
+        one_minus_p = (-torch.expm1(log_p)).clamp_min(torch.finfo(logits.dtype).tiny)
+        losses = -self.soften(targets, logits) * one_minus_p**self.gamma * log_p
         if self.weights is not None:
             losses = losses * self.weights
         return losses.sum(dim=1).mean()
@@ -132,7 +132,7 @@ def build_loss(cfg, train: bool = True) -> Loss:
     the device, as a model has.
     """
     if not train:
-        return BinaryCrossEntropy() if family_of(cfg).multilabel else CrossEntropy()
+        return BinaryCrossEntropy() if dataset_class(cfg).multilabel else CrossEntropy()
     loss = cfg.LOSS
     options = {
         "bce": {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum"},

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.registry import family_of
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.distributed.comm import gather_rows, scaled_all_reduce
 
 # Scores that are sorted at a time: it bounds the memory that the average precision takes.
@@ -41,14 +41,14 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
 
 def build_meter(cfg, device: torch.device) -> "ClassificationMeter | MultilabelMeter":
     """Return the counters for TRAIN.TOPK; with fewer classes, for their number; those of several labels an image."""
-    if family_of(cfg).multilabel:
+    if dataset_class(cfg).multilabel:
         return MultilabelMeter(cfg.MODEL.NUM_CLASSES, device)
     return ClassificationMeter(min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES), device)
 
 
-def build_measures(cfg) -> dict[str, str]:
+def metric_names(cfg) -> dict[str, str]:
     """Return the percentages that the meter of a config reads: name -> what it is called; the first is to be great."""
-    if family_of(cfg).multilabel:
+    if dataset_class(cfg).multilabel:
         return {"map": "map"}
     return {"top1": "top1", "topk": f"top{min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}"}
 

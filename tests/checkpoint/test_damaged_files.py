@@ -21,14 +21,14 @@ from support.states import make_state, original_checkpoint
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import check_resumable, load_optimizer
-from distribuuuu.checkpoint.manager import CheckpointFolder, checkpoint_name
+from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.cli.make_table import read_reported
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.packed_format import read_index
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import build_placement
+from distribuuuu.distributed.fsdp import parallelize_model
 from distribuuuu.engine.setup import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -62,7 +62,7 @@ def change_directory(path: Path, offset: int, change: bytes) -> None:
     ids=["deflated", "unknown method", "size", "marked as a folder", "name", "encrypted", "offset"],
 )
 def test_a_damaged_directory_of_the_newest_checkpoint_does_not_block_a_restart(tmp_path, offset, change):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
     change_directory(bad, offset, change)
     with pytest.raises(CheckpointError, match=f"{bad}: not a sound checkpoint"):
@@ -143,7 +143,7 @@ def test_numpy_scalars_of_any_number_type_come_back_as_python_numbers(tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_values_in_the_newest_checkpoint_do_not_block_a_restart(tmp_path, key, value, caplog):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
     content = {**read_checkpoint(bad), key: value}
     torch.save(content, bad)
@@ -157,7 +157,7 @@ def test_wrong_values_in_the_newest_checkpoint_do_not_block_a_restart(tmp_path, 
 
 @pytest.mark.parametrize("kind", ["text", "weights", "directory", "pipe"])
 def test_something_else_in_the_place_of_the_newest_checkpoint_does_not_block_a_restart(tmp_path, kind):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
     if kind == "weights":
         torch.save(make_state().model.state_dict(), bad)
@@ -168,7 +168,7 @@ def test_something_else_in_the_place_of_the_newest_checkpoint_does_not_block_a_r
 
 
 def test_a_momentum_of_another_shape_is_refused(tmp_path):
-    path = CheckpointFolder(tmp_path).save(make_state())
+    path = CheckpointManager(tmp_path).save(make_state())
     content = read_checkpoint(path)
     content["optimizer"]["state"][0]["momentum_buffer"] = torch.ones(7, 7)
     with pytest.raises(CheckpointError, match=r"does not fit: momentum_buffer has the shape \(7, 7\), its parameter"):
@@ -185,7 +185,7 @@ def test_checkpoints_of_other_runs_stay_and_a_restart_knows_its_own(tmp_path, ca
         original_checkpoint(path, make_state())
     with caplog.at_level("INFO"):
         for start in (6, 8):  # two starts of one run
-            folder = CheckpointFolder(tmp_path, keep_last=2)
+            folder = CheckpointManager(tmp_path, keep_last=2)
             assert folder.find_latest() == folder.list()[-1]
             for epoch in (start, start + 1):
                 folder.save(make_state(epoch=epoch))
@@ -195,7 +195,7 @@ def test_checkpoints_of_other_runs_stay_and_a_restart_knows_its_own(tmp_path, ca
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_one_warning_and_fails_no_save(tmp_path, caplog):
-    folder = CheckpointFolder(tmp_path, keep_last=1)
+    folder = CheckpointManager(tmp_path, keep_last=1)
     blocked = folder.save(make_state(epoch=1))
     blocked.unlink()
     blocked.mkdir()  # unlink refuses it, to any user
@@ -246,7 +246,7 @@ def test_a_better_epoch_takes_the_place_of_a_best_of_2021(tmp_path):
 def strided_state(cfg) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer after a step, on this process's part of the work."""
     torch.manual_seed(0)
-    model = build_placement(cfg, CPU)(build_model(cfg, False))
+    model = parallelize_model(cfg, CPU)(build_model(cfg, False))
     optimizer = build_optimizer(cfg, model)
     memory_format = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
     model(torch.randn(4, 3, 16, 16).to(memory_format=memory_format)).sum().backward()
@@ -289,7 +289,7 @@ def test_loaded_momentum_has_the_strides_of_its_parameter_after_a_zero1_gather(s
 
 
 def test_a_checkpoint_of_ours_is_resumable_as_it_is_written(tmp_path):
-    path = CheckpointFolder(tmp_path).save(make_state(epoch=3, step=2))
+    path = CheckpointManager(tmp_path).save(make_state(epoch=3, step=2))
     check_resumable(read_checkpoint(path), path)
     content = pickle.loads(pickle.dumps(read_checkpoint(path)))
     content["best_acc1"] = torch.tensor(12.5)  # as forks of 2021 wrote it

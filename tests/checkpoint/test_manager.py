@@ -12,9 +12,9 @@ from support.states import make_state, original_checkpoint
 from torch import nn
 
 from distribuuuu.checkpoint import manager as checkpoint
-from distribuuuu.checkpoint.io import CheckpointError, find_other_class, read_checkpoint, write_atomically
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.checkpoint.manager import CheckpointFolder, checkpoint_name
+from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.config import load_cfg
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.engine.state import Best, TrainState, list_changes
@@ -23,7 +23,7 @@ from distribuuuu.optim.optimizer import build_optimizer
 
 def test_a_state_comes_back_as_it_was(tmp_path):
     state = make_state(epoch=3, step=7, best=(12.5, 2))
-    path = CheckpointFolder(tmp_path).save(state)
+    path = CheckpointManager(tmp_path).save(state)
     assert path.name == "ckpt_ep_003_step_000007.pth.tar"
     other = make_state()
     nn.init.zeros_(other.model[0].weight)
@@ -37,7 +37,7 @@ def test_a_state_comes_back_as_it_was(tmp_path):
 
 
 def test_the_newest_is_found_by_number_not_by_name(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep_last=9)
+    folder = CheckpointManager(tmp_path, keep_last=9)
     for position in ((999, 0), (1000, 0), (998, 12), (1000, 3)):
         folder.save(make_state(epoch=position[0], step=position[1]))
     names = [path.name for path in folder.list()]
@@ -46,7 +46,7 @@ def test_the_newest_is_found_by_number_not_by_name(tmp_path):
 
 
 def test_what_is_kept(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep_last=2, keep_every=3)
+    folder = CheckpointManager(tmp_path, keep_last=2, keep_every=3)
     for epoch in range(1, 8):
         folder.save(make_state(epoch=epoch), new_bests=["raw"] * (epoch == 2))
     assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in (3, 6, 7)]
@@ -54,7 +54,7 @@ def test_what_is_kept(tmp_path):
 
 
 def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep_last=1)
+    folder = CheckpointManager(tmp_path, keep_last=1)
     folder.save(make_state(epoch=9))
     folder.save(make_state(epoch=2))
     assert checkpoint_name(2, 0) in [path.name for path in folder.list()]
@@ -62,7 +62,7 @@ def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path
 
 @pytest.mark.parametrize("damage", ["cut in half", "cut by a byte", "emptied", "a bit turned", "text"])
 def test_a_damaged_newest_one_is_skipped_for_the_one_before(tmp_path, damage, caplog):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
     content = bytearray(bad.read_bytes())
     if damage == "a bit turned":
@@ -78,14 +78,14 @@ def test_a_damaged_newest_one_is_skipped_for_the_one_before(tmp_path, damage, ca
 
 
 def test_when_none_is_sound_there_is_none(tmp_path):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     assert folder.find_latest() is None
     folder.save(make_state(epoch=1)).write_bytes(b"x")
     assert folder.find_latest() is None
 
 
 def test_no_damage_to_any_byte_goes_unnoticed_or_raises_anything_else(tmp_path):
-    path = CheckpointFolder(tmp_path).save(make_state(epoch=1))
+    path = CheckpointManager(tmp_path).save(make_state(epoch=1))
     whole, sound = path.read_bytes(), read_checkpoint(path)
     chance = random.Random(0)
     for _ in range(150):
@@ -127,7 +127,7 @@ def test_a_write_that_is_abandoned_leaves_the_old_file_and_no_other(tmp_path):
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path, monkeypatch, is_slow):
     """It is removed, or abandoned where the evaluation takes less time than the write, which nobody waits for."""
-    write, folder, state = checkpoint.write_atomically, CheckpointFolder(tmp_path, keep_last=2), make_state(step=4)
+    write, folder, state = checkpoint.write_atomically, CheckpointManager(tmp_path, keep_last=2), make_state(step=4)
 
     def slow_write(path, content, is_abandoned=lambda: False):
         while is_slow and "_step_" in path.name and not is_abandoned():
@@ -154,7 +154,7 @@ def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
     kept = tmp_path / ".test_results.json.0123456789abcdef.tmp"
     for path in (kept, tmp_path / ".best_ema.pth.tar.0123.tmp", tmp_path / ".metrics.jsonl.0123.tmp"):
         path.write_text("half")
-    CheckpointFolder(tmp_path).clear_leftovers()
+    CheckpointManager(tmp_path).remove_temporary_files()
     assert sorted(os.listdir(tmp_path)) == [kept.name, "results.json"]
 
 
@@ -167,7 +167,7 @@ def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
     assert state.timing.end_row(now[0], 8, is_last=False) == 2
     now[0] += 3  # within a row
     state._peak_before = 10**6
-    path = CheckpointFolder(tmp_path).save(state)
+    path = CheckpointManager(tmp_path).save(state)
     now[0] += 1000
     other.load_dict(read_checkpoint(path), path)
     other.timing.begin(now[0])
@@ -190,11 +190,11 @@ def test_changed_options_are_listed_by_section():
 
 
 def test_leftovers_of_killed_saves_are_cleared(tmp_path):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointManager(tmp_path)
     kept = folder.save(make_state(epoch=1))
     leftover = kept.with_name(f".{kept.name}.tmp")
     leftover.write_bytes(b"half")
-    folder.clear_leftovers()
+    folder.remove_temporary_files()
     assert not leftover.exists() and kept.exists()
 
 
@@ -264,7 +264,7 @@ def test_weights_that_do_not_fit_say_why():
 
 
 def test_other_classes_and_other_optimizers_are_errors(tmp_path):
-    path = CheckpointFolder(tmp_path).save(make_state())
+    path = CheckpointManager(tmp_path).save(make_state())
     other = make_state()
     other.classes = ("a", "x", "c")
     with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
@@ -287,7 +287,7 @@ def test_other_classes_and_other_optimizers_are_errors(tmp_path):
     ],
 )
 def test_which_class_is_another_one_if_the_file_names_them(content, said):
-    assert find_other_class(content, ("a", "b")) == said
+    assert find_class_mismatch(content, ("a", "b")) == said
 
 
 def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):
@@ -299,7 +299,7 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
         state.optimizer = build_optimizer(load_cfg(None, [str(word) for word in words]), state.model)
         return state
 
-    path = CheckpointFolder(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
+    path = CheckpointManager(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
     state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
     with pytest.raises(CheckpointError, match="other groups, e.g. 2.weight in the place of 1.weight: .*LR_MULT"):
         state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
@@ -309,7 +309,7 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
 
 
 def test_another_global_batch_keeps_the_images_seen(tmp_path):
-    path = CheckpointFolder(tmp_path).save(make_state(epoch=1, step=6))
+    path = CheckpointManager(tmp_path).save(make_state(epoch=1, step=6))
     other = make_state()
     other.global_batch = 16
     other.load_dict(read_checkpoint(path), path)
@@ -317,11 +317,11 @@ def test_another_global_batch_keeps_the_images_seen(tmp_path):
 
 
 def test_an_older_run_is_set_aside_whole(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    assert folder.set_aside() is None
+    folder = CheckpointManager(tmp_path)
+    assert folder.archive() is None
     for number in (1, 2):
         folder.save(make_state(epoch=1), new_bests=["raw"])
-        assert folder.set_aside() == tmp_path / f"checkpoints.{number}"
+        assert folder.archive() == tmp_path / f"checkpoints.{number}"
         assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
         assert folder.list() == [] and not folder.bests["raw"].exists()
 

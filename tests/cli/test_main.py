@@ -7,13 +7,13 @@ import signal
 import pytest
 import torch
 from support.images import draw_folder
-from support.runs import run_tool, small_words
+from support.runs import run_tool, small_options
 
 from distribuuuu.cli.flag_hints import EQUIVALENTS
 from distribuuuu.cli.main import parse_args
-from distribuuuu.cli.pack_dataset import parse_words
+from distribuuuu.cli.pack_dataset import parse_args as parse_pack_args
 from distribuuuu.config import ConfigError, get_cfg
-from distribuuuu.config.reader import get_value, leaves
+from distribuuuu.config.reader import get_value, iter_options
 
 WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
@@ -36,7 +36,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path):
     words, said = WRONG[case]
-    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out"), *words)
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out"), *words)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists(), "a run that cannot start leaves nothing behind"
@@ -44,7 +44,7 @@ def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path):
 
 def test_a_key_twice_in_a_file(image_folder, tmp_path):
     (tmp_path / "a.yaml").write_text("TRAIN:\n  WORKERS: 1\n  WORKERS: 2\n")
-    done = run_tool("train_net.py", "--cfg", tmp_path / "a.yaml", *small_words(image_folder, tmp_path / "out"))
+    done = run_tool("train_net.py", "--cfg", tmp_path / "a.yaml", *small_options(image_folder, tmp_path / "out"))
     assert done.returncode == 2 and "set before, in line 2" in done.stderr
 
 
@@ -52,7 +52,7 @@ def test_an_empty_class_folder(tmp_path):
     for split in ("train", "val"):
         draw_folder(tmp_path, split, {"a": 2, "b": 2})
     (tmp_path / "train" / "c").mkdir()
-    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out"))
+    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out"))
     assert done.returncode == 2 and "class folders without an image: c" in done.stderr
 
 
@@ -60,7 +60,7 @@ def test_an_empty_class_folder(tmp_path):
 def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content):
     path = tmp_path / "w.pth.tar"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out", "MODEL.WEIGHTS", path))
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "MODEL.WEIGHTS", path))
     assert done.returncode == 2, done.stderr
     assert str(path) in done.stderr and "Traceback" not in done.stderr
 
@@ -69,12 +69,12 @@ def test_a_broken_image_in_a_worker(tmp_path):
     for split in ("train", "val"):
         draw_folder(tmp_path, split, {"a": 8, "b": 8, "c": 8})
     (tmp_path / "train" / "b" / "003.jpg").write_bytes(b"\xff\xd8\xff")
-    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
+    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
     assert done.returncode == 2 and "b/003.jpg" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_two_mistakes_of_different_kinds_are_told_together(image_folder, tmp_path):
-    words = [*small_words(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
+    words = [*small_options(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
     done = run_tool("train_net.py", *words)
     assert "TRAIN.FOO" in done.stderr and "no folder 'nowhere'" in done.stderr
 
@@ -102,7 +102,7 @@ def test_help_for_a_key_gives_default_and_meaning():
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "locked" / "out"))
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "locked" / "out"))
     assert done.returncode == 2 and "cannot be written to" in done.stderr
 
 
@@ -151,11 +151,11 @@ def test_every_unknown_flag_and_every_other_problem_is_told_at_once(tmp_path):
         "OPTIM.LR_POLICY (command line): 'cosine' is not one of cos, steps, exp, lin, tri",
     ]
     with pytest.raises(ConfigError, match="did you mean --workers or TRAIN.WORKERS 3"):
-        parse_words("", [str(tmp_path), "--worker", "3"])
+        parse_pack_args("", [str(tmp_path), "--worker", "3"])
 
 
 def test_the_words_for_flags_are_options():
-    keys = [*(key for key, _ in leaves(get_cfg())), "MODEL.KWARGS.drop_rate", "MODEL.KWARGS.drop_path_rate"]
+    keys = [*(key for key, _ in iter_options(get_cfg())), "MODEL.KWARGS.drop_rate", "MODEL.KWARGS.drop_path_rate"]
     for words in EQUIVALENTS.values():
         assert words.split()[0] in (*keys, "--cfg", "--nproc", "tools/test_net.py")
     flags = " ".join(EQUIVALENTS).split()
@@ -165,7 +165,7 @@ def test_the_words_for_flags_are_options():
 def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # --dump-config would have a broken pipe end the tests
     out, other = tmp_path / "out", tmp_path / "other"
-    words = small_words(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
+    words = small_options(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
     assert run_tool("train_net.py", *words).returncode == 0
     done = run_tool("test_net.py", "TRAIN.DATASET", image_folder, "OUT_DIR", out)
     assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.cli import time_net as timing
-from distribuuuu.cli.time_report import Speeds, find_remedies, give_verdict, show_exchange, show_parts
+from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, show_exchange, show_parts
 from distribuuuu.config import load_cfg
 from distribuuuu.report import run_log as log
 from distribuuuu.report.step_timing import MOST_WAIT
@@ -64,7 +64,7 @@ def check_result(result: dict, num_processes: int, global_batch: int) -> None:
 
 def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    words = small_words(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
     assert run_tool("train_net.py", *words).returncode == 0
     before = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
     done = run_hurried(*words, "TRAIN.WORKERS", 1, "MODEL.WEIGHTS", out_dir / "best.pth.tar")
@@ -108,7 +108,7 @@ def time_on_process(words: list[str]) -> dict:
 
 
 def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
+    words = small_options(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
     results = on_processes(2, time_on_process, [*words, "DIST.COMPRESS", "bf16"])
     for result in results:
         check_result(result, 2, 24)
@@ -145,7 +145,7 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
 
 
 def test_nproc_starts_the_processes(image_folder, tmp_path):
-    words = small_words(tmp_path / "none", tmp_path / "out")
+    words = small_options(tmp_path / "none", tmp_path / "out")
     done = run_tool("time_net.py", "--nproc", 2, *words)
     assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
 
@@ -155,7 +155,7 @@ def test_a_broken_image_is_named(tmp_path):
     draw_folder(tmp_path / "images", "val", {"ant": 2, "bee": 2, "cat": 2})
     broken = tmp_path / "images" / "train" / "bee" / "003.jpg"
     broken.write_bytes(broken.read_bytes()[:100])
-    done = run_hurried(*small_words(tmp_path / "images", tmp_path / "out"))
+    done = run_hurried(*small_options(tmp_path / "images", tmp_path / "out"))
     assert done.returncode == 2 and str(broken) in done.stderr and "Traceback" not in done.stderr
 
 
@@ -198,7 +198,7 @@ def test_a_broken_image_is_named(tmp_path):
     ],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_numbers(speeds, workers, most, remedies, expected):
-    assert give_verdict(speeds, workers, most, remedies) == expected
+    assert diagnose_bottleneck(speeds, workers, most, remedies) == expected
 
 
 class RawPack:
@@ -214,7 +214,7 @@ class RawPack:
 
 
 def test_on_the_cpu_workers_are_not_promised_to_fix_it():
-    verdict = give_verdict(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
+    verdict = diagnose_bottleneck(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
     assert "set TRAIN.WORKERS 1 or more, and measure again" in verdict and "fix" not in verdict
 
 
@@ -240,7 +240,7 @@ def test_the_table_fits_80_columns_and_names_the_exchange():
         "wait": 0.256,
         "memory": dict.fromkeys(("parameters", "gradients", "optimizer", "training", "evaluation"), 12345678901),
         "not_exchanged": part | {"seconds": 123.45},
-        "verdict": give_verdict(Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES),
+        "verdict": diagnose_bottleneck(Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES),
     }
     lines = list(show_parts(result, "bf16"))
     assert max(map(len, lines)) <= 80 - len("12:34:56 ")

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg, model_names
 from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
@@ -129,7 +129,7 @@ def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_pa
     path = os.pathsep.join([str(tmp_path / "none"), str(ROOT)])
     words = ["MODEL.KWARGS.widht", 3, "OPTIM.NAME", "adamv", "TRAIN.BATCH_SIZE", 999, "DISTILL.TEACHER", "resnet5O",
              "DISTILL.WEIGHTS", "pretrained"]  # fmt: skip
-    done = run_tool("train_net.py", *small_words(image_folder, "/proc/out", *words), PYTHONPATH=path)
+    done = run_tool("train_net.py", *small_options(image_folder, "/proc/out", *words), PYTHONPATH=path)
     assert done.returncode == 2 and done.stderr.startswith("5 problems to solve first:"), done.stderr
     for said in (
         "MODEL.KWARGS.widht (command line): resnet8 takes no such keyword; did you mean width?",

@@ -11,7 +11,7 @@ from support.runs import ROOT
 
 from distribuuuu.cli.main import documented_options, dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
-from distribuuuu.config.reader import leaves
+from distribuuuu.config.reader import iter_options
 from distribuuuu.config.rules import OPEN_SECTIONS
 
 
@@ -349,4 +349,4 @@ def test_check_cfg_checks_a_tree_made_by_hand():
 
 def test_every_option_is_documented_once():
     documented = [key for key, _, _ in documented_options()]
-    assert sorted(documented) == sorted([*(key for key, _ in leaves(get_cfg())), *OPEN_SECTIONS])
+    assert sorted(documented) == sorted([*(key for key, _ in iter_options(get_cfg())), *OPEN_SECTIONS])

@@ -29,7 +29,7 @@ def test_baselines_are_those_of_the_table(name):
     arch, num_m, global_batch, base_lr, weight_decay, gpus, top1, top5 = BASELINES[name]
     cfg = baseline(name)
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, gpus)
-    assert (cfg.MODEL.ARCH, plan.global_batch, plan.num_micro) == (arch, global_batch, 1)
+    assert (cfg.MODEL.ARCH, plan.global_batch, plan.accum_steps) == (arch, global_batch, 1)
     assert (cfg.OPTIM.BASE_LR, cfg.OPTIM.WEIGHT_DECAY) == (base_lr, weight_decay)
     assert cfg.OPTIM.BASE_LR == pytest.approx(0.1 * global_batch / 128)
     header = (ROOT / "configs" / "imagenet" / f"{name}.yaml").read_text()

@@ -14,9 +14,9 @@ from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.augment import Augmented, Erasing, Policy, build_augmentation, make_jitter, make_policy
-from distribuuuu.data.draws import Draws
+from distribuuuu.data.draws import SampleRNG
 from distribuuuu.data.loader import Normalizer, build_loader
-from distribuuuu.data.picture import Picture
+from distribuuuu.data.picture import LazyImage
 from distribuuuu.data.seeding import OwnGenerator, seeded_generators
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 from distribuuuu.launch.detect import Launch
@@ -97,12 +97,12 @@ def test_torchvisions_names_give_what_torchvision_gives(text, theirs):
 def test_jitter_is_torchvisions(strengths, theirs):
     augmented, reference = Augmented(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
     for index in range(10):
-        draws = Draws(3, index)
-        whole()(Picture(scene()), draws)
+        draws = SampleRNG(3, index)
+        whole()(LazyImage(scene()), draws)
         draws.seed()
         torch.manual_seed(draws.seed())
         expected = pixels_of(reference(image_of(scene())))
-        assert torch.equal(augmented(Picture(scene()), Draws(3, index)), expected)
+        assert torch.equal(augmented(LazyImage(scene()), SampleRNG(3, index)), expected)
 
 
 def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
@@ -239,14 +239,14 @@ def test_the_policy_comes_first_then_the_jitter_then_the_erasing():
         return lambda value: (steps.append(name), value)[1]
 
     chosen = Policy(note("policy"), OwnGenerator)
-    Augmented(whole(), chosen, note("jitter"), note("erase"))(Picture(scene()), Draws(0, 0))
+    Augmented(whole(), chosen, note("jitter"), note("erase"))(LazyImage(scene()), SampleRNG(0, 0))
     assert steps == ["policy", "jitter", "erase"]
 
 
 def test_a_step_draws_the_same_whatever_the_others_are():
-    alone = Augmented(whole(), erase=Erasing(1.0, MEAN))(Picture(scene()), Draws(2, 7))
+    alone = Augmented(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
     jittered = Augmented(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
-    assert torch.equal(jittered(Picture(scene()), Draws(2, 7)), alone)
+    assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
 
 
 def test_without_augmentation_the_transform_is_the_crop(small_cfg):

@@ -7,7 +7,7 @@ from distribuuuu.data.batch_plan import plan_batches
 
 
 @pytest.mark.parametrize(
-    "batch_size, global_batch, world_size, micro, num_micro",
+    "batch_size, global_batch, world_size, micro, accum_steps",
     [
         (32, 0, 1, 32, 1),
         (32, 0, 8, 32, 1),
@@ -20,9 +20,9 @@ from distribuuuu.data.batch_plan import plan_batches
         (1, 6, 2, 1, 3),
     ],
 )
-def test_a_global_batch_falls_into_equal_parts(batch_size, global_batch, world_size, micro, num_micro):
+def test_a_global_batch_falls_into_equal_parts(batch_size, global_batch, world_size, micro, accum_steps):
     plan = plan_batches(batch_size, global_batch, world_size)
-    assert (plan.micro_batch, plan.num_micro) == (micro, num_micro)
+    assert (plan.micro_batch, plan.accum_steps) == (micro, accum_steps)
     assert plan.global_batch == (global_batch or batch_size * world_size)
 
 

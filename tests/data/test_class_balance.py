@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_close, assert_same_run, small_words, train_and_read, train_and_stop
+from support.runs import assert_close, assert_same_run, small_options, train_and_read, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
@@ -34,7 +34,7 @@ def epoch_of(samplers, seed=3, epoch=1, first_step=0):
     plan = samplers[0].plan
     micros = list(zip(*map(list, samplers), strict=True))
     flat = [[position for part in micro for position in part] for micro in micros]
-    return [sum(flat[begin : begin + plan.num_micro], []) for begin in range(0, len(flat), plan.num_micro)]
+    return [sum(flat[begin : begin + plan.accum_steps], []) for begin in range(0, len(flat), plan.accum_steps)]
 
 
 @pytest.mark.parametrize("policy", POWERS)
@@ -96,7 +96,7 @@ def uneven(tmp_path_factory):
 def test_runs_on_draws_resume_and_do_not_depend_on_workers_processes_or_the_loader(uneven, tmp_path, monkeypatch):
     def config(name, *words):
         shared = ("DATA.SAMPLING", "balanced", "TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1)
-        return load_cfg(None, small_words(uneven, tmp_path / name, *shared, "MODEL.KWARGS.norm", "group", *words))
+        return load_cfg(None, small_options(uneven, tmp_path / name, *shared, "MODEL.KWARGS.norm", "group", *words))
 
     whole = train_and_read(config("whole"))
     train_and_stop(config("parts"), (0, 2), monkeypatch)

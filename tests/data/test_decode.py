@@ -20,9 +20,9 @@ from torchvision import transforms as torchvision_transforms
 
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import DEFAULTS, FORMATS, DecodeOptions, decode, open_image, pixels_of
-from distribuuuu.data.draws import Draws
+from distribuuuu.data.draws import SampleRNG
 from distribuuuu.data.jpeg import cut_rows, read_jpeg_header
-from distribuuuu.data.picture import Box, EncodedPicture, _scale_factor, open_picture
+from distribuuuu.data.picture import Box, EncodedPicture, _scale_factor, open_lazy_image
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CentreCrop, resize, resized_box
 
@@ -260,15 +260,15 @@ def test_max_pixels_holds_for_every_format_and_decoder(name, decoder):
     if decoder != "torchvision" or name in FILES:
         assert decode(LIMITED[name], decoder, exact).shape == (3, 44, 60)
     with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS 2639"):
-        open_picture(LIMITED[name], decoder, less).crop(Box(0, 0, 4, 4), 4)
+        open_lazy_image(LIMITED[name], decoder, less).crop(Box(0, 0, 4, 4), 4)
 
 
 def test_max_pixels_holds_for_pixels_too():
     less = DecodeOptions(max_pixels=60 * 44 - 1)
     for item in (SCENE, np.asarray(SCENE), tensor_of(SCENE)):
-        assert open_picture(item, "auto").size == (44, 60)
+        assert open_lazy_image(item, "auto").size == (44, 60)
         with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS"):
-            open_picture(item, "auto", less)
+            open_lazy_image(item, "auto", less)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -339,7 +339,7 @@ def test_exif_orientation_is_applied_if_asked(kind, orientation, decoder):
     assert picture.size == tuple(expected.shape[1:])
     box = Box(8, 4, 30, 20)
     assert difference(picture.crop(box, 30), box.of(expected)) <= 0.1
-    upright = open_picture(Image.open(io.BytesIO(data)), decoder, options).pixels()
+    upright = open_lazy_image(Image.open(io.BytesIO(data)), decoder, options).pixels()
     assert difference(upright, expected) <= 0.1
     assert kind == "TIFF" or decode(data, decoder).shape == (3, 44, 60)
 
@@ -452,7 +452,7 @@ def test_a_crop_of_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_of_the_bo
     for number in range(200):
         try:
             picture = EncodedPicture(corrupt(FILES["restart markers"], number), decoder)
-            box = resized_box(Draws(0, number), *picture.size, (0.08, 0.3))
+            box = resized_box(SampleRNG(0, number), *picture.size, (0.08, 0.3))
             pixels = picture.crop(box, 64)
         except Exception as error:
             assert "object at" not in str(error)
@@ -496,7 +496,7 @@ def crop_differences(files: list[bytes], decoder: str) -> dict[int, list[float]]
     found: dict[int, list[float]] = {1: [], 2: [], 4: []}
     for number, data in enumerate(files):
         picture, size = EncodedPicture(data, decoder), (160, 96, 32, 16)[number % 4]
-        box = resized_box(Draws(1, number), *picture.size, (0.3, 1))
+        box = resized_box(SampleRNG(1, number), *picture.size, (0.3, 1))
         factor = _scale_factor(box, size) if decoder == "simplejpeg" else 1
         snapped = Box(*(value // factor * factor for value in box))
         expected = pil_crop(Image.open(io.BytesIO(data)), snapped, size)
@@ -529,7 +529,7 @@ def test_a_crop_that_is_scaled_while_it_is_decoded_stays_close_to_the_box():
     data = encode(Image.fromarray(ramp.astype(np.uint8)), quality=95)
     image = Image.open(io.BytesIO(data))
     for number in range(40):
-        box = resized_box(Draws(2, number), 360, 480, (0.08, 1))
+        box = resized_box(SampleRNG(2, number), 360, 480, (0.08, 1))
         pixels = resize(EncodedPicture(data, "simplejpeg").crop(box, 20), 20, 20)
         assert difference(pixels, pil_crop(image, box, 20)) <= 4
 
@@ -576,7 +576,7 @@ def test_every_crop_of_a_jpeg_with_restarts_is_that_of_the_whole(decoder):
     data = encode(image, restart_marker_rows=1, subsampling="4:2:0")
     full = decode(data, decoder)
     for number in range(40):
-        box = resized_box(Draws(0, number), 150, 70, (0.01, 1))
+        box = resized_box(SampleRNG(0, number), 150, 70, (0.01, 1))
         assert torch.equal(EncodedPicture(data, decoder).crop(box, 999), box.of(full))
 
 
@@ -643,6 +643,6 @@ def test_photographs_are_evaluated_as_torchvision_does(photographs, decoder):
     theirs = torchvision_transforms.Compose([torchvision_transforms.Resize(64), torchvision_transforms.CenterCrop(56)])
     differences = []
     for data in photographs[:100]:
-        pixels = CentreCrop(64, 56)(EncodedPicture(data, decoder), Draws(0, 0))
+        pixels = CentreCrop(64, 56)(EncodedPicture(data, decoder), SampleRNG(0, 0))
         differences.append(difference(pixels, tensor_of(theirs(Image.open(io.BytesIO(data)).convert("RGB")))))
     assert np.mean(differences) <= 0.1 and max(differences) <= 0.5

@@ -11,11 +11,11 @@ from support.runs import run_tool
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data import device_loader as resident
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader
 
 
-class Pixels(ImageSet):
+class Pixels(ImageDataset):
     """Forty images in memory, of one size and grey, of one size in colour, or of many sizes."""
 
     classes = ("a", "b", "c")
@@ -41,7 +41,7 @@ def pixel_set(request, monkeypatch):
 
     class Chosen(Pixels):
         @classmethod
-        def from_cfg(cls, cfg, train: bool) -> ImageSet:
+        def from_cfg(cls, cfg, train: bool) -> ImageDataset:
             return cls(request.param)
 
     DATASETS.get("dummy")

@@ -14,9 +14,9 @@ from torchvision import datasets as torchvision_datasets
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.draws import Draws
+from distribuuuu.data.draws import SampleRNG
 from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.data.picture import Picture, open_picture
+from distribuuuu.data.picture import LazyImage, open_lazy_image
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.data.transforms import CentreCrop, train_transform
@@ -35,7 +35,7 @@ def steps_of(world_size: int, global_batch: int, first_step: int = 0, epoch: int
         sampler = ResumableDistributedSampler(100, plan, rank)
         sampler.set_position(seed=5, epoch=epoch, first_step=first_step)
         for number, batch in enumerate(sampler):
-            steps.setdefault(number // plan.num_micro, []).extend(index for _, index in batch)
+            steps.setdefault(number // plan.accum_steps, []).extend(index for _, index in batch)
     return [sorted(images) for _, images in sorted(steps.items())]
 
 
@@ -46,7 +46,7 @@ def test_each_step_takes_the_same_images_on_any_number_of_processes(world_size):
 
 def test_accumulation_takes_the_same_images_too():
     plan = plan_batches(3, 12, 2)
-    assert plan.num_micro == 2
+    assert plan.accum_steps == 2
     taken = [index for rank in range(2) for index in _first_step(plan, rank)]
     assert sorted(taken) == steps_of(1, 12, epoch=0)[0]
 
@@ -54,7 +54,7 @@ def test_accumulation_takes_the_same_images_too():
 def _first_step(plan, rank: int) -> list[int]:
     sampler = ResumableDistributedSampler(100, plan, rank)
     sampler.set_position(seed=5, epoch=0, first_step=0)
-    return [index for batch, _ in zip(sampler, range(plan.num_micro), strict=False) for _, index in batch]
+    return [index for batch, _ in zip(sampler, range(plan.accum_steps), strict=False) for _, index in batch]
 
 
 def test_an_epoch_takes_each_image_at_most_once_and_leaves_only_the_rest():
@@ -76,7 +76,7 @@ def repeated_steps(world_size: int, batch_size: int, repeats: int = 3, first_ste
         sampler = ResumableDistributedSampler(100, plan, rank, repeats)
         sampler.set_position(seed=5, epoch=2, first_step=first_step)
         for number, batch in enumerate(sampler):
-            step, micro = divmod(number, plan.num_micro)
+            step, micro = divmod(number, plan.accum_steps)
             begin = (micro * world_size + rank) * plan.micro_batch
             places = steps.setdefault(step, [None] * 24)
             places[begin : begin + len(batch)] = batch
@@ -145,8 +145,8 @@ def test_seeds_are_well_mixed():
     assert derive_seed(0, 1) != derive_seed(1, 0)
 
 
-def picture_of(image: Image.Image) -> Picture:
-    return open_picture(image, "auto")
+def lazy_image_of(image: Image.Image) -> LazyImage:
+    return open_lazy_image(image, "auto")
 
 
 def first_batches(cfg, num: int = 3, epoch: int = 1):
@@ -172,7 +172,7 @@ def test_images_are_normalised_as_usual(small_cfg):
     loader = build_loader(small_cfg(), ALONE, CPU, train=False)
     images, labels = next(iter(loader))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
-    pixels = CentreCrop(18, 16)(picture_of(folder[0][0]), Draws(0, 0)).float() / 255
+    pixels = CentreCrop(18, 16)(lazy_image_of(folder[0][0]), SampleRNG(0, 0)).float() / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     torch.testing.assert_close(images[0], (pixels - mean) / std, atol=1e-5, rtol=1e-5)
     assert labels.tolist() == [folder[index][1] for index in range(16)]
@@ -187,10 +187,10 @@ def test_mean_and_std_can_be_overridden(small_cfg):
 @pytest.mark.parametrize("size", [(40, 36), (16, 16), (200, 8), (1, 1)])
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_transforms_take_any_image_and_honour_the_sizes(size, crop):
-    picture = picture_of(Image.new("RGB", size))
-    pixels = train_transform(24, crop)(picture, Draws(0, 0))
+    picture = lazy_image_of(Image.new("RGB", size))
+    pixels = train_transform(24, crop)(picture, SampleRNG(0, 0))
     assert pixels.shape == (3, 24, 24) and pixels.dtype == torch.uint8
-    assert CentreCrop(30, 24)(picture, Draws(0, 0)).shape == (3, 24, 24)
+    assert CentreCrop(30, 24)(picture, SampleRNG(0, 0)).shape == (3, 24, 24)
 
 
 def test_the_folder_lists_what_torchvision_lists(tmp_path):
@@ -198,7 +198,7 @@ def test_the_folder_lists_what_torchvision_lists(tmp_path):
     (tmp_path / "train" / "a" / "notes.txt").write_text("not an image")
     mine = ImageFolder(tmp_path, "train")
     theirs = torchvision_datasets.ImageFolder(tmp_path / "train")
-    assert [(mine.where(index), mine.label(index)) for index in range(len(mine))] == theirs.samples
+    assert [(mine.describe(index), mine.label(index)) for index in range(len(mine))] == theirs.samples
     assert list(mine.classes) == theirs.classes
 
 
@@ -215,7 +215,7 @@ def test_images_of_any_mode_become_rgb(tmp_path, mode):
     folder.mkdir(parents=True)
     image = Image.new("L", (9, 7)).convert(mode) if mode != "I;16" else Image.new("I;16", (9, 7))
     image.save(folder / "x.png") if mode != "CMYK" else image.save(folder / "x.jpg")
-    pixels = open_picture(ImageFolder(tmp_path, "val").read(0), "auto").pixels()
+    pixels = open_lazy_image(ImageFolder(tmp_path, "val").read(0), "auto").pixels()
     assert pixels.shape == (3, 7, 9) and pixels.dtype == torch.uint8
 
 

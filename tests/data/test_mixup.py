@@ -8,7 +8,7 @@ import torch
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
-from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, keep
+from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, no_mix
 
 NUM_CLASSES = 7
 
@@ -36,7 +36,7 @@ def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
     results, targets = [], []
     for place, picture in enumerate(pictures):
         pair = 0 if mix.by_step else place // 2
-        partner, kept = place ^ 1, float(drawn.kept[pair])
+        partner, kept = place ^ 1, float(drawn.lam[pair])
         result = picture.copy()
         if not drawn.mixed[pair]:
             kept = 1.0
@@ -113,7 +113,7 @@ def test_a_step_is_mixed_alike_on_any_number_of_processes_and_micro_batches(kind
             plan = plan_batches(batch_size, 24, world_size)
             for rank in range(world_size):
                 mix = PairMixer(plan, rank, NUM_CLASSES, **KINDS[kind])
-                for micro in range(plan.num_micro):
+                for micro in range(plan.accum_steps):
                     begin = (micro * world_size + rank) * plan.micro_batch
                     part = slice(begin, begin + plan.micro_batch)
                     results, targets = mixed(mix, images[part], labels[part], 5, 1, 3, micro)
@@ -132,7 +132,7 @@ def test_mixing_follows_seed_epoch_and_step_and_nothing_else():
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 4.0])
 def test_the_share_is_drawn_from_beta(alpha):
-    kept = np.concatenate([mixer(2000, 1, 2000, mixup=alpha).draw(0, 0, step).kept for step in range(10)])
+    kept = np.concatenate([mixer(2000, 1, 2000, mixup=alpha).draw(0, 0, step).lam for step in range(10)])
     variance = 1 / (4 * (2 * alpha + 1))
     assert abs(kept.mean() - 0.5) < 4 * (variance / len(kept)) ** 0.5
     assert abs(kept.var() / variance - 1) < 0.05
@@ -143,15 +143,15 @@ def test_cutmix_and_mixup_and_what_is_not_mixed_have_their_shares():
     mix = mixer(20000, 1, 20000, mixup=0.2, cutmix=1.0, cutmix_share=0.3, probability=0.8)
     drawn = mix.draw(0, 0, 0)
     assert abs(drawn.cuts.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
-    assert abs(drawn.kept[drawn.cuts].var() - 1 / 12) < 0.01  # Beta(1, 1)
-    assert abs(drawn.kept[~drawn.cuts].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
+    assert abs(drawn.lam[drawn.cuts].var() - 1 / 12) < 0.01  # Beta(1, 1)
+    assert abs(drawn.lam[~drawn.cuts].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
     assert abs(np.corrcoef(drawn.row, drawn.column)[0, 1]) < 0.04
 
 
 def test_a_pair_has_its_own_draw_and_a_step_has_one_for_all():
-    assert len(set(mixer(mixup=0.8).draw(0, 0, 0).kept.tolist())) == 12
+    assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
     drawn = [mixer(mixup=0.8, by_step=True).draw(0, 0, step) for step in range(5)]
-    assert all(len(each.kept) == 1 for each in drawn) and len({float(each.kept[0]) for each in drawn}) == 5
+    assert all(len(each.lam) == 1 for each in drawn) and len({float(each.lam[0]) for each in drawn}) == 5
 
 
 def test_soft_targets_are_mixed_too():
@@ -201,7 +201,7 @@ def make_cfg(*words):
 def test_without_mixing_the_batch_passes_through():
     mix = build_mixer(make_cfg(), BatchPlan(5, 1, 1), rank=0)
     images, labels = batch(5)
-    assert mix is keep
+    assert mix is no_mix
     assert all(one is other for one, other in zip(mix(images, labels, 0, 0, 0, 0), (images, labels), strict=True))
 
 

@@ -11,10 +11,10 @@ from torchvision import transforms as theirs
 from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets.base import ImageSet
-from distribuuuu.data.draws import BatchDraws, Draws
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.draws import BatchRNG, SampleRNG
 from distribuuuu.data.loader import build_transform
-from distribuuuu.data.picture import Box, EncodedPicture, Picture, open_picture
+from distribuuuu.data.picture import Box, EncodedPicture, LazyImage, open_lazy_image
 from distribuuuu.data.transforms import (
     ATTEMPTS,
     CentreCrop,
@@ -31,7 +31,7 @@ SCALE = (0.08, 1.0)
 
 
 class Fixed:
-    """Draws that are known beforehand."""
+    """Random numbers that are known beforehand."""
 
     def __init__(self, *numbers: float):
         self.numbers = list(numbers)
@@ -40,8 +40,8 @@ class Fixed:
         return self.numbers.pop(0)
 
 
-class Counted(Draws):
-    """Draws that are counted."""
+class Counted(SampleRNG):
+    """Random numbers that are counted."""
 
     num = 0
 
@@ -62,8 +62,8 @@ def tensor_of(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def picture_of(image: Image.Image) -> Picture:
-    return open_picture(image, "auto")
+def lazy_image_of(image: Image.Image) -> LazyImage:
+    return open_lazy_image(image, "auto")
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -72,18 +72,18 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.int() - other.int()).abs().float().mean())
 
 
-# Draws
+# draws
 
 
 def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
     positions = [(key, index) for key in (0, 1, 2**63 - 1) for index in (0, 1, 7, 1_281_166)]
-    batch, single = BatchDraws(positions), [Draws(key, index) for key, index in positions]
+    batch, single = BatchRNG(positions), [SampleRNG(key, index) for key, index in positions]
     for _ in range(50):
         assert batch.uniform().tolist() == [draws.uniform() for draws in single]
 
 
 def test_draws_are_uniform():
-    draws = BatchDraws([(7, index) for index in range(5000)])
+    draws = BatchRNG([(7, index) for index in range(5000)])
     for _ in range(4):
         numbers = draws.uniform()
         assert numbers.dtype == np.float64 and numbers.min() >= 0 and numbers.max() < 1
@@ -92,7 +92,7 @@ def test_draws_are_uniform():
 
 
 def test_draws_are_independent_over_index_key_and_number():
-    by_key = [BatchDraws([(key, index) for index in range(4000)]) for key in range(3)]
+    by_key = [BatchRNG([(key, index) for index in range(4000)]) for key in range(3)]
     numbers = [draws.uniform() for _ in range(3) for draws in by_key]
     correlations = np.corrcoef(np.array(numbers)) - np.eye(9)
     assert np.abs(correlations).max() < 0.06
@@ -103,8 +103,8 @@ def test_draws_are_independent_over_index_key_and_number():
 
 
 def test_a_position_says_all():
-    assert Draws(3, 5).uniform() == Draws(3, 5).uniform()
-    assert len({Draws(key, index).uniform() for key in range(30) for index in range(30)}) == 900
+    assert SampleRNG(3, 5).uniform() == SampleRNG(3, 5).uniform()
+    assert len({SampleRNG(key, index).uniform() for key in range(30) for index in range(30)}) == 900
 
 
 # The random resized crop
@@ -115,7 +115,7 @@ ODD_SIZES = [(1, 1), (1, 5000), (5000, 1), (2, 3), (1, 2), (7, 7), (500, 375), (
 @pytest.mark.parametrize("height, width", ODD_SIZES)
 def test_a_box_is_always_within_the_image(height, width):
     for index in range(400):
-        box = resized_box(Draws(1, index), height, width, SCALE)
+        box = resized_box(SampleRNG(1, index), height, width, SCALE)
         assert box.height >= 1 and box.width >= 1 and box.top >= 0 and box.left >= 0
         assert box.top + box.height <= height and box.left + box.width <= width
         assert all(type(value) is int for value in box)
@@ -125,7 +125,7 @@ def test_a_box_is_within_images_of_any_size():
     sizes = random.Random(0)
     for index in range(3000):
         height, width = sizes.randint(1, 60), sizes.randint(1, 60)
-        box = resized_box(Draws(2, index), height, width, (0.01, 1.0))
+        box = resized_box(SampleRNG(2, index), height, width, (0.01, 1.0))
         assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
         assert box.height >= 1 and box.width >= 1
 
@@ -151,7 +151,7 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
     num = 4000
     pairs = [theirs.RandomResizedCrop.get_params(image, SCALE, (3 / 4, 4 / 3)) for _ in range(num)]
     other = np.array(pairs, dtype=float)
-    mine = np.array([resized_box(Draws(0, index), height, width, SCALE) for index in range(num)], dtype=float)
+    mine = np.array([resized_box(SampleRNG(0, index), height, width, SCALE) for index in range(num)], dtype=float)
     measures = {
         "area": lambda box: box[:, 2] * box[:, 3] / (height * width),
         "ratio": lambda box: np.log(box[:, 3] / box[:, 2]),
@@ -167,7 +167,7 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
 def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width, ratios):
     torch.manual_seed(0)
     expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), ratios)
-    assert resized_box(Draws(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
+    assert resized_box(SampleRNG(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
 
 
 def test_a_box_that_does_not_fit_is_drawn_again():
@@ -180,7 +180,7 @@ def test_a_box_that_does_not_fit_is_drawn_again():
 
 
 def test_the_whole_image_can_be_the_crop():
-    assert resized_box(Draws(0, 0), 300, 300, (1.0, 1.0)).height <= 300
+    assert resized_box(SampleRNG(0, 0), 300, 300, (1.0, 1.0)).height <= 300
     assert resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
 
 
@@ -190,11 +190,11 @@ def test_a_resized_crop_is_that_of_pil():
         box = resized_box(_after_flip(index), *image.size[::-1], SCALE)
         part = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
         expected = tensor_of(part.resize((48, 48), Image.Resampling.BILINEAR))
-        assert difference(ResizedCrop(48, SCALE, flip=0)(picture_of(image), Draws(5, index)), expected) <= 0.3
+        assert difference(ResizedCrop(48, SCALE, flip=0)(lazy_image_of(image), SampleRNG(5, index)), expected) <= 0.3
 
 
-def _after_flip(index: int) -> Draws:
-    draws = Draws(5, index)
+def _after_flip(index: int) -> SampleRNG:
+    draws = SampleRNG(5, index)
     draws.uniform()
     return draws
 
@@ -204,23 +204,23 @@ def _after_flip(index: int) -> Draws:
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_a_flip_is_never_or_always(crop):
-    picture = picture_of(scene(40, 40))
+    picture = lazy_image_of(scene(40, 40))
     for index in range(20):
-        never = train_transform(24, crop, flip=0.0)(picture, Draws(0, index))
-        always = train_transform(24, crop, flip=1.0)(picture, Draws(0, index))
+        never = train_transform(24, crop, flip=0.0)(picture, SampleRNG(0, index))
+        always = train_transform(24, crop, flip=1.0)(picture, SampleRNG(0, index))
         assert torch.equal(never.flip(-1), always) and not torch.equal(never, always)
 
 
-def flips_of(transform, picture: Picture, indices) -> list[bool]:
+def flips_of(transform, picture: LazyImage, indices) -> list[bool]:
     """Return which images are flipped: they are darker on the left."""
-    results = [transform(picture, Draws(4, index)).float() for index in indices]
+    results = [transform(picture, SampleRNG(4, index)).float() for index in indices]
     return [bool(pixels[..., : pixels.shape[-1] // 2].mean() > pixels[..., pixels.shape[-1] // 2 :].mean())
             for pixels in results]  # fmt: skip
 
 
-def ramp(height: int, width: int) -> Picture:
+def ramp(height: int, width: int) -> LazyImage:
     row = torch.linspace(0, 255, width).to(torch.uint8)
-    return Picture(row.expand(3, height, width).contiguous())
+    return LazyImage(row.expand(3, height, width).contiguous())
 
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
@@ -251,19 +251,19 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, p
     resized = theirs.Resize(size)(image) if min(height, width) != size else image
     padded = theirs.Pad(padding)(resized)
     for index in range(25):
-        draws = Draws(9, index)
+        draws = SampleRNG(9, index)
         draws.uniform()
         top, left = padded_corner(draws, resized.height, resized.width, size, padding)
         assert -padding <= top <= resized.height + padding - size
         assert -padding <= left <= resized.width + padding - size
         corner = (int(top) + padding, int(left) + padding)
         expected = tensor_of(theirs.functional.crop(padded, *corner, size, size))
-        pixels = PaddedCrop(size, padding, flip=0)(picture_of(image), Draws(9, index))
+        pixels = PaddedCrop(size, padding, flip=0)(lazy_image_of(image), SampleRNG(9, index))
         assert difference(pixels, expected) <= (0 if resized is image else 0.3)
 
 
 def test_the_corners_of_padded_crops_are_torchvisions_range_and_equally_likely():
-    corners = np.array([padded_corner(Draws(0, index), 32, 32, 32, 2) for index in range(4000)])
+    corners = np.array([padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
     for side in corners.T:
         values, counts = np.unique(side, return_counts=True)
         assert values.tolist() == [-2, -1, 0, 1, 2]
@@ -278,9 +278,9 @@ def test_a_batch_is_cropped_as_its_images_are(size, padding, channels):
     )
     positions = [(3, index) for index in range(20)]
     for transform in (PaddedCrop(size, padding), CentreCrop(size + 4, size), CentreCrop(size, size + 9)):
-        together = transform.of_batch(pixels, BatchDraws(positions))
+        together = transform.of_batch(pixels, BatchRNG(positions))
         for image, position, result in zip(pixels, positions, together, strict=True):
-            assert torch.equal(transform(Picture(image), Draws(*position)), result)
+            assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 
 
 @pytest.mark.parametrize("side", [(3, 20000), (20000, 3)])
@@ -292,7 +292,7 @@ def test_a_padded_crop_of_a_strip_takes_little_memory(side, monkeypatch):
         return torch.zeros(1, dtype=torch.uint8).expand(*batch.shape[:2], *size)
 
     monkeypatch.setattr("distribuuuu.data.transforms.interpolate", resized)
-    PaddedCrop(224)(Picture(torch.zeros(3, *side, dtype=torch.uint8)), Draws(0, 0))
+    PaddedCrop(224)(LazyImage(torch.zeros(3, *side, dtype=torch.uint8)), SampleRNG(0, 0))
     assert max(sizes) < 10**7
 
 
@@ -302,7 +302,7 @@ def test_a_padded_crop_of_a_strip_takes_little_memory(side, monkeypatch):
 def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an image as we evaluate it and as torchvision does."""
     other = tensor_of(theirs.CenterCrop(size)(theirs.Resize(resize_to)(image)))
-    return CentreCrop(resize_to, size)(picture_of(image), Draws(0, 0)), other
+    return CentreCrop(resize_to, size)(lazy_image_of(image), SampleRNG(0, 0)), other
 
 
 @pytest.mark.parametrize("resize_to, size", [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33), (21, 16)])
@@ -328,15 +328,15 @@ def test_a_strip_without_its_ends_is_evaluated_in_the_same_place(height, width):
 
 @pytest.mark.parametrize("height, width", [(3, 20000), (20000, 3), (1, 1), (1, 5000)])
 def test_odd_shapes_are_evaluated_and_trained_on(height, width):
-    picture = Picture(torch.full((3, height, width), 77, dtype=torch.uint8))
+    picture = LazyImage(torch.full((3, height, width), 77, dtype=torch.uint8))
     for transform in (CentreCrop(40, 32), ResizedCrop(32)):
-        pixels = transform(picture, Draws(0, 1))
+        pixels = transform(picture, SampleRNG(0, 1))
         assert pixels.shape == (3, 32, 32) and (pixels == 77).all()
 
 
 def test_evaluation_does_not_draw():
     draws = Counted(0, 0)
-    CentreCrop(18, 16)(picture_of(scene(30, 40)), draws)
+    CentreCrop(18, 16)(lazy_image_of(scene(30, 40)), draws)
     assert draws.num == 0
 
 
@@ -374,12 +374,12 @@ def test_each_transform_resizes_as_it_is_told():
     image = scene(90, 120)
     box = resized_box(_after_flip(3), 90, 120, SCALE)
     part = tensor_of(image)[:, box.top : box.top + box.height, box.left : box.left + box.width]
-    cropped = ResizedCrop(48, SCALE, flip=0, interpolation="bicubic")(picture_of(image), Draws(5, 3))
+    cropped = ResizedCrop(48, SCALE, flip=0, interpolation="bicubic")(lazy_image_of(image), SampleRNG(5, 3))
     assert torch.equal(cropped, resize(part, 48, 48, "bicubic"))
     for transform in (PaddedCrop(32, 0, 0.0), CentreCrop(32, 32)):
         bicubic = dataclasses.replace(transform, interpolation="bicubic")
-        one, other = (some(picture_of(image), Draws(0, 0)) for some in (transform, bicubic))
-        together = bicubic.of_batch(tensor_of(image)[None], BatchDraws([(0, 0)]))[0]
+        one, other = (some(lazy_image_of(image), SampleRNG(0, 0)) for some in (transform, bicubic))
+        together = bicubic.of_batch(tensor_of(image)[None], BatchRNG([(0, 0)]))[0]
         assert not torch.equal(one, other) and torch.equal(other, together)
         assert any(torch.equal(other, resize(tensor_of(image), 32, 42, "bicubic")[:, :, left : left + 32])
                    for left in range(11))  # fmt: skip
@@ -387,14 +387,14 @@ def test_each_transform_resizes_as_it_is_told():
 
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])
 def test_boxes_keep_to_the_ratios_they_are_given(ratios):
-    boxes = [resized_box(Draws(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
+    boxes = [resized_box(SampleRNG(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
     found = [box.width / box.height for box in boxes]
     assert ratios[0] * 0.97 <= min(found) <= ratios[0] * 1.1 and ratios[1] * 0.9 <= max(found) <= ratios[1] * 1.03
 
 
 def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
     words = ("DATA.CROP_RATIO", [0.5, 2], "DATA.INTERPOLATION", "bicubic", "TEST.INTERPOLATION", "bicubic")
-    images = ImageSet()
+    images = ImageDataset()
     expected = ResizedCrop(16, (0.08, 1.0), 0.5, (0.5, 2.0), "bicubic")
     assert build_transform(small_cfg(*words), images, train=True) == expected
     assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
@@ -412,7 +412,7 @@ def test_grey_images_are_resized_as_three_channels():
     grey = np.array(scene(57, 83).convert("L"))
     expected = tensor_of(Image.fromarray(grey).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
     for array in (grey, grey[:, :, None]):
-        assert difference(resize(open_picture(array, "auto").pixels(), 20, 30), expected) <= 0.3
+        assert difference(resize(open_lazy_image(array, "auto").pixels(), 20, 30), expected) <= 0.3
 
 
 def test_a_square_beyond_the_image_is_black_there():
@@ -430,14 +430,14 @@ def test_a_transform_leaves_the_picture_as_it_is():
     before = pixels.clone()
     for transform in (train_transform(40, "resized"), train_transform(40, "pad"), CentreCrop(40, 40)):
         for index in range(5):
-            transform(Picture(pixels), Draws(0, index))
+            transform(LazyImage(pixels), SampleRNG(0, index))
     assert torch.equal(pixels, before)
 
 
 def test_a_file_and_its_pixels_give_the_same_sample(tmp_path):
     scene(90, 120).save(tmp_path / "x.jpg", restart_marker_rows=1)
     file = EncodedPicture((tmp_path / "x.jpg").read_bytes(), "auto")
-    pixels = picture_of(Image.open(tmp_path / "x.jpg"))
+    pixels = lazy_image_of(Image.open(tmp_path / "x.jpg"))
     for transform in (train_transform(32, "resized"), train_transform(32, "pad"), CentreCrop(40, 32)):
         for index in range(10):
-            assert torch.equal(transform(file, Draws(1, index)), transform(pixels, Draws(1, index)))
+            assert torch.equal(transform(file, SampleRNG(1, index)), transform(pixels, SampleRNG(1, index)))

@@ -17,18 +17,18 @@ import pytest
 import torch
 from PIL import Image
 from support.images import draw_folder
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data import workers
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples, collate
 from distribuuuu.data.transforms import CentreCrop, ResizedCrop
 from distribuuuu.data.workers import LoaderWorkerError, count_cores, count_workers, start_workers
 from distribuuuu.launch.detect import Launch, detect_launch
-from distribuuuu.launch.signals import shield_worker
+from distribuuuu.launch.signals import set_up_worker_signals
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -41,7 +41,7 @@ def way_words(kind: str, num: int) -> tuple:
     return ("DATA.WORKER_KIND", kind, "TRAIN.WORKERS", num)
 
 
-class Squares(ImageSet):
+class Squares(ImageDataset):
     """Grey squares, each of its number."""
 
     classes = ("even", "odd")
@@ -59,7 +59,7 @@ class Squares(ImageSet):
         return index % 2
 
 
-def start(kind: str, num: int, images: ImageSet | None = None, transform=None, batch_size: int = 4):
+def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4):
     """Return the batches of an evaluation set, the sampler's position always at its beginning."""
     images = images or Squares()
     samples = Samples(images, transform or CentreCrop(8, 8), "auto", skip_broken=False)
@@ -82,11 +82,11 @@ def same_batches(one, other) -> bool:
 @pytest.fixture(scope="module")
 def reference(image_folder, tmp_path_factory):
     """The batches of two epochs as a loader without workers makes them."""
-    from support.runs import small_words
+    from support.runs import small_options
 
     from distribuuuu.config import load_cfg
 
-    cfg = load_cfg(None, small_words(image_folder, tmp_path_factory.mktemp("reference")))
+    cfg = load_cfg(None, small_options(image_folder, tmp_path_factory.mktemp("reference")))
     loader = build_loader(cfg, ALONE, CPU, train=True)
     return [list(loader.batches_from(3, epoch, 0)) for epoch in range(2)]
 
@@ -171,7 +171,7 @@ class Fails(Squares):
             raise OSError("cannot be read")
         return super().read(index)
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         raise LookupError(f"image {index} has no name")
 
 
@@ -293,7 +293,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
     """While it trains on 48 images, or evaluates on 37."""
     (tmp_path / "dying.py").write_text(DYING)
-    words = small_words(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1)
+    words = small_options(
+        image_folder, tmp_path / "out", "TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1
+    )
     environment = {"NUM": str(num), "DYING": str(rank), "PYTHONPATH": str(ROOT)}
     tool = (tmp_path / "dying.py", ROOT / "tools" / "train_net.py")
     done = run_tool(*tool, "--nproc", nproc, *words, **environment)
@@ -622,7 +624,7 @@ def test_odd_images_train_and_are_evaluated(small_cfg, tmp_path, kind, num, deco
 # Sets of one's own
 
 
-class Items(ImageSet):
+class Items(ImageDataset):
     """What a list holds."""
 
     classes = ("all",)
@@ -694,7 +696,7 @@ def test_what_is_no_image_says_what_it_is(wrong, said, transform):
 
 
 def test_a_set_that_lacks_a_method_says_which():
-    class Empty(ImageSet):
+    class Empty(ImageDataset):
         def __len__(self) -> int:
             return 1
 
@@ -735,7 +737,7 @@ def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
     parent = os.getpid()
 
     def fail(error: Exception) -> None:
-        shield_worker(0, parent)
+        set_up_worker_signals(0, parent)
         sys.excepthook(type(error), error, None)
 
     for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):

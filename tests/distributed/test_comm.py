@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import small_words
+from support.runs import small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
@@ -97,7 +97,7 @@ def test_buckets_and_compression_of_gradients(image_folder, tmp_path):
         "fp16": ("DIST.COMPRESS", "fp16"),
     }.items():  # fmt: skip
         settings = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.MAX_EPOCH", 1, *words)
-        on_processes(2, train_model, load_cfg(None, small_words(image_folder, tmp_path / name, *settings)))
+        on_processes(2, train_model, load_cfg(None, small_options(image_folder, tmp_path / name, *settings)))
         weights[name] = read_checkpoint(tmp_path / name / "best.pth.tar")["state_dict"]
     plain = weights.pop("plain")
     assert all(torch.equal(plain[key], weights["small"][key]) for key in plain)

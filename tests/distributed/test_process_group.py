@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as torch_dist
 from support.processes import free_port
-from support.runs import run_tool, small_words
+from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import process_group as rendezvous
-from distribuuuu.distributed.process_group import _agree_on_start, meet
+from distribuuuu.distributed.process_group import _agree_on_start, create_store
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.ports import find_port_owner, find_port_problem
@@ -52,9 +52,9 @@ def test_a_process_that_never_comes_is_an_error_in_time():
 def test_the_store_of_another_run_is_recognised():
     port = free_port()
     mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
-    store = meet(mine, 5)  # noqa: F841  # keeps the port
+    store = create_store(mine, 5)  # noqa: F841  # keeps the port
     with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is answered by another run"):
-        meet(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
+        create_store(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the owner is found in /proc")
@@ -64,7 +64,7 @@ def test_a_taken_port_names_its_owner():
         owner = f"by process {os.getpid()} "
         assert owner in find_port_owner(port) and "python" in find_port_owner(port)
         with pytest.raises(ConfigError, match=rf"MASTER_PORT {port} on 127.0.0.1 is taken {owner}.*python"):
-            meet(Launch("test", 0, 0, 2, "127.0.0.1", port), 2)
+            create_store(Launch("test", 0, 0, 2, "127.0.0.1", port), 2)
     assert find_port_problem("localhost", port) is None and find_port_owner(port) == ""
 
 
@@ -104,10 +104,10 @@ def test_signals_are_heard_while_the_main_thread_waits():
 def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
     lines = (
         "import os, signal",
-        "from distribuuuu.launch.signals import SignalBox, end_at_once, handled_by",
+        "from distribuuuu.launch.signals import SignalState, exit_now, handled_by",
         "try:",
-        "    with handled_by(end_at_once):",
-        "        SignalBox.is_ending = True",
+        "    with handled_by(exit_now):",
+        "        SignalState.is_ending = True",
         "        raise ArithmeticError('the flux has run out')",
         "finally:",
         "    os.kill(os.getpid(), signal.SIGTERM)",
@@ -123,7 +123,7 @@ def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
     """Return the error of a process that waits for the others; the first word comes after a second."""
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
     with pytest.raises(rendezvous.MissingProcess) as caught:
-        meet(launch, timeout_s)
+        create_store(launch, timeout_s)
     assert caught.value.one_process and caught.value.status == 1
     return str(caught.value)
 
@@ -148,7 +148,7 @@ def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agents.port))
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(meet, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
+        waiting = [pool.submit(create_store, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
         errors = [future.exception() for future in waiting]
     said = "waiting for 2 of 4 processes: ranks 1, 3"
     assert all(isinstance(error, rendezvous.MissingProcess) for error in errors)
@@ -158,7 +158,7 @@ def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog)
 
 def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run_tool("train_net.py", *small_words(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "waiting for 1 of 2 processes: rank 1" in done.stderr
 

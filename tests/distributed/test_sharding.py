@@ -12,7 +12,7 @@ from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import build_placement, inference, is_sharded, own_part, whole_state_dict
+from distribuuuu.distributed.fsdp import full_state_dict, inference, is_sharded, parallelize_model, to_local
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -64,7 +64,7 @@ def evaluations(out_dir: Path | str) -> list[float]:
 @pytest.fixture(scope="module")
 def run(image_folder, tmp_path_factory):
     """Return run(kind, processes, more words): the folder of a finished run of ALL_ON, each made only once."""
-    from support.runs import small_words
+    from support.runs import small_options
 
     done = {}
 
@@ -72,7 +72,7 @@ def run(image_folder, tmp_path_factory):
         key = (kind, num, words)
         if key not in done:
             out_dir = tmp_path_factory.mktemp("run")
-            cfg = load_cfg(None, small_words(image_folder, out_dir, *ALL_ON, *KINDS[kind], *words))
+            cfg = load_cfg(None, small_options(image_folder, out_dir, *ALL_ON, *KINDS[kind], *words))
             on_processes(num, train_model, cfg)
             done[key] = out_dir
         return done[key]
@@ -153,20 +153,20 @@ def measure_parts(cfg) -> dict:
     """Return what one of two processes holds after a step, clipped to 0.5, and what it gives for a checkpoint."""
     with dist.process_group(detect_launch(), CPU, 60):
         torch.manual_seed(0)
-        model = build_placement(cfg, CPU)(build_model(cfg, False))
+        model = parallelize_model(cfg, CPU)(build_model(cfg, False))
         optimizer = build_optimizer(cfg, model)
         model(torch.ones(2, 3, 32, 32)).square().sum().backward()
         if not is_sharded(model):
             dist.scaled_all_reduce([weight.grad for weight in model.parameters()])
         build_clipper(cfg)(model.parameters())
-        grads = [own_part(weight.grad) for weight in model.parameters()]
+        grads = [to_local(weight.grad) for weight in model.parameters()]
         squares = torch.stack([grad.square().sum() for grad in grads]).sum()
         optimizer.step()
         local = getattr(optimizer, "optim", optimizer).state
         state = TrainState(model, optimizer, seed=0, arch="", classes=(), global_batch=1).to_dict()
         return {
-            "weights": sum(own_part(weight).numel() for weight in model.parameters()),
-            "momentum": sum(own_part(entry["momentum_buffer"]).numel() for entry in local.values()),
+            "weights": sum(to_local(weight).numel() for weight in model.parameters()),
+            "momentum": sum(to_local(entry["momentum_buffer"]).numel() for entry in local.values()),
             "norm": dist.scaled_all_reduce([squares], 1.0)[0].sqrt().item() if is_sharded(model) else squares.sqrt(),
             "saved": sum(value is not None for value in state["state_dict"].values()),
             "saved state": len(state["optimizer"]["state"]),
@@ -198,7 +198,7 @@ def fail_to_load(cfg, content: dict) -> list[str]:
     """Return what is said of the states of an optimizer with other groups, and of another kind of optimizer."""
     messages = []
     with dist.process_group(detect_launch(), CPU, 60):
-        model = build_placement(cfg, CPU)(build_model(cfg, False))
+        model = parallelize_model(cfg, CPU)(build_model(cfg, False))
         optimizer = build_optimizer(cfg, model)
         own = {index: dict.fromkeys(entry) for index, entry in content["state"].items()}
         groups = content["param_groups"]
@@ -239,8 +239,8 @@ def shard_a_single_number(cfg) -> str:
     model[0].scale = torch.nn.Parameter(torch.ones(()))
     with dist.process_group(detect_launch(), CPU, 60):
         with pytest.raises(ConfigError, match="fsdp cannot cut 0.scale, a single number; use zero1"):
-            build_placement(cfg, CPU)(model)
-        return str(whole_state_dict(model).keys())
+            parallelize_model(cfg, CPU)(model)
+        return str(full_state_dict(model).keys())
 
 
 @needs_fsdp
@@ -251,13 +251,13 @@ def test_a_weight_that_cannot_be_cut_is_answered(small_cfg):
 def evaluate_twice(cfg) -> tuple[float, float]:
     """Return the greatest logit before and after the weights of the head are made zero, with a bias of 7."""
     with dist.process_group(detect_launch(), CPU, 60):
-        model = build_placement(cfg, CPU)(build_model(cfg, False)).eval()
+        model = parallelize_model(cfg, CPU)(build_model(cfg, False)).eval()
         found = []
         for _ in range(2):
             with inference(model):
                 found.append(model(torch.ones(1, 3, 16, 16)).max().item())
-            own_part(model.fc.weight).zero_()
-            own_part(model.fc.bias).fill_(7)
+            to_local(model.fc.weight).zero_()
+            to_local(model.fc.bias).fill_(7)
         model.train()(torch.ones(2, 3, 16, 16)).sum().backward()  # what was gathered is no inference tensor
         return tuple(found)
 
@@ -272,7 +272,7 @@ def refuse_old_torch(cfg, monkeypatch) -> str:
     with dist.process_group(detect_launch(), CPU, 60), monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0"))
         with pytest.raises(ConfigError) as caught:
-            build_placement(cfg, CPU)(build_model(cfg, False))
+            parallelize_model(cfg, CPU)(build_model(cfg, False))
         return str(caught.value)
 
 

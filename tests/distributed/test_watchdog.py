@@ -15,23 +15,23 @@ from fuzz_hub import fuzz
 from support.runs import ROOT
 
 from distribuuuu.distributed import watchdog_server as watch_hub
-from distribuuuu.distributed.watchdog import Watch
-from distribuuuu.distributed.watchdog_server import MOST_STRANGERS, UNREACHABLE_S, Hub, Lines, describe_end
+from distribuuuu.distributed.watchdog import WatchdogClient
+from distribuuuu.distributed.watchdog_server import MOST_STRANGERS, UNREACHABLE_S, Lines, WatchdogServer, describe_end
 from distribuuuu.launch.ports import choose_addresses, find_own_address
 
 
 @pytest.fixture
 def hub():
     """A hub of two processes."""
-    hub = Hub(world_size=2, token="secret", timeout_s=60)
+    hub = WatchdogServer(world_size=2, token="secret", timeout_s=60)
     hub.start()
     yield hub
     if hub.is_alive():
         hub.close()
 
 
-def join(hub: Hub, rank: int, folder) -> Watch:
-    watch = Watch(rank, ("127.0.0.1", hub.ports[0]), "secret", folder)
+def join(hub: WatchdogServer, rank: int, folder) -> WatchdogClient:
+    watch = WatchdogClient(rank, ("127.0.0.1", hub.ports[0]), "secret", folder)
     watch.start()
     wait_for(lambda: rank in hub._members)
     return watch
@@ -44,7 +44,7 @@ def wait_for(condition, timeout_s: float = 20) -> None:
         time.sleep(0.02)
 
 
-def connect(hub: Hub, rank: int) -> Lines:
+def connect(hub: WatchdogServer, rank: int) -> Lines:
     """Return the connection of a process without a watch of its own."""
     connection = socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10)
     connection.sendall(b"secret\n")
@@ -245,9 +245,9 @@ VANISHING = """
     from distribuuuu.distributed import watchdog_server as watch_hub
     watch_hub.UNREACHABLE_S = 3
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    hub = watch_hub.Hub(2, "secret", 600)
+    hub = watch_hub.WatchdogServer(2, "secret", 600)
     hub.start()
-    one = watch.Watch(1, ("127.0.0.1", hub.ports[0]), "secret", sys.argv[1])
+    one = watch.WatchdogClient(1, ("127.0.0.1", hub.ports[0]), "secret", sys.argv[1])
     watch.end_process = lambda status: print("the member ends", status, flush=True)
     one.start()
     time.sleep(1)
@@ -288,11 +288,11 @@ HOLDING = """
     watch_hub.BEAT_S = watch.BEAT_S = 0.02
     address = ("127.0.0.1", int(sys.argv[1]))
     if sys.argv[1] == "0":
-        hub = watch_hub.Hub(2, "secret", 600)
+        hub = watch_hub.WatchdogServer(2, "secret", 600)
         hub.start()
         address = ("127.0.0.1", hub.ports[0])
         print(address[1], flush=True)
-    own = watch.Watch(int(sys.argv[1] != "0"), address, "secret", ".")
+    own = watch.WatchdogClient(int(sys.argv[1] != "0"), address, "secret", ".")
     own.start()
     time.sleep(0.5)
     ctypes.PyDLL(None).sleep(4)
@@ -319,7 +319,7 @@ def test_a_held_interpreter_lock_is_no_death():
 
 def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
     monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
-    hub = Hub(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
+    hub = WatchdogServer(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
     hub.start()
     members = {rank: connect(hub, rank) for rank in (0, 1)}
     for number in range(20):
@@ -356,7 +356,7 @@ def test_a_suspended_job_has_not_hung(hub, monkeypatch):
 def test_nobody_is_ended_before_all_have_written_their_stacks(monkeypatch):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
     monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
-    hub = Hub(world_size=2, token="secret", timeout_s=0.5)
+    hub = WatchdogServer(world_size=2, token="secret", timeout_s=0.5)
     hub.start()
     members = {rank: connect(hub, rank) for rank in (1, 0)}
     assert told(members[0], "stacks") and told(members[1], "stacks")
@@ -392,11 +392,11 @@ def test_the_end_waits_for_a_checkpoint_but_not_for_idle_threads(tmp_path):
 
 
 def test_four_thousand_processes_send_no_more_messages_a_second_than_a_few_hundred():
-    assert Hub(4096, "secret", 60).beat_s == 16 and Hub(8, "secret", 60).beat_s == 1
+    assert WatchdogServer(4096, "secret", 60).beat_s == 16 and WatchdogServer(8, "secret", 60).beat_s == 1
 
 
 def test_many_processes_join_and_are_told_the_end(tmp_path):
-    hub = Hub(world_size=200, token="secret", timeout_s=60)
+    hub = WatchdogServer(world_size=200, token="secret", timeout_s=60)
     hub.start()
     with ThreadPoolExecutor(8) as pool:
         members = list(pool.map(lambda rank: connect(hub, rank), range(200)))

@@ -13,7 +13,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import wrap_model
-from distribuuuu.engine.dry_run import rehearse_evaluation, rehearse_training
+from distribuuuu.engine.dry_run import dry_run_evaluation, dry_run_training
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.models.construction import without_auxiliary_heads
@@ -52,7 +52,7 @@ def odd_models(monkeypatch):
 def test_a_rehearsal_leaves_no_trace(small_cfg):
     model = build_model(small_cfg())
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    assert rehearse_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
+    assert dry_run_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -80,7 +80,7 @@ def test_a_rehearsal_leaves_no_trace(small_cfg):
 def test_what_a_step_would_fail_at_is_said(small_cfg, words, num, px, said):
     cfg = small_cfg(*words)
     with pytest.raises(ConfigError, match=said):
-        rehearse_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
+        dry_run_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
 
 
 def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_cfg):
@@ -89,7 +89,7 @@ def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_c
     with pytest.raises(ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*48 x 48 px"):
         train_model(cfg)
     cfg = small_cfg("MODEL.ARCH", "two_heads")
-    rehearse_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
+    dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
 
 
 def test_what_the_size_at_the_start_would_fail_at_is_said(small_cfg):
@@ -105,10 +105,10 @@ def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
     model = build_model(cfg)
     assert not any("aux" in name for name in model.state_dict())
-    assert rehearse_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
+    assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
     asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
     with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
-        rehearse_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
+        dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
     plain = nn.Linear(2, 2)
     assert without_auxiliary_heads(plain) is plain
 
@@ -129,7 +129,7 @@ def test_a_lost_connection_is_not_the_models_fault(small_cfg):
             raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        rehearse_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
+        dry_run_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
 
 
 def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_path):
@@ -149,10 +149,10 @@ def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
     """DDP waits for all gradients in each step unless it looks for unused parameters."""
     words = ("MODEL.ARCH", "skipping", "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
     cfg = small_cfg(*words)
-    assert rehearse_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16)) == ([], False)
+    assert dry_run_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16)) == ([], False)
     skipping = Skipping(3)
     skipping.num_passes = 1
-    assert rehearse_training(cfg, skipping, torch.zeros(2, 3, 16, 16)) == ([], True)
+    assert dry_run_training(cfg, skipping, torch.zeros(2, 3, 16, 16)) == ([], True)
     on_processes(2, train_model, cfg)
     assert len(newest(tmp_path / "out")["optimizer"]["state"]) == 6
 

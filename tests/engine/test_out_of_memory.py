@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 from support.failing_models import Idle, hungry
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config.registry import MODELS
 from distribuuuu.engine.out_of_memory import OutOfMemory, explain_out_of_memory, is_out_of_memory
 from distribuuuu.trainer import test_model as evaluate_run
@@ -34,7 +34,7 @@ def hungry_models(monkeypatch):
 @pytest.mark.parametrize("words", [(), ("--nproc", 2, "MODEL.KWARGS.rank", 1)], ids=["alone", "one of two"])
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
-    words = [*words, *small_words(image_folder, tmp_path / "out", *hungry)]
+    words = [*words, *small_options(image_folder, tmp_path / "out", *hungry)]
     done = run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
@@ -44,7 +44,7 @@ def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_fold
     assert re.search(r"has \d+\.\d\d GiB resident of \d+\.\d\d GiB of host memory; fix: " + TRAINING, done.stderr)
     assert CPU_SAID in done.stderr
     assert (tmp_path / "out" / "train.log").read_text().count("out of memory") == 1
-    newest = CheckpointFolder(tmp_path / "out").find_latest()
+    newest = CheckpointManager(tmp_path / "out").find_latest()
     if words[0] == "--nproc":  # the main process, told to end, gives its save two seconds
         assert newest.name in ("ckpt_ep_000_step_000001.pth.tar", "ckpt_ep_000_step_000002.pth.tar")
     else:
@@ -62,7 +62,7 @@ def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
     said = r"memory in the evaluation of \w+, TEST.BATCH_SIZE 16 images of 16 x 16 px: .*fix: a smaller TEST.BATCH_SIZE"
     with pytest.raises(OutOfMemory, match=said):
         train_model(cfg)
-    (saved,) = CheckpointFolder(cfg.OUT_DIR).list()
+    (saved,) = CheckpointManager(cfg.OUT_DIR).list()
     assert saved.name == "ckpt_ep_000_step_000004.pth.tar"
     with pytest.raises(OutOfMemory, match=said):
         evaluate_run(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
@@ -87,7 +87,7 @@ runpy.run_path({str(ROOT / "tools" / "train_net.py")!r}, run_name='__main__')
     script = tmp_path / "limited.py"
     script.write_text(code)
     words = ("MODEL.KWARGS.width", 64, "TRAIN.IM_SIZE", 160, "TRAIN.BATCH_SIZE", 48, "TEST.IM_SIZE", 160)
-    done = run_tool(script, *small_words(image_folder, tmp_path / "out", *words))
+    done = run_tool(script, *small_options(image_folder, tmp_path / "out", *words))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(r"out of memory in .*, micro-batch of 48 images of 160 x 160 px", done.stderr), done.stderr
 

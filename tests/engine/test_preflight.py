@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from support.images import draw_folder
-from support.runs import run_tool, small_words
+from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets import imagefolder
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -62,7 +62,7 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
 
 
 def test_where_only_the_images_tell_they_are_read(monkeypatch):
-    class Told(ImageSet):
+    class Told(ImageDataset):
         @classmethod
         def from_cfg(cls, cfg, train):
             images = cls()
@@ -97,7 +97,7 @@ def test_a_missing_folder_is_told_as_ever(tmp_path):
 
 
 def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
     done = run_tool("train_net.py", *words)
     assert done.returncode == 0, done.stderr
     assert load_cfg(str(tmp_path / "out" / "config.yaml")).MODEL.NUM_CLASSES == 3
@@ -134,12 +134,12 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
 
 def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_path):
     words = ("TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE", "reduce-overhead")
-    cfg = load_cfg(None, small_words(image_folder, tmp_path / "out", *words))
+    cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
     assert find_run_problems(cfg, train=True, nproc=2) == []
     [problem] = find_run_problems(cfg, train=True, nproc=1)
     assert problem.startswith("MODEL.COMPILE (command line): reduce-overhead replays CUDA graphs")
     assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
-    cfg = load_cfg(None, small_words(image_folder, tmp_path / "out", *words[:3], "default"))
+    cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words[:3], "default"))
     assert find_run_problems(cfg, train=True, nproc=1) == []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.engine import run_lock
@@ -180,7 +180,7 @@ def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
 
 def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    words = small_words(image_folder, out_dir, "OPTIM.MAX_EPOCH", 10000, "CHECKPOINT.EVERY_STEPS", 1)
+    words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 10000, "CHECKPOINT.EVERY_STEPS", 1)
     run = TrainingProcess([sys.executable, str(ROOT / "tools" / "train_net.py"), *words], out_dir, 4)
     try:
         run.wait_for((out_dir / "best.pth.tar").exists)

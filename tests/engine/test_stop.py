@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.images import draw_folder
 from support.processes import free_port
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.launch.ports import find_port_problem
 
 if sys.platform != "linux":
@@ -45,7 +45,7 @@ def started(root: Path, out_dir: Path, *words, launcher=NPROC, num_steps: int = 
     """Start a training on two processes, and kill what is left of it at the end."""
     before, flags = ((sys.executable,), launcher) if launcher == NPROC else (launcher, ())
     scripts = [str(ROOT / "tests" / "odd_models.py")] * ("MODEL.ARCH" in words) + [str(ROOT / "tools" / "train_net.py")]
-    command = [*before, *scripts, *flags, *small_words(root, out_dir, *LONG, *words)]
+    command = [*before, *scripts, *flags, *small_options(root, out_dir, *LONG, *words)]
     run = TrainingProcess(command, out_dir, num_steps)
     try:
         yield run
@@ -69,7 +69,7 @@ def lines_said(run: TrainingProcess, since: int = 0) -> list[str]:
 
 
 def checkpoints_of(run: TrainingProcess) -> list[Path]:
-    return CheckpointFolder(run.out_dir).list()
+    return CheckpointManager(run.out_dir).list()
 
 
 def wait_for_phase(run: TrainingProcess, phase: str) -> None:
@@ -304,7 +304,7 @@ def test_nohup_is_respected(image_folder, tmp_path):
     "flags, closed", [("", "2>&-"), ("", ">&- 2>&- <&-"), ("", "2>&1 | true"), ("--nproc 2", "2>&-")]
 )
 def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, closed):
-    words = " ".join(small_words(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
+    words = " ".join(small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
     command = f"{sys.executable} {ROOT / 'tools' / 'train_net.py'} {flags} {words} {closed}"
     status = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], timeout=100).returncode
     assert status == 0
@@ -328,7 +328,7 @@ def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path)
                 run.signal_rank(1, signal.SIGKILL)
             assert run.wait(100) == 0
     assert "resumed from" in (tmp_path / "war" / "train.log").read_text()
-    peace, war = (read_checkpoint(CheckpointFolder(tmp_path / name).list()[-1]) for name in ("peace", "war"))
+    peace, war = (read_checkpoint(CheckpointManager(tmp_path / name).list()[-1]) for name in ("peace", "war"))
     assert all(torch.equal(peace["state_dict"][key], war["state_dict"][key]) for key in peace["state_dict"])
 
 

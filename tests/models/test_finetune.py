@@ -13,7 +13,7 @@ import torchvision
 from support.downloads import serve
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_same_run, newest, small_words, train_and_stop
+from support.runs import assert_same_run, newest, small_options, train_and_stop
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
@@ -22,7 +22,7 @@ from distribuuuu.checkpoint.locate import find_weights_file
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model, find_head
-from distribuuuu.models.finetune import DoesNotFit, build_start, freeze_parts, load_backbone
+from distribuuuu.models.finetune import IncompatibleWeightsError, build_initial_model, freeze_parts, load_backbone
 from distribuuuu.models.freeze import count_frozen, freeze
 from distribuuuu.trainer import train_model
 
@@ -38,7 +38,7 @@ def make_cfg(arch="resnet8", num_classes=3, **finetune):
 
 def start(cfg, classes=CLASSES) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return build_start(cfg, classes, pretrained=True).state_dict()
+    return build_initial_model(cfg, classes, pretrained=True).state_dict()
 
 
 def as_constructed(cfg) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch,
     assert "tensors below its head not in it, e.g. " in said
     model = build_model(make_cfg(arch))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(IncompatibleWeightsError):
         load_backbone(model, trained(other), head=["fc"])
     assert other_than(model.state_dict(), before) == []
 
@@ -262,7 +262,9 @@ def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_res
     assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
     said = problem_of(start, make_cfg(WEIGHTS="pretrained"))
     assert said.startswith("FINETUNE.WEIGHTS: resnet8 has no published weights")
-    state = build_start(make_cfg("resnet18", 1000, WEIGHTS="pretrained"), CLASSES, pretrained=False).state_dict()
+    state = build_initial_model(
+        make_cfg("resnet18", 1000, WEIGHTS="pretrained"), CLASSES, pretrained=False
+    ).state_dict()
     assert "conv1.weight" in other_than(state, published)
 
 
@@ -340,7 +342,7 @@ def five_classes(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("five")
     for split, num in (("train", 5), ("val", 3)):
         draw_folder(root, split, dict.fromkeys("abcde", num))
-    train_model(load_cfg(None, small_words(root, root / "out", "MODEL.NUM_CLASSES", 5, "OPTIM.MAX_EPOCH", 1)))
+    train_model(load_cfg(None, small_options(root, root / "out", "MODEL.NUM_CLASSES", 5, "OPTIM.MAX_EPOCH", 1)))
     return root / "out" / "best.pth.tar"
 
 
@@ -364,7 +366,7 @@ def test_frozen_parts_on_two_processes_give_the_run_of_one(five_classes, image_f
     words = ("FINETUNE.WEIGHTS", five_classes, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
 
     def config(out_dir, *more):
-        return load_cfg(None, small_words(image_folder, out_dir, *words, *more))
+        return load_cfg(None, small_options(image_folder, out_dir, *words, *more))
 
     train_model(config(tmp_path / "one"))
     on_processes(2, train_model, config(tmp_path / "two", "TRAIN.BATCH_SIZE", 6, "MODEL.SYNCBN", True))

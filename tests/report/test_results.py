@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.reader import leaves
+from distribuuuu.config.reader import iter_options
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.setup import RunResults, open_run, write_test_results
@@ -204,7 +204,7 @@ def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
 
 def test_seeds_and_places_share_a_hash_and_nothing_else_does(image_folder, tmp_path):
     def hashed(*words) -> str:
-        return hash_config(load_cfg(None, small_words(image_folder, tmp_path, *words)))
+        return hash_config(load_cfg(None, small_options(image_folder, tmp_path, *words)))
 
     first = hashed()
     shared = {"OUT_DIR": "x", "CFG_DEST": "c.yaml", "RNG_SEED": "5", "TRAIN.DATASET": "y", "TEST.DATASET": "z",
@@ -225,7 +225,7 @@ def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_pat
     assert name_config(load_cfg(str(tmp_path / "mine.yaml"))) == f"{tmp_path.name}/mine"
     assert list_overrides(cfg) == {"MODEL.KWARGS.width": 8, "OPTIM.MAX_EPOCH": 2}
     assert name_config(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
-    assert set(SPEED_ONLY + NOT_HASHED) <= {key for key, _ in leaves(cfg)}
+    assert set(SPEED_ONLY + NOT_HASHED) <= {key for key, _ in iter_options(cfg)}
 
 
 MISFITS = {

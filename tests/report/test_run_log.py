@@ -12,7 +12,7 @@ import types
 
 import pytest
 from support.processes import on_processes
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
@@ -101,8 +101,8 @@ def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
 
 
 def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):
-    taken, take = [], TrainLoader.take_wait_s
-    monkeypatch.setattr(TrainLoader, "take_wait_s", lambda self: taken.append(1) or take(self))
+    taken, take = [], TrainLoader.pop_data_time
+    monkeypatch.setattr(TrainLoader, "pop_data_time", lambda self: taken.append(1) or take(self))
     words = ("TRAIN.PRINT_FREQ", 3, "OPTIM.MAX_EPOCH", 1)
     columns = []
     for seconds in (1e9, 0.0):
@@ -135,7 +135,7 @@ def count_collectives(words: list[str], seconds: float) -> int:
 def test_lines_by_time_add_no_collective(image_folder, tmp_path):
     counts = []
     for seconds in (1e9, 0.0):
-        words = small_words(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
+        words = small_options(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
         counts.append(on_processes(2, count_collectives, words, seconds))
     assert counts[0] == counts[1]
 
@@ -214,7 +214,7 @@ def test_nouns_agree_with_their_numbers(number, noun, text):
 
 
 def test_one_of_each_is_singular(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
+    words = small_options(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
     cfg = load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0"])
     train_model(cfg)
     train_model(cfg)
@@ -263,7 +263,7 @@ def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream, env
 
 def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(image_folder, tmp_path):
     out_dir = tmp_path / "an out"
-    words = small_words(image_folder, out_dir, "EMA.HALF_LIFE", 30)
+    words = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)
     train_model(load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "1"]))
     assert "time of all starts" not in (out_dir / "train.log").read_text()
     train_model(load_cfg(None, words))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.cluster import TRAIN_NET, need, run
 from support.processes import free_port
-from support.runs import small_words
+from support.runs import small_options
 from training_process import TrainingProcess
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.trainer import train_model
 
@@ -30,7 +30,7 @@ class Nodes:
         options = [f"--nnodes={nnodes}", "--nproc_per_node=1", "--max-restarts=9", "--rdzv-backend=c10d"]
         options += [f"--rdzv-endpoint=node1:{free_port()}", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=3"]
         self.command = [sys.executable, "-m", "torch.distributed.run", *options, TRAIN_NET]
-        self.command += small_words(root, out_dir, *SHARED, *words)
+        self.command += small_options(root, out_dir, *SHARED, *words)
         self.out_dir = out_dir
         self.agents: dict[str, TrainingProcess] = {}
 
@@ -85,8 +85,8 @@ def nodes(image_folder, tmp_path):
 
 
 def assert_trained_like_one_process(image_folder, tmp_path, out_dir, *words) -> None:
-    train_model(load_cfg(None, small_words(image_folder, tmp_path / "alone", *SHARED, *words)))
-    alone, other = (read_checkpoint(CheckpointFolder(path).list()[-1]) for path in (tmp_path / "alone", out_dir))
+    train_model(load_cfg(None, small_options(image_folder, tmp_path / "alone", *SHARED, *words)))
+    alone, other = (read_checkpoint(CheckpointManager(path).list()[-1]) for path in (tmp_path / "alone", out_dir))
     assert (alone["epoch"], alone["step"]) == (other["epoch"], other["step"])
     for key, tensor in alone["state_dict"].items():
         torch.testing.assert_close(tensor, other["state_dict"][key], rtol=1e-5, atol=1e-5, msg=key)

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 from support.cluster import SHARED, Job, need, processes_left, run, srun_words
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 
 EPOCHS = ("OPTIM.MAX_EPOCH", 60)
 
@@ -27,7 +27,7 @@ def undisturbed(image_folder, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("undisturbed")
     done = run(*srun_words(image_folder, out_dir, *EPOCHS))
     assert done.returncode == 0, done.stderr
-    return read_checkpoint(CheckpointFolder(out_dir).list()[-1])["state_dict"]
+    return read_checkpoint(CheckpointManager(out_dir).list()[-1])["state_dict"]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def start_job(image_folder, tmp_path):
     started = []
 
     def start(*options: str) -> Job:
-        words = small_words(image_folder, tmp_path / "out", *SHARED, *EPOCHS)
+        words = small_options(image_folder, tmp_path / "out", *SHARED, *EPOCHS)
         started.append(Job("train.sbatch", tmp_path, words, "--nodes=2", *options))
         started[-1].wait_for_steps()
         return started[-1]
@@ -48,7 +48,7 @@ def start_job(image_folder, tmp_path):
 
 def assert_same_end(job: Job, undisturbed) -> None:
     job.finish()
-    weights = read_checkpoint(CheckpointFolder(job.out_dir).list()[-1])["state_dict"]
+    weights = read_checkpoint(CheckpointManager(job.out_dir).list()[-1])["state_dict"]
     assert all(torch.equal(weights[key], undisturbed[key]) for key in undisturbed)
 
 
@@ -94,7 +94,7 @@ def test_a_cancelled_job_leaves_no_process(start_job):
     run("scancel", job.id)
     job.wait_for(lambda: job.show()["JobState"] == "CANCELLED" and not processes_left(str(job.out_dir)))
     assert time.monotonic() - began < 15
-    assert CheckpointFolder(job.out_dir).list(), "and its checkpoint stays"
+    assert CheckpointManager(job.out_dir).list(), "and its checkpoint stays"
 
 
 def restarts_of(job: str) -> str:
@@ -104,7 +104,7 @@ def restarts_of(job: str) -> str:
 
 def test_an_element_of_an_array_requeues_itself_alone(image_folder, tmp_path):
     """SLURM_JOB_ID of the element that started last is the number of the whole array."""
-    words = small_words(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 10000)
+    words = small_options(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 10000)
     words = words[: words.index("OUT_DIR")] + words[words.index("OUT_DIR") + 2 :]
     metrics = [tmp_path / "sweep" / f"lr0.1_seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
     job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0-1")
@@ -137,13 +137,13 @@ def test_what_the_scripts_requeue(tmp_path, script, array, requeued):
 
 
 def test_torchrun_inside_sbatch_across_two_nodes(image_folder, tmp_path, undisturbed):
-    job = Job("torchrun.sbatch", tmp_path, small_words(image_folder, tmp_path / "out", *SHARED, *EPOCHS), "--nodes=2")
+    job = Job("torchrun.sbatch", tmp_path, small_options(image_folder, tmp_path / "out", *SHARED, *EPOCHS), "--nodes=2")
     assert_same_end(job, undisturbed)
     assert "launcher: torchrun, process 0 of 4" in job.text()
 
 
 def test_a_sweep_trains_each_of_its_runs(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, tmp_path / "unused", *SHARED, "OPTIM.MAX_EPOCH", 1)
     words = words[: words.index("OUT_DIR")] + words[words.index("OUT_DIR") + 2 :]
     job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0,5")
     job.wait_for(lambda: not run("squeue", "-h", "-j", job.id).stdout.strip())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cluster import TRAIN_NET, need, run, srun_words
-from support.runs import small_words
+from support.runs import small_options
 from training_process import TrainingProcess
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -27,7 +27,7 @@ def cluster():
 
 def test_two_nodes_train_the_model_that_one_process_trains(image_folder, tmp_path):
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "MODEL.KWARGS.norm", "group")
-    train_model(load_cfg(None, small_words(image_folder, tmp_path / "alone", *shared)))
+    train_model(load_cfg(None, small_options(image_folder, tmp_path / "alone", *shared)))
     done = run(*srun_words(image_folder, tmp_path / "slurm", *shared))
     assert done.returncode == 0, done.stderr
     assert "launcher: srun, process 0 of 4; backend gloo" in done.stderr
@@ -37,7 +37,7 @@ def test_two_nodes_train_the_model_that_one_process_trains(image_folder, tmp_pat
 
 
 def test_one_task_is_one_process(image_folder, tmp_path):
-    words = small_words(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     done = run("srun", "-N1", "-n1", sys.executable, TRAIN_NET, *words)
     assert done.returncode == 0 and "launcher: plain python, one process" in done.stderr, done.stderr
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT, small_words
+from support.runs import ROOT, small_options
 
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
 # The same bits from any number of starts, on two nodes of two processes.
@@ -47,7 +47,7 @@ def need(nodes: int = 2, partition: str | None = None) -> None:
 def srun_words(root: Path, out_dir: Path, *words) -> list[str]:
     """Return the command of a training on two nodes of two processes."""
     command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-u", TRAIN_NET]
-    return [*command, *small_words(root, out_dir, *SHARED, *words)]
+    return [*command, *small_options(root, out_dir, *SHARED, *words)]
 
 
 class Job:

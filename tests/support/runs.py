@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointFolder
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.trainer import train_model
 
 ROOT = Path(__file__).parents[2]
 
 
-def small_words(root: Path, out_dir: Path, *words: Any) -> list[str]:
+def small_options(root: Path, out_dir: Path, *words: Any) -> list[str]:
     """Return the KEY VALUE words of a run that takes a second: resnet8 on 16 px."""
     settings = {
         "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.DATASET": root,
@@ -76,7 +76,7 @@ class _Stopped(BaseException):
 
 def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
-    save = CheckpointFolder.save_in_background
+    save = CheckpointManager.save_in_background
 
     def save_and_stop(self, state, new_bests=()):
         save(self, state, new_bests)
@@ -85,7 +85,7 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
             raise _Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "save_in_background", save_and_stop)
+        patch.setattr(CheckpointManager, "save_in_background", save_and_stop)
         with pytest.raises(_Stopped):
             train_model(cfg)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.runs import small_words
+from support.runs import small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss
@@ -187,10 +187,10 @@ def test_a_run_trains_with_its_loss_and_evaluates_with_cross_entropy(small_cfg, 
     assert len(evaluated) == 2 and evaluated[0]["loss"] < 1.7
     # The last epoch's weights under a config that knows nothing of the loss they were trained with.
     last = sorted((tmp_path / "out" / "checkpoints").glob("*.pth.tar"))[-1]
-    plain = load_cfg(None, small_words(cfg.TRAIN.DATASET, tmp_path / "test", "MODEL.WEIGHTS", last))
+    plain = load_cfg(None, small_options(cfg.TRAIN.DATASET, tmp_path / "test", "MODEL.WEIGHTS", last))
     assert evaluate_run(plain)["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
     # And under the one that does.
-    known = small_words(cfg.TRAIN.DATASET, tmp_path / "known", "MODEL.WEIGHTS", last, "LOSS.NAME", "focal")
+    known = small_options(cfg.TRAIN.DATASET, tmp_path / "known", "MODEL.WEIGHTS", last, "LOSS.NAME", "focal")
     assert evaluate_run(load_cfg(None, known))["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
 
 
@@ -198,6 +198,6 @@ def test_weights_give_the_same_run_however_a_batch_is_divided(image_folder, tmp_
     words = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
              "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
     for size in (24, 6):
-        train_model(load_cfg(None, small_words(image_folder, tmp_path / str(size), *words, "TRAIN.BATCH_SIZE", size)))
+        train_model(load_cfg(None, small_options(image_folder, tmp_path / str(size), *words, "TRAIN.BATCH_SIZE", size)))
     whole, parts = (records(tmp_path / size, "train") for size in ("24", "6"))
     assert [entry["loss"] for entry in parts] == pytest.approx([entry["loss"] for entry in whole], rel=1e-4)

@@ -68,7 +68,7 @@ def test_everything_works_without_a_group():
     assert scaled_all_reduce([torch.ones(1)])[0].item() == 1
     assert (dist.rank(), dist.world_size(), dist.is_main(), dist.backend()) == (0, 1, True, "none")
     assert dist.broadcast_object("x") == "x" and dist.gather_objects(3) == [3]
-    assert dist.call_first_on_node(lambda: 5) == 5
+    assert dist.local_main_first(lambda: 5) == 5
     dist.barrier()
     model = torch.nn.BatchNorm1d(2)
     broadcast_buffers(model)
@@ -78,7 +78,7 @@ def test_everything_works_without_a_group():
 
 def fetch(log) -> str:
     with dist.process_group(detect_launch(), CPU, 60):
-        return dist.call_first_on_node(lambda: fetch_once(log))
+        return dist.local_main_first(lambda: fetch_once(log))
 
 
 def fetch_once(log) -> str:
@@ -95,7 +95,7 @@ def test_one_process_of_a_node_fetches_and_the_others_wait(tmp_path):
 def fail_first() -> str:
     with dist.process_group(detect_launch(), CPU, 60):
         try:
-            dist.call_first_on_node(lambda: 1 / 0)
+            dist.local_main_first(lambda: 1 / 0)
         except ZeroDivisionError:
             return "own error"
         except dist.PeerError as error:

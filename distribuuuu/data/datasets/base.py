@@ -19,7 +19,7 @@ JUNK_FOLDERS = (
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-class ImageSet:
+class ImageDataset:
     """Images with labels. A family derives from it and sets what differs."""
 
     # Mean and standard deviation of each channel, of 1.0 (here ImageNet's).
@@ -39,7 +39,7 @@ class ImageSet:
     multilabel: bool = False
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "ImageSet":
+    def from_cfg(cls, cfg, train: bool) -> "ImageDataset":
         """Return the training or evaluation set that the config describes, fetched or drawn if it must be."""
         raise TypeError(f"{cls.__name__} must define from_cfg")
 
@@ -48,7 +48,7 @@ class ImageSet:
         """Yield (key, message) for what the config says that the disk contradicts; imports no torch."""
         if cls.num_classes and cfg.MODEL.NUM_CLASSES != cls.num_classes:
             where = f"DATA.NAME {cfg.DATA.NAME}"
-            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, cls.num_classes, where)
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, cls.num_classes, where)
 
     @classmethod
     def count_classes(cls, cfg) -> int:
@@ -77,7 +77,7 @@ class ImageSet:
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return numbers that change when image `index` is changed in place; none where the set cannot tell."""
-        return file_stamp(self.where(index)) if self.has_files else ()
+        return file_stamp(self.describe(index)) if self.has_files else ()
 
     def check_place(self) -> tuple[Path | None, str]:
         """Return the file beside which the record of a check may lie, None for nowhere, and the version of the list."""
@@ -87,7 +87,7 @@ class ImageSet:
         """Return what a run should warn of at its start."""
         return []
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Return what to call image `index` in a message: its file, or its number."""
         return f"image {index}"
 
@@ -101,7 +101,7 @@ def file_stamp(path: str) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns
 
 
-def contradiction(num_classes: int, found: int, where: str) -> str:
+def class_count_mismatch(num_classes: int, found: int, where: str) -> str:
     """Return the message for a number of classes that is not the data's."""
     return f"{num_classes}, but {where} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
 

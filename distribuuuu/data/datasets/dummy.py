@@ -1,11 +1,11 @@
 """Random images from memory: no disk, no decoding, to measure a model or to try a set-up."""
 
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 
 
 @DATASETS.register("dummy")
-class Dummy(ImageSet):
+class Dummy(ImageDataset):
     """A thousand random images of the configured size, their labels spread over the configured classes."""
 
     num_images = 1000

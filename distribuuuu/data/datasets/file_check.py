@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
-from distribuuuu.data.datasets.base import ImageSet, file_stamp, open_at_once, read_file
+from distribuuuu.data.datasets.base import ImageDataset, file_stamp, open_at_once, read_file
 from distribuuuu.data.datasets.folder_index import identity_of, take_turn
 from distribuuuu.data.datasets.folder_scan import NUM_THREADS
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, check_size, decode, open_image
@@ -34,14 +34,14 @@ _MOST_NAMED = 5
 _MOST_BROKEN = 1000
 
 
-def check_images(cfg, images: ImageSet, train: bool) -> tuple[str, str]:
+def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
     """Return what is wrong with the files of a set, and what of it is not known yet; both empty if there is nothing."""
     if not images.has_files:
         return "", ""
     options, decoder = build_decode_options(cfg), cfg.DATA.DECODER
 
     def look(index: int) -> str | None:
-        path = images.where(index)
+        path = images.describe(index)
         try:
             return _size_problem(path) if train else check_file(path, decoder, options)
         except Exception as error:  # decoders raise nearly anything
@@ -90,7 +90,7 @@ def _size_problem(path: str) -> str | None:
 
 
 def _check_in_turn(
-    images: ImageSet, what: str, key: list, look: Callable[[int], str | None], limit_s: float
+    images: ImageDataset, what: str, key: list, look: Callable[[int], str | None], limit_s: float
 ) -> tuple[dict[int, str], int]:
     """Return the broken files by number, and how many files have been checked; of several processes one does the work.
 

@@ -10,11 +10,18 @@ from pathlib import Path
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import JUNK_FOLDERS, ImageSet, contradiction, is_class, is_image, read_file
+from distribuuuu.data.datasets.base import (
+    JUNK_FOLDERS,
+    ImageDataset,
+    class_count_mismatch,
+    is_class,
+    is_image,
+    read_file,
+)
 
 
 @DATASETS.register("imagefolder")
-class ImageFolder(ImageSet):
+class ImageFolder(ImageDataset):
     """The images below root/split; labels follow the sorted class names.
 
     Args:
@@ -66,7 +73,10 @@ class ImageFolder(ImageSet):
         if trained and extra:
             yield f"{section}.SPLIT", f"{Path(root) / split} has classes that the training data lacks: {_some(extra)}"
         elif not trained and len(classes) != cfg.MODEL.NUM_CLASSES:
-            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(classes), str(Path(root) / split))
+            yield (
+                "MODEL.NUM_CLASSES",
+                class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(classes), str(Path(root) / split)),
+            )
 
     @classmethod
     def count_classes(cls, cfg) -> int:
@@ -97,7 +107,7 @@ class ImageFolder(ImageSet):
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`, in memory of their own that may be written to."""
-        return read_file(self.where(index))
+        return read_file(self.describe(index))
 
     def label(self, index: int) -> int:
         """Return the class of image `index`, from 0."""
@@ -105,7 +115,7 @@ class ImageFolder(ImageSet):
             raise IndexError(f"no image {index} among {len(self)}")
         return bisect_right(self._ends, index)
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Return the file of image `index`."""
         label = self.label(index)
         before = self._ends[label - 1] if label else 0

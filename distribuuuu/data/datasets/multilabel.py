@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageSet, contradiction, file_stamp, read_file
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, file_stamp, read_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,7 +151,7 @@ def _in_words(path: str | os.PathLike, troubles: dict[str, list[str]]) -> tuple[
 
 
 @DATASETS.register("multilabel")
-class Multilabel(ImageSet):
+class Multilabel(ImageDataset):
     """The images of a CSV.
 
     Args:
@@ -198,7 +198,7 @@ class Multilabel(ImageSet):
         for problem in (*table.problems, *unknown, *_missing_images(path, table), *_odd_labels(path, table)):
             yield f"{section}.SPLIT", problem
         if not trained and table.names and len(table.names) != cfg.MODEL.NUM_CLASSES:
-            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(table.names), str(path))
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(table.names), str(path))
 
     @classmethod
     def count_classes(cls, cfg) -> int:
@@ -215,7 +215,7 @@ class Multilabel(ImageSet):
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of image `index`."""
-        return read_file(self.where(index))
+        return read_file(self.describe(index))
 
     def check_place(self) -> tuple[Path | None, str]:
         """Return a name in a folder beside the CSV, and the CSV's own stamp."""
@@ -229,7 +229,7 @@ class Multilabel(ImageSet):
         target[self._class_of[self._table.numbers_of(index)]] = 1
         return target
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Return the file of image `index`."""
         return os.path.join(self.folder, self._table.path(index))
 

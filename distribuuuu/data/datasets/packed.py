@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageSet, contradiction
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @DATASETS.register("packed")
-class Packed(ImageSet):
+class Packed(ImageDataset):
     """The images of the pack root/split. All processes of a machine share its pages, those of the index too.
 
     Args:
@@ -75,7 +75,7 @@ class Packed(ImageSet):
             yield f"{section}.SPLIT", f"{root / split} {_lacking(extra)}"
         elif len(trained or own) != cfg.MODEL.NUM_CLASSES:
             where = training if trained else root / split
-            yield "MODEL.NUM_CLASSES", contradiction(cfg.MODEL.NUM_CLASSES, len(trained or own), str(where))
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(trained or own), str(where))
 
     @classmethod
     def count_classes(cls, cfg) -> int:
@@ -118,7 +118,7 @@ class Packed(ImageSet):
         """Return the class of image `index`, from 0."""
         return self._label_of[self._columns["label"][index]]
 
-    def where(self, index: int) -> str:
+    def describe(self, index: int) -> str:
         """Return what image `index` was called before it was packed, and where it is now."""
         from distribuuuu.data.datasets.packed_format import image_name
 

@@ -5,10 +5,10 @@ import os
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 
 
-class TorchvisionSet(ImageSet):
+class TorchvisionSet(ImageDataset):
     """A set that torchvision reads whole into memory; TRAIN.DATASET or TEST.DATASET is its root."""
 
     crop = "pad"

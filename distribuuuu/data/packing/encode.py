@@ -14,11 +14,11 @@ import numpy as np
 import torchvision.io  # noqa: F401
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.packed_format import COLUMNS, image_name, shard_name
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode
 from distribuuuu.data.packing.writer import Record
-from distribuuuu.data.picture import open_picture
+from distribuuuu.data.picture import open_lazy_image
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Encoder:
         options: see `decode`.
     """
 
-    images: ImageSet
+    images: ImageDataset
     root: str
     raw: bool
     shorter_side: int | None
@@ -45,7 +45,7 @@ class Encoder:
 
     def name(self, index: int) -> str:
         """Return what to call image `index`."""
-        return self.images.where(index).removeprefix(os.path.join(self.root, ""))
+        return self.images.describe(index).removeprefix(os.path.join(self.root, ""))
 
     def __call__(self, index: int) -> tuple[Record | str, tuple[int, ...]]:
         """Return the record of image `index`, or why it is broken; and its stamp from before it was read."""
@@ -53,7 +53,7 @@ class Encoder:
         try:
             data, height, width = self._encode(self.images.read(index))
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
-            return f"{self.images.where(index)}: {type(error).__name__}: {error}", stamp
+            return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
         name = os.fsencode(self.name(index))
         return Record(data, zlib.crc32(data), self.images.label(index), height, width, name), stamp
 
@@ -64,7 +64,7 @@ class Encoder:
             if self.check:
                 decode(image, options=self.options)
             return bytes(image), 0, 0
-        pixels = open_picture(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
+        pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
         pixels = scale_down(pixels, self.shorter_side)
         if self.raw:
             return pixels.tobytes(), *pixels.shape[:2]

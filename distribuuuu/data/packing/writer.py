@@ -43,7 +43,7 @@ class Record(NamedTuple):
     name: bytes
 
 
-def find_strangers(folder: Path) -> list[str]:
+def find_foreign_files(folder: Path) -> list[str]:
     """Return why a folder is not to be packed into, which need not exist: it holds files of something else."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     others = [name for name in names if not _OWN_FILES.fullmatch(name) and not name.startswith(".")]
@@ -132,7 +132,7 @@ def find_changed_shard(folder: Path, stamp: Callable[[int], tuple[int, ...]]) ->
 
     Args:
         folder: of a pack, whole or not, of the same source images.
-        stamp: see `ImageSet.stamp`.
+        stamp: see `ImageDataset.stamp`.
     """
     if (folder / INDEX).exists():
         shards = read_arrays(folder / INDEX, KIND, VERSION)[0]["shards"]
@@ -193,7 +193,7 @@ class PackWriter:
         self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
 
     def append(self, image: int, record: Record, stamp: tuple[int, ...]) -> None:
-        """Write the record of image `image` of the source, which had that `ImageSet.stamp`.
+        """Write the record of image `image` of the source, which had that `ImageDataset.stamp`.
 
         Raises:
             ConfigError: the disk refuses it.

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import small_words
+from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets import file_check
@@ -48,7 +48,7 @@ def age(root: Path) -> None:
 
 
 def load(root: Path, train: bool = False, *words):
-    cfg = load_cfg(None, small_words(root, root.parent / "out", *words))
+    cfg = load_cfg(None, small_options(root, root.parent / "out", *words))
     return build_loader(cfg, detect_launch(), torch.device("cpu"), train)
 
 
@@ -167,7 +167,7 @@ def test_a_check_ends_when_very_many_files_are_broken(root, looks, monkeypatch):
 )
 def test_a_damaged_record_of_the_check_counts_as_none(root, damage):
     def read() -> tuple[str, str]:
-        cfg = load_cfg(None, small_words(root, root / "out"))
+        cfg = load_cfg(None, small_options(root, root / "out"))
         return file_check.check_images(cfg, ImageFolder.from_cfg(cfg, train=False), train=False)
 
     assert read() == ("", "")
@@ -203,7 +203,7 @@ def check_on_a_process(root: Path, record: Path) -> list[str]:
 
     file_check.check_file = note
     try:
-        cfg = load_cfg(None, small_words(root, root.parent / "out", "DATA.ON_BAD_IMAGE", "skip"))
+        cfg = load_cfg(None, small_options(root, root.parent / "out", "DATA.ON_BAD_IMAGE", "skip"))
         return build_loader(cfg, detect_launch(), torch.device("cpu"), train=False).notes
     finally:
         file_check.check_file = check_file
@@ -264,7 +264,7 @@ def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root, capsys)
             folder.mkdir(parents=True)
             (folder / "seen.jpg").write_bytes(data)
     (root / "train/ant/._x.jpg").write_bytes(b"resource fork")
-    cfg = load_cfg(None, small_words(root, root.parent / "out"))
+    cfg = load_cfg(None, small_options(root, root.parent / "out"))
     assert find_run_problems(cfg, train=True) == []
     images = load(root, True).images
     assert images.classes == ("ant", "bee", "cat") and len(images) == 15
@@ -280,7 +280,7 @@ def test_classes_without_evaluation_images_are_told(root, tmp_path):
         path.unlink()
     (root / "val/bee").rmdir()
     assert load(root).notes == ["TEST.DATASET: no image of 1 of 3 classes: bee; they are not evaluated"]
-    assert find_run_problems(load_cfg(None, small_words(root, tmp_path / "out")), train=True) == []
+    assert find_run_problems(load_cfg(None, small_options(root, tmp_path / "out")), train=True) == []
 
 
 def test_one_class_alone_and_classes_of_one_image(tmp_path):
@@ -302,7 +302,7 @@ def test_class_folders_that_differ_only_by_case_are_told(tmp_path):
 
 
 def problems(root, tmp_path, *words) -> str:
-    return "\n".join(find_run_problems(load_cfg(None, small_words(root, tmp_path / "out", *words)), train=True))
+    return "\n".join(find_run_problems(load_cfg(None, small_options(root, tmp_path / "out", *words)), train=True))
 
 
 def test_class_folders_without_a_split_are_recognised(tmp_path):
@@ -346,7 +346,7 @@ def test_the_notes_are_in_the_log_of_a_run(root, tmp_path, caplog):
 
     (root / "train/ant/a.gif").write_bytes(b"x")
     (root / "val/ant/a.heic").write_bytes(b"x")
-    words = small_words(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
+    words = small_options(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
     train_model(load_cfg(None, words))
     test_model(load_cfg(None, words))
     assert (tmp_path / "out/train.log").read_text().count("files are not images") == 0

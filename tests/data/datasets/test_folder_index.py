@@ -68,7 +68,7 @@ def scans(monkeypatch) -> list[str]:
 
 
 def samples_of(images: ImageFolder) -> list[tuple[str, int]]:
-    return [(images.where(index), images.label(index)) for index in range(len(images))]
+    return [(images.describe(index), images.label(index)) for index in range(len(images))]
 
 
 def walked(folder: Path) -> list[tuple[str, int]]:
@@ -140,7 +140,7 @@ def test_classes_can_be_given(root):
     with pytest.raises(IndexError):
         images.label(2)
     with pytest.raises(IndexError):
-        images.where(-1)
+        images.describe(-1)
 
 
 def test_an_image_is_read_as_bytes(root):

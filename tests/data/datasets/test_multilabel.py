@@ -15,7 +15,7 @@ from support.runs import (
     newest,
     records,
     run_tool,
-    small_words,
+    small_options,
     timeless,
     train_and_read,
     train_and_stop,
@@ -73,9 +73,12 @@ def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, ro
     expected = [[0, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [1, 0, 0]]
     assert [train.label(index).tolist() for index in range(5)] == expected
     assert [val.label(index).tolist() for index in range(3)] == [[0, 0, 1], [0, 0, 0], [0, 1, 1]]
-    assert train.where(47) == str(root / "train/cat/015.jpg") and train.read(47) == Path(train.where(47)).read_bytes()
+    assert (
+        train.describe(47) == str(root / "train/cat/015.jpg")
+        and train.read(47) == Path(train.describe(47)).read_bytes()
+    )
     again = pickle.loads(pickle.dumps(train))
-    assert (again.where(7), again.label(7).tolist()) == (train.where(7), train.label(7).tolist())
+    assert (again.describe(7), again.label(7).tolist()) == (train.describe(7), train.label(7).tolist())
 
 
 def test_what_a_csv_may_say(image_folder, tmp_path):
@@ -83,8 +86,8 @@ def test_what_a_csv_may_say(image_folder, tmp_path):
     lines = [f"x, {absolute} ,  b ;;a;b; ", "", 'y,"one, two.jpg",b']
     write_csv(tmp_path / "train.csv", lines, "\ufeffextra, image ,labels")
     images = Multilabel(tmp_path / "train.csv")
-    assert images.classes == ("a", "b") and images.where(0) == str(absolute)
-    assert images.where(1) == str(tmp_path / "one, two.jpg")
+    assert images.classes == ("a", "b") and images.describe(0) == str(absolute)
+    assert images.describe(1) == str(tmp_path / "one, two.jpg")
     assert [images.label(index).tolist() for index in range(2)] == [[1, 1], [0, 1]]
 
 
@@ -129,7 +132,7 @@ def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
     (tmp_path / "a.jpg").touch()
     write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", "a.jpg,horse", "none.jpg,horse"])
     write_csv(tmp_path / "val.csv", ["a.jpg,zebra", "b.jpg,zbra;horse", "c.jpg,zbra"])
-    done = run_tool("train_net.py", *small_words(tmp_path, tmp_path / "out", *words_of(tmp_path)))
+    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", *words_of(tmp_path)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     for told in ("train.csv names an image again: line 3", "train.csv names images that are not there: line 4",
                  "val.csv has labels that the training data lacks: line 3, 'zbra'; did you mean zebra?",
@@ -195,7 +198,7 @@ def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp
 def reference(root, image_folder, tmp_path_factory):
     """The uninterrupted run, with mixed images and averaged weights."""
     out_dir = tmp_path_factory.mktemp("reference")
-    train_model(load_cfg(None, small_words(image_folder, out_dir, *words_of(root, *WHOLE))))
+    train_model(load_cfg(None, small_options(image_folder, out_dir, *words_of(root, *WHOLE))))
     return out_dir
 
 

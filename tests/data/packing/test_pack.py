@@ -17,13 +17,13 @@ import pytest
 import torch
 from PIL import Image
 from support.images import draw_folder
-from support.runs import ROOT, run_tool, small_words
+from support.runs import ROOT, run_tool, small_options
 
-from distribuuuu.cli.pack_dataset import parse_words
+from distribuuuu.cli.pack_dataset import parse_args
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets import packed_format as pack_file
-from distribuuuu.data.datasets.base import ImageSet
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.decode import DecodeOptions, decode
@@ -34,7 +34,7 @@ from distribuuuu.data.packing.pack import pack_split, verify_packs
 TINY_MB = 0.004
 
 
-class Pixels(ImageSet):
+class Pixels(ImageDataset):
     """Twenty grey and coloured images without files, of an odd size."""
 
     mean, std, crop = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "pad"
@@ -74,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 
 def pack(out, *words, split="train", workers=0) -> None:
     """Pack in this process."""
-    job = parse_words("", [str(word) for word in (out, "--split", split, "--workers", workers, *words)])
+    job = parse_args("", [str(word) for word in (out, "--split", split, "--workers", workers, *words)])
     for train in job.trains:
         pack_split(job, train)
 
@@ -109,18 +109,18 @@ def test_files_are_kept_byte_by_byte_with_labels_and_names(folder, tmp_path):
         packed, images = Packed.from_cfg(cfg, train), ImageFolder(folder, split, ("ant", "bee", "cat"))
         assert len(packed) == len(images) and packed.classes == ("ant", "bee", "cat")
         for index in range(len(images)):
-            file = Path(images.where(index))
+            file = Path(images.describe(index))
             assert bytes(packed.read(index)) == file.read_bytes()
             assert packed.label(index) == images.label(index)
             place = f"{file.relative_to(folder)} (image {index} of {tmp_path / split})"
-            assert packed.where(index) == place
+            assert packed.describe(index) == place
 
 
 def test_names_and_sources_do_not_depend_on_how_a_folder_is_spelled(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder.parent)
     for spelled in (f"./{folder.name}", f"{folder.name}/", folder):
         pack(tmp_path, *source(spelled))
-        assert Packed(tmp_path, "train").where(0).startswith("train/ant/000.jpg (")
+        assert Packed(tmp_path, "train").describe(0).startswith("train/ant/000.jpg (")
     assert capsys.readouterr().out.count("is packed already: nothing to do") == 2
 
 
@@ -219,7 +219,7 @@ def test_a_set_without_files(pixels, tmp_path):
     pack(tmp_path, "--format", "raw", *pixels)
     packed = Packed(tmp_path, "train")
     assert (packed.mean, packed.std, packed.crop) == (Pixels.mean, Pixels.std, "pad")
-    assert packed.classes == ("even", "odd") and packed.where(2).startswith("image 2 (image 2 of ")
+    assert packed.classes == ("even", "odd") and packed.describe(2).startswith("image 2 (image 2 of ")
     for index in range(20):
         expected = Pixels().read(index)
         assert np.array_equal(packed.read(index), expected if expected.ndim == 3 else np.stack([expected] * 3, 2))
@@ -493,7 +493,7 @@ def test_a_broken_image_stops_the_packing_or_is_left_out(broken, tmp_path, capsy
     pack(tmp_path / "out", *broken, "DATA.ON_BAD_IMAGE", "skip", workers=workers)
     packed, printed = Packed(tmp_path / "out", "train"), capsys.readouterr()
     assert len(packed) == 13 and packed.meta["num_skipped"] == 1
-    assert "bee/003.jpg" in packed.where(7) and packed.label(7) == 1
+    assert "bee/003.jpg" in packed.describe(7) and packed.label(7) == 1
     assert "bee/002.jpg" in printed.err and "13 images of 3 classes, 1 broken left out" in printed.out
 
 
@@ -508,7 +508,7 @@ def test_a_worker_that_is_killed_is_told(folder, tmp_path, monkeypatch):
     def read(self, index):
         if os.getpid() != parent and index == 9:
             os.kill(os.getpid(), signal.SIGKILL)
-        return Path(self.where(index)).read_bytes()
+        return Path(self.describe(index)).read_bytes()
 
     monkeypatch.setattr(ImageFolder, "read", read)
     message = told(lambda: pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), workers=2))
@@ -562,7 +562,7 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     assert "14 images in" in capsys.readouterr().out
     packed = Packed(several, "train")
     index = list(packed._columns["shard"]).index(1)
-    name = packed.where(index if how == "flipped" else list(packed._columns["shard"]).index(2) - 1)
+    name = packed.describe(index if how == "flipped" else list(packed._columns["shard"]).index(2) - 1)
     spoil(several, how)
     message = told(verify_packs, several, 0)
     assert said in message
@@ -648,7 +648,7 @@ def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
     assert f"{out}/train: 14 images of 3 classes" in done.stdout
     assert f"{out}/val: 5 images of 3 classes" in done.stdout and "images/s" in done.stdout
     assert run_tool("pack_dataset.py", "--verify", out).returncode == 0
-    words = small_words(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
+    words = small_options(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
     done = run_tool("train_net.py", *words)
     assert done.returncode == 0 and "validation: 5 images" in done.stderr, done.stderr
     data = bytearray((out / "val/shard-00000.bin").read_bytes())
@@ -709,7 +709,7 @@ def grey_of(pixels: np.ndarray) -> np.ndarray:
 def test_whatever_a_set_may_read_can_be_packed(tmp_path, monkeypatch, read):
     pixels = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 
-    class Odd(ImageSet):
+    class Odd(ImageDataset):
         classes = ("a",)
         from_cfg = classmethod(lambda cls, cfg, train: cls())
         __len__ = lambda self: 2  # noqa: E731
