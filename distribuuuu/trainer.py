@@ -12,7 +12,7 @@ from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
-from distribuuuu.config.reader import iter_options
+from distribuuuu.config.tree import iter_options
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.distributed import comm as dist

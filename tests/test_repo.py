@@ -11,7 +11,7 @@ from support.runs import ROOT
 
 from distribuuuu.cli.main import documented_options
 from distribuuuu.config import get_cfg
-from distribuuuu.config.reader import iter_options
+from distribuuuu.config.tree import iter_options
 
 PACKAGE = ROOT / "distribuuuu"
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -1,14 +1,16 @@
-"""Flags that this command line does not have, and the KEY VALUE words that mean the same."""
+"""Parsing of flags: for unknown ones, such as those of other frameworks, the equivalent option is named."""
 
+import argparse
 import re
 import shlex
 from collections.abc import Sequence
 
-from distribuuuu.config import get_cfg
+from distribuuuu.config import Problem, get_cfg
 from distribuuuu.config.errors import near_matches
-from distribuuuu.config.reader import iter_options
+from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.config.tree import iter_options
 
-# Flags of timm, torchvision, pycls and torchrun with the words for them. {}: the flag's value; others take none.
+# Flags of timm, torchvision, pycls and torchrun -> equivalent arguments. {}: the flag's value; the others have none.
 EQUIVALENTS = {
     "amp": "TRAIN.AMP bf16",
     "a arch model net": "MODEL.ARCH {}",
@@ -67,31 +69,30 @@ EQUIVALENTS = {
     "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
     "wd weight-decay": "OPTIM.WEIGHT_DECAY {}",
 }
-_BY_FLAG = {flag.replace("_", "-"): words for flags, words in EQUIVALENTS.items() for flag in flags.split()}
+_BY_FLAG = {flag.replace("_", "-"): args for flags, args in EQUIVALENTS.items() for flag in flags.split()}
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
 
 
-def split_flags(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a message for each unknown flag among words, and the words without the flags and their values.
-
-    Args:
-        words: what a parser has left over of a command line.
-        known: the flags that the parser has.
-    """
-    problems, rest, waiting = [], [], list(words)
+def parse_flags(
+    parser: argparse.ArgumentParser, args: Sequence[str]
+) -> tuple[argparse.Namespace, list[str], list[Problem]]:
+    """Return the parsed flags, the arguments without any flags, and a problem for each unknown flag."""
+    flags, waiting = parser.parse_known_args(args)
+    known = [option for action in parser._actions for option in action.option_strings]
+    problems, rest = [], []
     while waiting:
-        word = waiting.pop(0)
-        if not _FLAG.match(word):
-            rest.append(word)
+        arg = waiting.pop(0)
+        if not _FLAG.match(arg):
+            rest.append(arg)
             continue
-        joined = re.fullmatch(r"(-[a-zA-Z])(\d.*)", word)  # -j8
-        flag, has_value, value = (joined[1], "=", joined[2]) if joined else word.partition("=")
+        joined = re.fullmatch(r"(-[a-zA-Z])(\d.*)", arg)  # -j8
+        flag, has_value, value = (joined[1], "=", joined[2]) if joined else arg.partition("=")
         takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
         if not has_value and takes_next and "{}" in _BY_FLAG.get(_name_of(flag), "{}"):
             value = waiting.pop(0)
-        problems.append(f"command line: no such flag: {flag}{_hint(flag, value, known)}")
-    return problems, rest
+        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known)}"))
+    return flags, rest, problems
 
 
 def _name_of(flag: str) -> str:
@@ -99,16 +100,16 @@ def _name_of(flag: str) -> str:
 
 
 def _hint(flag: str, value: str, known: Sequence[str]) -> str:
-    """Return '; did you mean ...?' for an unknown flag, or where to look."""
+    """Return '; did you mean ...?' for an unknown flag, or a reference to --help-config."""
     name, value = _name_of(flag), shlex.quote(value) if value else "VALUE"
+    same = [key for key, _ in iter_options(get_cfg()) if _name_of(key.rpartition(".")[2]) == name]
     if name in _BY_FLAG:
-        return f"; did you mean {_BY_FLAG[name].format(value)}?"
-    keys = [key for key, _ in iter_options(get_cfg())]
-    same = [key for key in keys if key.rpartition(".")[2].lower().replace("_", "-") == name]
-    if same:
-        return f"; did you mean {' or '.join(f'{key} {value}' for key in same)}?"
-    near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *_BY_FLAG])
-    meant = [f"--{other}" if f"--{other}" in known else _BY_FLAG[other].format(value) for other in near]
+        meant = [_BY_FLAG[name].format(value)]
+    elif same:
+        meant = [f"{key} {value}" for key in same]
+    else:
+        near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *_BY_FLAG])
+        meant = [f"--{other}" if f"--{other}" in known else _BY_FLAG[other].format(value) for other in near]
     if meant:
         return f"; did you mean {' or '.join(dict.fromkeys(meant))}?"
-    return "; options are KEY VALUE words, which --help-config lists"
+    return "; options are KEY VALUE arguments, which --help-config lists"

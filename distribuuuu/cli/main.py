@@ -1,4 +1,4 @@
-"""The command line that all tools share: --cfg FILE, KEY VALUE words, and errors without a traceback."""
+"""The command line of the tools: --cfg FILE, KEY VALUE arguments, and errors without a traceback."""
 
 import argparse
 import contextlib
@@ -7,17 +7,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from distribuuuu.cli.flag_hints import split_flags
-from distribuuuu.config import Config, ConfigError, defaults, get_cfg
-from distribuuuu.config.config_files import find_run_config
+from distribuuuu.cli.flag_hints import parse_flags
+from distribuuuu.config import Config, ConfigError, Problem, defaults, get_cfg
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.reader import COMMAND_LINE, origin_of, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.tree import get_value, iter_options
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.launch.host import tune_malloc
@@ -38,17 +38,18 @@ USAGE_ERROR = 2
 
 
 def run_tool(description: str, start: Callable[[Config], object], train: bool) -> int:
-    """Read the command line, check the run, then call start(cfg), with --nproc in many processes; return the status.
+    """Read the command line, check the run, then call start(cfg), with --nproc in several processes.
 
-    0: done; 2: the config, the data or a checkpoint has to be changed first, and standard error says how; 130, 143, 129
-    and 75: stopped by SIGINT, by SIGTERM, by SIGHUP, and to be started again (see signals.py).
+    Returns:
+        The exit status. 0: success; 2: an error that the user can fix, described on standard error; 130, 143 or 129:
+        stopped by SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py).
     """
     open_standard_streams()
     print_stacks_on_quit()
-    # On the CPU the loader's workers and the model's threads share the cores. A thread that spins while it waits for
-    # one that is not running makes a step twenty times slower. OpenMP reads this once, when torch is imported.
+    # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
+    # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if was_launched():  # a launcher that is killed leaves no process behind
+    if was_launched():  # a killed launcher leaves no process behind
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above
             return STATUS_OF[signal.SIGTERM]
@@ -62,7 +63,9 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
                 start(cfg)
         except ConfigError as error:
             report(error)
-            return _end_with(error.status)
+            if SignalState.is_ending:  # an error of this process alone; the others may wait for it in a collective
+                end_process(error.status)
+            return error.status
         except RunStopped as stopped:
             return stopped.status
         except Exception:
@@ -73,22 +76,8 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
     return 0
 
 
-def tell(message: str) -> None:
-    """Print a line to standard error, on the first process alone."""
-    if is_first_process():
-        with contextlib.suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
-
-
-def _end_with(status: int) -> int:
-    """Return the status, or end with it at once where an error of this process alone has left the group as it was."""
-    if SignalState.is_ending:
-        end_process(status)
-    return status
-
-
 class _TolerantStream(io.TextIOWrapper):
-    """Standard error that drops what cannot be written, e.g. when its reader has ended."""
+    """Standard error that drops what cannot be written, e.g. because its reader has exited."""
 
     def write(self, text: str) -> int:
         """Write a text, or drop it."""
@@ -97,15 +86,15 @@ class _TolerantStream(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, or drop it."""
+        """Write the buffered text, or drop it."""
         with contextlib.suppress(OSError):
             super().flush()
 
 
 def open_standard_streams() -> None:
-    """Open those of descriptors 0 to 2 that are closed, and keep standard error from ending the process.
+    """Open those of descriptors 0 to 2 that are closed, and ignore write errors on standard error.
 
-    The next file to be opened would take the place of a closed one, and get what was meant for it.
+    Otherwise the next opened file would get the descriptor, and the output that is meant for the standard stream.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -118,89 +107,90 @@ def open_standard_streams() -> None:
 
 
 def report(error: ConfigError) -> None:
-    """Print every problem of a ConfigError; the same problem on many processes is printed by the first."""
+    """Print every problem of an error to standard error; if all processes have it, only the first prints."""
     if not is_first_process() and not error.one_process:
         return
     lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
     lines += [f"  - {problem}" for problem in error.problems]
-    with contextlib.suppress(OSError):  # the status stays, even where standard error is a file on a full disk
+    with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def parse_args(description: str, words: list[str], train: bool) -> tuple[Config | None, int]:
-    """Return the checked config of a command line, None when it only asked for something to be printed, and --nproc.
+def parse_args(description: str, args: Sequence[str], train: bool) -> tuple[Config | None, int]:
+    """Return the checked config of a command line (None after printing only) and the number of processes.
 
     Raises:
-        ConfigError: with every problem of the words, the file, the paths and the data folders.
+        ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
     """
-    parser = build_parser(description)
-    args, overrides = parser.parse_known_args(words)
-    known = [option for action in parser._actions for option in action.option_strings]
-    problems, overrides = split_flags(overrides, known)
-    needs_none = args.cfg or train or args.help_config is not None
-    run_config = None if needs_none else find_run_config(overrides)
-    if run_config and args.nproc in (None, 1):  # else the processes that are started say so
-        tell(f"--cfg is not given: reading {run_config}, the config of the run in OUT_DIR")
-    cfg, found = read_cfg(args.cfg or run_config, overrides)
+    flags, overrides, problems = parse_flags(build_parser(description), args)
+    prints = flags.dump_config or flags.help_config is not None
+    run_config = None
+    if not flags.cfg and not train and flags.help_config is None:
+        run_config = find_run_config(overrides)
+    if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
+        with contextlib.suppress(OSError):
+            print(
+                f"--cfg is not set; using {run_config}, the config of the run in OUT_DIR", file=sys.stderr, flush=True
+            )
+    cfg, found = read_cfg(flags.cfg or run_config, overrides)
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
-        cfg = _without_weights(cfg)
-    problems += found
-    problems += find_nproc_problems(args.nproc)
-    printing = args.dump_config or args.help_config is not None
-    if not printing:
-        problems += find_run_problems(cfg, train, args.nproc, set_keys_only=bool(problems))
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.MODEL.WEIGHTS = None  # the initial weights of the run; its best weights are to be evaluated
+        cfg.freeze()
+    problems += [*found, *_find_nproc_problems(flags.nproc)]
+    if not prints:
+        problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
-    if not printing:
-        return resolve_num_classes(cfg), args.nproc or 1
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us in silence
-    print(dump_with_origins(cfg) if args.dump_config else explain_options(args.help_config), end="")
+    if not prints:
+        return resolve_num_classes(cfg), flags.nproc or 1
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
+    print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
     return None, 1
 
 
-def _without_weights(cfg: Config) -> Config:
-    """Return the config of a run without the weights that it started from: its best ones are to be evaluated."""
-    changed = cfg.clone()
-    changed.defrost()
-    changed.MODEL.WEIGHTS = None
-    changed.freeze()
-    return changed
+def find_run_config(overrides: Sequence[str]) -> str | None:
+    """Return the config file that a run has left in the OUT_DIR of KEY VALUE arguments; None if there is none.
+
+    Without OUT_DIR, arguments that set other weights do not refer to a run in the default folder.
+    """
+    given = dict(zip(overrides[::2], overrides[1::2], strict=False))
+    if "OUT_DIR" not in given and given.keys() & {"MODEL.WEIGHTS", "MODEL.PRETRAINED"}:
+        return None
+    default = get_cfg()
+    path = os.path.join(given.get("OUT_DIR", default.OUT_DIR), given.get("CFG_DEST", default.CFG_DEST))
+    return path if os.path.isfile(path) else None
 
 
-def find_nproc_problems(nproc: int | None) -> list[str]:
-    """Return what is wrong with --nproc."""
+def _find_nproc_problems(nproc: int | None) -> list[Problem]:
     if nproc is None:
         return []
     if nproc < 1:
-        return [f"--nproc {nproc}: start at least one process"]
+        return [Problem("--nproc", f"got {nproc}; expected 1 or more")]
     try:
         launch = detect_launch()
     except ConfigError as error:
         return error.problems
     if launch.world_size > 1:
-        return [f"--nproc {nproc}: {launch} was started by a launcher already; leave out --nproc"]
+        return [Problem("--nproc", f"{launch} was already started by a launcher; remove --nproc")]
     return []
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the flags; what it leaves over are KEY VALUE words."""
+    """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
         usage="%(prog)s [--cfg FILE] [--nproc N] [KEY VALUE ...]",
-        epilog="KEY VALUE words override the file, e.g. OPTIM.BASE_LR 0.4 TRAIN.BATCH_SIZE 64",
+        epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4 TRAIN.BATCH_SIZE 64",
     )
-    parser.add_argument("--cfg", metavar="FILE", help="YAML file of what differs from the defaults")
-    parser.add_argument(
-        "--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit"
-    )
-    parser.add_argument(
-        "--dump-config", action="store_true", help="print the resolved config, with where each value was set, and exit"
-    )
-    parser.add_argument(
-        "--nproc", metavar="N", type=int, help="run N processes on this machine, as torchrun --nproc_per_node=N would"
-    )
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the older launch adds it
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
+    add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
+    add("--nproc", metavar="N", type=int, help="start N processes on this machine, like torchrun --nproc_per_node=N")
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser
 
 
@@ -208,14 +198,14 @@ def explain_options(section: str) -> str:
     """Return the options of a section (all: '') with their defaults and meaning.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: unknown section.
     """
     options = documented_options()
     chosen = [option for option in options if not section or f"{option[0]}.".startswith(f"{section}.")]
     if not chosen:
         sections = sorted({key.split(".")[0] for key, _, _ in options})
-        hint = did_you_mean(section, sections)
-        raise ConfigError(f"--help-config: no such section: {section}{hint}; there are {', '.join(sections)}")
+        message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
+        raise ConfigError(Problem("--help-config", message))
     return "".join(f"{key}: {default}\n    {comment}\n" for key, default, comment in chosen)
 
 
@@ -226,35 +216,34 @@ def documented_options() -> list[tuple[str, str, str]]:
         match = re.match(r"_C\.([A-Z0-9_.]+) = (.*)", line)
         if line.startswith("# "):
             comment.append(line[2:])
-        elif match and comment:
+            continue
+        if match and comment:
             default = "{}" if match[2].startswith("CfgNode") else match[2]
             options.append((match[1], default, " ".join(comment)))
-            comment = []
-        else:
-            comment = []
+        comment = []
     return options
 
 
 def dump_with_origins(cfg: Config) -> str:
-    """Return the tree as YAML, with a comment on each value that is not a default: where it was set."""
-    lines, default = [], get_cfg()
+    """Return the tree as YAML, with a comment on each value other than a default: where it was set."""
+    default_of, lines = dict(iter_options(get_cfg())), []
     for line, key in _yaml_lines(cfg):
-        origin = origin_of(cfg, default, key)
-        lines.append(f"{line}  # {origin}\n" if origin else f"{line}\n")
+        origin = cfg.origins.get(key)
+        is_default = key in default_of and get_value(cfg, key) == default_of[key]
+        lines.append(f"{line}  # {origin}\n" if origin and not is_default else f"{line}\n")
     return "".join(lines)
 
 
-def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> list[tuple[str, str]]:
-    """Return (line, key) of each line of the tree as YAML; one value a line."""
-    lines = []
+def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (line, key) of each line of the tree as YAML, one value per line."""
     for name, value in node.items():
+        key = f"{prefix}{name}"
         if isinstance(value, Config) and value:
-            lines.append((f"{indent}{_as_yaml(name)}:", f"{prefix}{name}"))
-            lines += _yaml_lines(value, f"{prefix}{name}.", f"{indent}  ")
+            yield f"{indent}{_as_yaml(name)}:", key
+            yield from _yaml_lines(value, f"{key}.", f"{indent}  ")
         else:
             plain = dict(value) if isinstance(value, Config) else value
-            lines.append((f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", f"{prefix}{name}"))
-    return lines
+            yield f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", key
 
 
 def _as_yaml(value: Any) -> str:

@@ -45,7 +45,7 @@ def run_table_tool(description: str, reported: Path, words: Sequence[str] | None
         try:
             write_block(Path(args.readme), args.name, f"<!-- made by: {own_command(words)} -->\n\n{table}\n")
         except ConfigError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
     else:
         print(table, end="")
         problems += [f"{args.readme}: is left as it was, until the rest is mended"] if args.readme else []
@@ -101,13 +101,13 @@ def read_runs(words: Sequence[str], problems: list[str]) -> list[Run]:
             for path in find_files(word, (FILE_NAME, "seed_*.json")):
                 paths.setdefault(path.resolve(), path)
         except ConfigError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
     runs = []
     for path in paths.values():
         try:
             runs.append(Run(path, read_results(path)))
         except ConfigError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
     return runs
 
 
@@ -137,7 +137,7 @@ def read_configs(words: Sequence[str], problems: list[str]) -> list[Config]:
         try:
             configs += [load_cfg(str(path)) for path in find_files(word, ("*.yaml",))]
         except ConfigError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
     return configs
 
 

@@ -9,15 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from distribuuuu.cli.flag_hints import split_flags
+from distribuuuu.cli.flag_hints import parse_flags
 from distribuuuu.cli.main import USAGE_ERROR, open_standard_streams, report
-from distribuuuu.config import Config, ConfigError, get_cfg
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.reader import iter_options, read_cfg, with_origin
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
 from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
+from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
 
 
@@ -62,15 +64,13 @@ def parse_args(description: str, words: list[str]) -> Job:
         ConfigError: with every problem of the words, the config, the source and the folder to write.
     """
     parser = build_parser(description)
-    args, rest = parser.parse_known_args(words)
-    known = [option for action in parser._actions for option in action.option_strings]
-    unknown, rest = split_flags(rest, known)
+    args, rest, unknown = parse_flags(parser, words)
     if unknown:
         raise ConfigError(unknown)
     if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
-    cfg, problems = read_cfg(args.cfg, rest[1:])
-    problems += find_flag_problems(args, rest[1:])
+    cfg, found = read_cfg(args.cfg, rest[1:])
+    problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
     job = _job_of(args, Path(rest[0]), cfg)
     if not args.verify:
         problems += _source_problems(job, set_keys_only=bool(problems))
@@ -108,13 +108,9 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file that is kept keeps its EXIF
         options["exif_rotate"] = True
-    workers = _num_cores() if args.workers is None else args.workers
+    workers = count_cores() if args.workers is None else args.workers
     trains = SPLITS.get(args.split, ())
     return Job(out, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
@@ -136,7 +132,7 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield "--verify needs the folder alone: the pack says itself what it was made from"
 
 
-def _source_problems(job: Job, set_keys_only: bool) -> Iterator[str]:
+def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
     """Yield what the disk contradicts; how many classes the model has does not matter here."""
     cfg = job.cfg
     if cfg.DATA.NAME not in DATASETS:  # told already
@@ -144,7 +140,7 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[str]:
     family = DATASETS.get(cfg.DATA.NAME)
     for key, message in dict.fromkeys(found for train in job.trains for found in family.find_problems(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
-            yield f"{with_origin(cfg, key)}: {message}"
+            yield Problem(key, message, cfg.origins)
 
 
 def _out_problems(job: Job) -> Iterator[str]:

@@ -1,11 +1,8 @@
-"""Configuration: defaults, reading, checking, registries. Imports no torch."""
+"""Configuration: defaults, reading, rules, registries and errors. Imports no torch."""
 
-from distribuuuu.config.errors import ConfigError
-from distribuuuu.config.reader import (
-    Config,
-    check_cfg,
-    get_cfg,
-    load_cfg,
-)
+from distribuuuu.config.errors import ConfigError, Problem
+from distribuuuu.config.reader import load_cfg
+from distribuuuu.config.rules import check_cfg
+from distribuuuu.config.tree import Config, get_cfg
 
-__all__ = ["Config", "ConfigError", "check_cfg", "get_cfg", "load_cfg"]
+__all__ = ["Config", "ConfigError", "Problem", "check_cfg", "get_cfg", "load_cfg"]

@@ -1,20 +1,52 @@
-"""The exception for configuration mistakes, and the wording that error messages share."""
+"""Configuration errors as values, and the wording that error messages share."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that the user has to change.
+
+    Attributes:
+        key: the option, flag or file; a tuple if several options conflict; empty if the message names it.
+        message: what was found, what is expected, and the fix.
+        origins: where the options were set: option -> 'FILE:LINE' or 'command line'.
+    """
+
+    key: str | tuple[str, ...]
+    message: str
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def located(self, origins: Mapping[str, str]) -> "Problem":
+        """Return the problem with the origins of a config."""
+        return replace(self, origins=origins)
+
+    def __str__(self) -> str:
+        keys = [self.key] if isinstance(self.key, str) else self.key
+        shown = ", ".join(f"{key} ({self.origins[key]})" if key in self.origins else key for key in keys)
+        return f"{shown}: {self.message}" if shown else self.message
 
 
 class ConfigError(ValueError):
-    """What the user has to change before the run can start: one message for each problem."""
+    """An error that the user can fix: a wrong option, path, checkpoint or environment.
 
-    # Raised on one process alone, which then reports it whatever its rank.
+    Args:
+        problems: one or several; a text is a problem without a key.
+        origins: where the options of a config were set (`cfg.origins`); shown after each key.
+    """
+
+    # Whether one process alone raises it, and therefore reports it whatever its rank.
     one_process = False
-    # What the tool exits with.
+    # Exit status of the command.
     status = 2
 
-    def __init__(self, problems: str | Sequence[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, problems: str | Problem | Iterable[str | Problem], origins: Mapping[str, str] | None = None):
+        given = [problems] if isinstance(problems, (str, Problem)) else problems
+        found = [Problem("", problem) if isinstance(problem, str) else problem for problem in given]
+        self.problems = [problem.located(origins) for problem in found] if origins else found
+        super().__init__("\n".join(map(str, self.problems)))
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,6 +63,6 @@ def near_matches(name: str, names: Iterable[str], num: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return '; did you mean a, b?', or an empty string when nothing is near."""
+    """Return '; did you mean a, b?', or an empty string if no name is similar."""
     near = near_matches(name, names)
     return f"; did you mean {', '.join(near)}?" if near else ""

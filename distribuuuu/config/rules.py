@@ -1,13 +1,18 @@
-"""What each option allows: its choices, its range, whether it may be unset."""
+"""Rules of a config: allowed values, conflicts between options, and options without effect."""
 
-from distribuuuu.config.registry import DATASETS, LOSSES, SCHEDULES
+import os
+from collections.abc import Callable, Iterator
 
-# Keys that may be unset (null), and their type when they are set.
+from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
+from distribuuuu.config.registry import DATASETS, LOSSES, SCHEDULES, dataset_class
+from distribuuuu.config.tree import Config, get_cfg, get_value
+
+# Options that may be null, and their type otherwise.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
-# Sections whose keys are not ours to know: the model checks them. Of the second kind all values are numbers.
+# Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
-# Keys that hold a list of texts; all other lists are of numbers.
+# Options that are lists of strings; all other lists are lists of numbers.
 TEXT_LISTS = ("FINETUNE.FREEZE",)
 
 CHOICES = {
@@ -35,10 +40,10 @@ CHOICES = {
     "TRAIN.ON_NAN": ("stop", "rollback"),
 }
 
-# Keys whose values are the names in a registry.
+# Options whose values are the names in a registry.
 REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES}
 
-# Least and greatest value; None: no bound.
+# Minimum and maximum; None: no maximum.
 RANGES = {
     "AUG.ERASING": (0, 1),
     "AUG.MIXUP": (0, None),
@@ -53,7 +58,7 @@ RANGES = {
     "EMA.RAMP_UP": (0, 1),
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
-    # torch's resize with antialias fails at random where the result is a single pixel.
+    # torch's antialiased resize to a single pixel fails at random.
     "TRAIN.IM_SIZE": (2, None),
     "TRAIN.IM_SIZE_START": (0, None),
     "TRAIN.IM_SIZE_MULTIPLE": (1, None),
@@ -97,3 +102,265 @@ RANGES = {
     "DIST.BUCKET_MB": (0.001, None),
     "RNG_SEED": (0, 2**63 - 1),
 }
+
+# First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings after them.
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
+            "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
+
+# Data sets with predefined splits, whatever TRAIN.SPLIT and TEST.SPLIT say.
+_FIXED_SPLITS = ("cifar10", "cifar100", "mnist", "fashion_mnist", "shapes", "dummy")
+
+# Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
+# than the rows of one process, in operations that torch's sharded tensors do not support.
+_FSDP_OPTIMIZERS = (
+    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "lamb", "laprop", "larc", "lars",
+    "lion", "madgrad", "momentum", "nadam", "nesterov", "nlarc", "nlars", "radabelief", "radam", "rmsprop", "rmsproptf",
+    "sgd",
+)  # fmt: skip
+_SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
+# These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
+_NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
+
+
+def check_cfg(cfg: Config) -> None:
+    """Raise ConfigError with every value that is out of range or conflicts with another; touches no file."""
+    problems = find_problems(cfg)
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_problems(cfg: Config) -> list[Problem]:
+    """Return a problem for each value that is out of range or conflicts with another."""
+    checks = (_check_choices, _check_ranges, _check_images, _check_sizes, _check_augmentation, _check_multilabel,
+              _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_sharding,
+              _check_paths)  # fmt: skip
+    return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
+
+
+def _check_choices(cfg: Config) -> Iterator[Problem]:
+    for key, allowed in {**CHOICES, **{key: registry.names() for key, registry in REGISTERED.items()}}.items():
+        value = get_value(cfg, key)
+        if value not in allowed:
+            hint = did_you_mean(value, allowed)
+            yield Problem(key, f"got {value!r}; expected one of {', '.join(allowed)}{hint}")
+
+
+def _check_ranges(cfg: Config) -> Iterator[Problem]:
+    for key, (least, most) in RANGES.items():
+        value = get_value(cfg, key)
+        if value is not None and (value < least or (most is not None and value > most)):
+            yield Problem(key, f"got {value}; expected {least} {'or more' if most is None else f'to {most}'}")
+
+
+# ---------------------------------------------------------------------------------------- conflicts
+
+
+def _check_images(cfg: Config) -> Iterator[Problem]:
+    data = cfg.DATA
+    crop_size = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+    if crop_size > cfg.TEST.IM_SIZE:
+        crop = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop size,"
+        message = f"got {cfg.TEST.IM_SIZE}, smaller than {crop} {crop_size}; set it to {crop_size} or more"
+        yield Problem("TEST.IM_SIZE", message)
+    if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
+        yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
+    if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
+        yield Problem("DATA.CROP_RATIO", f"got {list(data.CROP_RATIO)}; expected two numbers, 0 < min <= max")
+    for key in ("MEAN", "STD"):
+        if len(data[key]) not in (0, 3):
+            yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
+    if any(value <= 0 for value in data.STD):
+        yield Problem("DATA.STD", f"got {list(data.STD)}; expected numbers above 0")
+
+
+def _check_sizes(cfg: Config) -> Iterator[Problem]:
+    start, final, epochs = cfg.TRAIN.IM_SIZE_START, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE_EPOCHS
+    if not start:
+        return
+    if start == 1:
+        yield Problem("TRAIN.IM_SIZE_START", "got 1; expected 0, or 2 or more")
+    if start > final:
+        yield Problem("TRAIN.IM_SIZE_START", f"got {start}; expected at most TRAIN.IM_SIZE {final}, the final size")
+    if len(epochs) != 2 or not 0 <= epochs[0] < epochs[-1]:
+        expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
+        yield Problem("TRAIN.IM_SIZE_EPOCHS", f"got {list(epochs)}; {expected}")
+
+
+def _check_augmentation(cfg: Config) -> Iterator[Problem]:
+    aug = cfg.AUG
+    jitter = aug.COLOR_JITTER
+    if len(jitter) not in (0, 1, 3, 4) or any(value < 0 for value in jitter) or max((0, *jitter[3:])) > 0.5:
+        expected = "expected 0, 1, 3 or 4 numbers, 0 or more; the fourth, for the hue, at most 0.5"
+        yield Problem("AUG.COLOR_JITTER", f"got {list(jitter)}; {expected}")
+    name = aug.POLICY.split("-")[0]
+    if name not in POLICIES:
+        near = did_you_mean(aug.POLICY, POLICIES) or did_you_mean(name, POLICIES)
+        message = f"got {aug.POLICY!r}; expected a policy that begins with one of {', '.join(POLICIES)}{near}"
+        yield Problem("AUG.POLICY", message)
+    if (aug.MIXUP or aug.CUTMIX) and not aug.MIX_PROB:
+        yield Problem("AUG.MIX_PROB", "0 disables AUG.MIXUP and AUG.CUTMIX; set both to 0, or this one above 0")
+    if aug.MIXUP and aug.CUTMIX and aug.CUTMIX_SHARE in (0, 1):
+        unused = "AUG.MIXUP" if aug.CUTMIX_SHARE else "AUG.CUTMIX"
+        message = f"{aug.CUTMIX_SHARE:g} disables {unused}; set {unused} 0, or this one between 0 and 1"
+        yield Problem("AUG.CUTMIX_SHARE", message)
+
+
+def _check_multilabel(cfg: Config) -> Iterator[Problem]:
+    if not dataset_class(cfg).multilabel:
+        return
+    reason = f"DATA.NAME {cfg.DATA.NAME} gives an image any number of classes"
+    if cfg.LOSS.NAME != "bce":
+        message = f"{cfg.LOSS.NAME} expects one class per image, but {reason}; set LOSS.NAME bce"
+        yield Problem("LOSS.NAME", message)
+    if cfg.DATA.SAMPLING != "uniform":
+        message = f"{cfg.DATA.SAMPLING} samples by the class of an image, but {reason}; set it to uniform"
+        yield Problem("DATA.SAMPLING", message)
+    if cfg.DISTILL.TEACHER:
+        yield Problem("DISTILL.TEACHER", f"distillation expects one class per image, but {reason}; leave it empty")
+
+
+def _check_schedule(cfg: Config) -> Iterator[Problem]:
+    optim = cfg.OPTIM
+    if optim.NAME.lower() == "sgd" and optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
+        message = "needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0; or set OPTIM.NESTEROV False"
+        yield Problem("OPTIM.NESTEROV", message)
+    for key in ("BETAS", "EPS"):
+        if optim.NAME.lower() == "sgd" and optim[key]:
+            yield Problem(f"OPTIM.{key}", f"sgd has no {key.lower()}; remove this option")
+    if optim.LR_POLICY == "steps" and not optim.STEPS:
+        yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
+    if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
+        yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
+    if optim.LR_POLICY == "tri" and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
+        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY tri expects less than OPTIM.MAX_EPOCH"
+        yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} {optim.MAX_EPOCH}")
+    if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
+        message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
+        yield Problem("OPTIM.MIN_LR", message)
+
+
+def _check_loss(cfg: Config) -> Iterator[Problem]:
+    loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
+    weights, threshold = loss.CLASS_WEIGHTS, loss.BCE_TARGET_THRESHOLD
+    if num_classes and len(weights) not in (0, num_classes):
+        message = f"has {counted(len(weights), 'number')}, but MODEL.NUM_CLASSES is {num_classes}; set one per class"
+        yield Problem("LOSS.CLASS_WEIGHTS", message)
+    if weights and (min(weights) < 0 or max(weights) == 0):
+        message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
+        yield Problem("LOSS.CLASS_WEIGHTS", message)
+    for key, default in (("BCE_TARGET_THRESHOLD", 0), ("BCE_REDUCTION", "mean")):
+        if loss[key] != default and loss.NAME != "bce":
+            message = f"needs LOSS.NAME bce, but it is {loss.NAME}; set LOSS.NAME bce, or this option to {default}"
+            yield Problem(f"LOSS.{key}", message)
+    # With a threshold outside of these two every target would be 0, or every target 1.
+    lowest = loss.LABEL_SMOOTHING / max(1, num_classes)
+    highest = 1 - loss.LABEL_SMOOTHING + lowest
+    if num_classes and loss.NAME == "bce" and threshold and not lowest < threshold < highest:
+        message = f"got {threshold:g}; expected 0, or between {lowest:g} and {highest:g}, the targets of an image"
+        yield Problem("LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}")
+
+
+def _check_finetuning(cfg: Config) -> Iterator[Problem]:
+    for pattern, factor in cfg.FINETUNE.LR_MULT.items():
+        if factor <= 0:
+            message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
+            yield Problem(f"FINETUNE.LR_MULT.{pattern}", message)
+    if cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS:
+        yield Problem("FINETUNE.HEAD_RESET", "has no effect without FINETUNE.WEIGHTS; set them, or this one to False")
+
+
+def _check_distillation(cfg: Config) -> Iterator[Problem]:
+    distill = cfg.DISTILL
+    if distill.TEACHER and not distill.WEIGHTS:
+        yield Problem("DISTILL.WEIGHTS", "is not set; set the teacher's file, or pretrained")
+    if distill.WEIGHTS and not distill.TEACHER:
+        yield Problem("DISTILL.TEACHER", "is not set; set the model that DISTILL.WEIGHTS belong to")
+
+
+def _check_sharding(cfg: Config) -> Iterator[Problem]:
+    shard, name = cfg.DIST.SHARD, cfg.OPTIM.NAME.lower()
+    compiles = cfg.MODEL.COMPILE != "none"
+    if cfg.DIST.CPU_OFFLOAD and shard != "fsdp":
+        yield Problem("DIST.CPU_OFFLOAD", f"needs DIST.SHARD fsdp, but it is {shard}")
+    if shard == "fsdp" and name not in [base + suffix for base in _FSDP_OPTIMIZERS for suffix in _SUFFIXES]:
+        message = f"{name} does not work with DIST.SHARD fsdp; set DIST.SHARD zero1, or one of"
+        yield Problem("OPTIM.NAME", f"{message} {', '.join(_FSDP_OPTIMIZERS)}")
+    if shard == "zero1" and name.startswith(_NOT_FOR_ZERO1):
+        message = f"{name} needs all gradients, but DIST.SHARD zero1 gives it a part; set DIST.SHARD fsdp or none"
+        yield Problem("OPTIM.NAME", message)
+    if cfg.DIST.BUCKET_MB < 1 and compiles and shard != "fsdp":  # torch's DDPOptimizer asserts it
+        message = f"got {cfg.DIST.BUCKET_MB:g}; with MODEL.COMPILE {cfg.MODEL.COMPILE} expected 1 or more"
+        yield Problem("DIST.BUCKET_MB", f"{message}; set it to 1 or more, or MODEL.COMPILE none")
+    if cfg.MODEL.ACT_CHECKPOINT and compiles:
+        message = "does not work with MODEL.COMPILE, which selects what to recompute; set one of them off"
+        yield Problem("MODEL.ACT_CHECKPOINT", message)
+    if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":
+        message = "fp16 does not work with DIST.SHARD fsdp, where each process would scale its loss alone; use bf16"
+        yield Problem("TRAIN.AMP", message)
+
+
+def _check_paths(cfg: Config) -> Iterator[Problem]:
+    if not cfg.OUT_DIR:
+        yield Problem("OUT_DIR", "is empty; expected a folder")
+    if os.path.basename(cfg.CFG_DEST) != cfg.CFG_DEST or cfg.CFG_DEST in ("", ".", ".."):
+        yield Problem("CFG_DEST", f"got {cfg.CFG_DEST!r}; expected a plain file name, which is placed in OUT_DIR")
+
+
+# ----------------------------------------------------------------------------------- unused options
+
+
+def find_unused_options(cfg: Config) -> list[Problem]:
+    """Return a problem for each option that differs from its default but has no effect in this config."""
+    default, found = get_cfg(), []
+    for keys, is_used, condition in _USED_IF:
+        for key in keys:
+            value = get_value(cfg, key)
+            if value != get_value(default, key) and not is_used(cfg):
+                shown = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+                found.append(Problem(key, f"{shown} has no effect; it needs {condition}", cfg.origins))
+    return found
+
+
+def _crop_of(cfg: Config) -> str | None:
+    """Return the training crop, "resized" or "pad"; None if it is known only once the data set is opened."""
+    if cfg.DATA.CROP != "auto":
+        return cfg.DATA.CROP
+    return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
+
+
+def _mixes(cfg: Config) -> bool:
+    return bool(cfg.AUG.MIXUP or cfg.AUG.CUTMIX)
+
+
+def _distills_probabilities(cfg: Config) -> bool:
+    return bool(cfg.DISTILL.TEACHER) and cfg.DISTILL.KIND == "soft"
+
+
+# Options, whether a config uses them, and the condition in words.
+_USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
+    (("AUG.MIX_PROB", "AUG.MIX_BY"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
+    (("AUG.CUTMIX_SHARE",), lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX, "both AUG.MIXUP and AUG.CUTMIX above 0"),
+    (("AUG.ERASING_MODE",), lambda cfg: cfg.AUG.ERASING, "AUG.ERASING above 0"),
+    (("DATA.CROP_SCALE", "DATA.CROP_RATIO"), lambda cfg: _crop_of(cfg) != "pad", "DATA.CROP resized"),
+    (("DATA.CROP_PADDING",), lambda cfg: _crop_of(cfg) != "resized", "DATA.CROP pad"),
+    (("DIST.BUCKET_MB",), lambda cfg: cfg.DIST.SHARD != "fsdp", "DIST.SHARD none or zero1"),
+    (("DISTILL.KIND", "DISTILL.ALPHA", "DISTILL.KWARGS"), lambda cfg: cfg.DISTILL.TEACHER, "a DISTILL.TEACHER"),
+    (("DISTILL.TEMPERATURE",), _distills_probabilities, "a DISTILL.TEACHER and DISTILL.KIND soft"),
+    (("EMA.RAMP_UP", "EMA.BUFFERS"), lambda cfg: cfg.EMA.HALF_LIFE, "EMA.HALF_LIFE above 0"),
+    (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
+    (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
+    (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),
+    (("OPTIM.STEPS", "OPTIM.LR_MULT"), lambda cfg: cfg.OPTIM.LR_POLICY == "steps", "OPTIM.LR_POLICY steps"),
+    (("OPTIM.MIN_LR",), lambda cfg: cfg.OPTIM.LR_POLICY != "steps", "an OPTIM.LR_POLICY other than steps"),
+    (("OPTIM.LR_SCALE_BATCH",), lambda cfg: cfg.OPTIM.LR_SCALE != "none", "OPTIM.LR_SCALE linear or sqrt"),
+    (("OPTIM.WARMUP_FACTOR",), lambda cfg: cfg.OPTIM.WARMUP_EPOCHS, "OPTIM.WARMUP_EPOCHS above 0"),
+    (("OPTIM.DAMPENING",), lambda cfg: cfg.OPTIM.NAME.lower() == "sgd", "OPTIM.NAME sgd"),
+    (("TRAIN.IM_SIZE_EPOCHS", "TRAIN.IM_SIZE_MULTIPLE"), lambda cfg: cfg.TRAIN.IM_SIZE_START, "TRAIN.IM_SIZE_START"),
+    (("TRAIN.LOAD_OPT",), lambda cfg: cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS"),
+    (("TRAIN.MAX_ROLLBACKS",), lambda cfg: cfg.TRAIN.ON_NAN == "rollback", "TRAIN.ON_NAN rollback"),
+    (
+        ("TRAIN.SPLIT", "TEST.SPLIT"),
+        lambda cfg: cfg.DATA.NAME not in _FIXED_SPLITS,
+        "DATA.NAME imagefolder, packed or multilabel",
+    ),
+)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from distribuuuu.config import ConfigError
-from distribuuuu.config.reader import with_origin
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.draws import SampleRNG
 from distribuuuu.data.picture import Box, LazyImage
 from distribuuuu.data.seeding import OwnGenerator, seeded_generators
@@ -142,7 +141,7 @@ def build_augmentation(
     try:
         policy = make_policy(aug.POLICY, cfg.DATA.INTERPOLATION, mean, cfg.TRAIN.IM_SIZE)
     except ValueError as error:
-        raise ConfigError(f"{with_origin(cfg, 'AUG.POLICY')}: {aug.POLICY!r} {error}") from error
+        raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
     erase = Erasing(aug.ERASING, tuple(mean), noise) if aug.ERASING else None

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import with_origin
 
 # The values of MODEL.COMPILE that replay CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -52,11 +51,9 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
     share, rest = divmod(global_batch_size, world_size)
     processes, images = counted(world_size, "process"), counted(share, "image")
     why = f"gives each of {processes} {images}, which divide only into small micro-batches"
-    raise ConfigError(
-        f"TRAIN.GLOBAL_BATCH_SIZE: {global_batch_size} "
-        f"{f'is not divisible by {processes}' if rest else why} (TRAIN.BATCH_SIZE {batch_size}); "
-        f"{' or '.join(map(str, _nearest_that_fit(batch_size, global_batch_size, world_size)))} would fit"
-    )
+    nearest = " or ".join(map(str, _nearest_that_fit(batch_size, global_batch_size, world_size)))
+    message = f"{global_batch_size} {f'is not divisible by {processes}' if rest else why} (TRAIN.BATCH_SIZE"
+    raise ConfigError(Problem("TRAIN.GLOBAL_BATCH_SIZE", f"{message} {batch_size}); {nearest} would fit"))
 
 
 def check_pairs(cfg, plan: BatchPlan) -> None:
@@ -65,12 +62,11 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
     Raises:
         ConfigError: they are of an odd number of images.
     """
-    mixing = [with_origin(cfg, f"AUG.{key}") for key in ("MIXUP", "CUTMIX") if cfg.AUG[key]]
+    mixing = tuple(f"AUG.{key}" for key in ("MIXUP", "CUTMIX") if cfg.AUG[key])
     if mixing and plan.micro_batch % 2:
-        raise ConfigError(
-            f"{', '.join(mixing)}: images are mixed in pairs, but {plan.micro_batch} at a time are odd ({plan}); set"
-            " TRAIN.BATCH_SIZE, or TRAIN.GLOBAL_BATCH_SIZE, so that they are even"
-        )
+        message = f"images are mixed in pairs, but {plan.micro_batch} at a time are odd ({plan}); set"
+        remedy = "TRAIN.BATCH_SIZE, or TRAIN.GLOBAL_BATCH_SIZE, so that they are even"
+        raise ConfigError(Problem(mixing, f"{message} {remedy}"), cfg.origins)
 
 
 def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
@@ -81,10 +77,8 @@ def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
     """
     if num_images < plan.global_batch:
         key = "TRAIN.GLOBAL_BATCH_SIZE" if cfg.TRAIN.GLOBAL_BATCH_SIZE else "TRAIN.BATCH_SIZE"
-        raise ConfigError(
-            f"{with_origin(cfg, key)}: one step takes {plan.global_batch} images ({plan}),"
-            f" but the training set has {num_images}; take fewer"
-        )
+        message = f"one step takes {plan.global_batch} images ({plan}), but the training set has {num_images}"
+        raise ConfigError(Problem(key, f"{message}; take fewer"), cfg.origins)
 
 
 def check_accumulation(cfg, plan: BatchPlan) -> None:
@@ -95,10 +89,9 @@ def check_accumulation(cfg, plan: BatchPlan) -> None:
     """
     mode = cfg.MODEL.COMPILE
     if plan.accum_steps > 1 and mode in GRAPH_MODES:
-        raise ConfigError(
-            f"{with_origin(cfg, 'MODEL.COMPILE')}: {mode} replays CUDA graphs, over which gradients do not accumulate"
-            f" ({plan}); set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"
-        )
+        message = f"{mode} replays CUDA graphs, over which gradients do not accumulate ({plan})"
+        remedy = f"set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"
+        raise ConfigError(Problem("MODEL.COMPILE", f"{message}; {remedy}"), cfg.origins)
 
 
 def _divide(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan | None:

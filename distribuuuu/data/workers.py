@@ -21,6 +21,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.samplers import Batch as Positions
 from distribuuuu.data.samples import Batch, Samples, collate
 from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals
 
 # Batches that each worker is ahead; more than two change nothing but the memory.
@@ -49,17 +50,6 @@ class LoaderWorkerError(ConfigError):
 def count_workers(chosen: int, launch: Launch) -> int:
     """Return TRAIN.WORKERS, or, for -1, the cores that this process may use, shared with the others of its machine."""
     return chosen if chosen >= 0 else max(1, count_cores() // launch.local_world_size)
-
-
-def count_cores() -> int:
-    """Return the cores that this process may use: those of its CPU set, and no more than its control group's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
 
 
 def start_workers(

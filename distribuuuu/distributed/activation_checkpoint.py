@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from distribuuuu.config import ConfigError
-from distribuuuu.config.reader import with_origin
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.distributed.blocks import find_blocks
 
 
@@ -59,5 +58,5 @@ def build_act_checkpoint(cfg, model: nn.Module) -> nn.Module:
     """
     if cfg.MODEL.ACT_CHECKPOINT and not recompute_blocks(model):
         message = f"{cfg.MODEL.ARCH} has no repeated blocks to recompute; set it False"
-        raise ConfigError(f"{with_origin(cfg, 'MODEL.ACT_CHECKPOINT')}: {message}")
+        raise ConfigError(Problem("MODEL.ACT_CHECKPOINT", message), cfg.origins)
     return model

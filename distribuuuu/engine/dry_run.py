@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import with_origin
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.engine.out_of_memory import is_out_of_memory
@@ -102,12 +101,10 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
             raise
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"
-        about = ", ".join(with_origin(cfg, key) for key in ("MODEL.ARCH", *keys))
         what = f"{len(images)} of {images.shape[-2]} x {images.shape[-1]} px"
         message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"{about}: {cfg.MODEL.ARCH} fails on images, {what} at a time: {message} ({place})"
-        ) from error
+        message = f"{cfg.MODEL.ARCH} fails on images, {what} at a time: {message} ({place})"
+        raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
 
 
 def _check_logits(cfg, logits: object, num: int) -> None:
@@ -116,5 +113,5 @@ def _check_logits(cfg, logits: object, num: int) -> None:
         return
     got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
     remedy = "; heads beside the last one have to be off, see MODEL.KWARGS" * (not isinstance(logits, torch.Tensor))
-    arch = with_origin(cfg, "MODEL.ARCH")
-    raise ConfigError(f"{arch}: {cfg.MODEL.ARCH} answers {got}, not logits {expected}{remedy}")
+    message = f"{cfg.MODEL.ARCH} answers {got}, not logits {expected}{remedy}"
+    raise ConfigError(Problem("MODEL.ARCH", message), cfg.origins)

@@ -7,17 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
-from distribuuuu.config import Config, ConfigError, check_cfg
+from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
-from distribuuuu.config.reader import find_problems, with_origin
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.rules import find_problems
 from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_batches
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
 
 
-def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[str]:
+def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[Problem]:
     """Return what is wrong with the paths, the data folders and the arithmetic of the batch; takes milliseconds.
 
     Args:
@@ -27,17 +27,20 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         set_keys_only: speak only of keys that were set: the config has problems already, and a default that does not
             fit may follow from them.
     """
-    problems, asked = [], cfg
+    problems: list[Problem] = []
+    asked = cfg
     cfg = _with_num_classes(asked, _count_classes(asked))
     if cfg is not asked:
         told = find_problems(asked)
         problems += [problem for problem in find_problems(cfg) if problem not in told]
     found = list(_path_problems(cfg, train))
-    problems += [f"{with_origin(cfg, key)}: {what}" for key, what in found if key in cfg.origins or not set_keys_only]
+    problems += [
+        Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
+    ]
     try:
         launch = detect_launch()
         if launch.rank == 0 and launch.address and (problem := find_port_problem(launch.address, launch.port)):
-            problems.append(problem)
+            problems.append(Problem("launcher", problem))
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
             plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
@@ -47,7 +50,7 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             if is_data_sound and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
                 check_num_images(cfg, plan, num_images)
     except ConfigError as error:
-        problems += error.problems
+        problems += [problem.located(cfg.origins) for problem in error.problems]
     return problems
 
 
@@ -64,7 +67,7 @@ def resolve_num_classes(cfg: Config) -> Config:
     num_classes = _count_classes(cfg) or len(dataset_class(cfg).from_cfg(cfg, train=True).classes)
     if not num_classes:
         problem = "0 asks the data, but dummy images have as many classes as it says; set it"
-        raise ConfigError(f"{with_origin(cfg, 'MODEL.NUM_CLASSES')}: {problem}")
+        raise ConfigError(Problem("MODEL.NUM_CLASSES", problem), cfg.origins)
     resolved = _with_num_classes(cfg, num_classes)
     check_cfg(resolved)
     return resolved

@@ -17,8 +17,7 @@ from torch import nn
 from distribuuuu import __version__
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import with_origin
-from distribuuuu.config.unused_options import find_unused_options
+from distribuuuu.config.rules import find_unused_options
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run_lock import lock_out_dir
@@ -67,7 +66,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
     except ConfigError as error:
         if has_log and (launch.rank == 0 or error.one_process):  # the terminal gets it from the tool
-            append_to_log(cfg.OUT_DIR, log_name, *error.problems)
+            append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
 
 
@@ -137,8 +136,8 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     plan = train_loader.plan
     logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
-    for key, message in find_unused_options(cfg):
-        logger.warning("%s: %s", with_origin(cfg, key), message)
+    for problem in find_unused_options(cfg):
+        logger.warning("%s", problem)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
     if crop * 2 < cfg.TEST.IM_SIZE:
         logger.warning("TEST.IM_SIZE: validation images are resized to %d px, but cropped to %d px; is it too large?",

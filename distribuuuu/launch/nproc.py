@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 from distribuuuu.launch.detect import NPROC_MARK
+from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.launch.signals import handled_by
 
@@ -77,8 +78,3 @@ def without_nproc(words: Sequence[str]) -> list[str]:
 def own_command() -> list[str]:
     """Return what started this process: the interpreter with its flags, the script and its words."""
     return [sys.executable, *sys.orig_argv[1:]]
-
-
-def count_cores() -> int:
-    """Return the number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.locate import PUBLISHED
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.construction import Construction, plan_construction
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized
@@ -37,7 +37,7 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
         model = build_pretrained(construction) if pretrained else construction.build()
     except ConfigError as error:
-        raise _with_origins(cfg, error) from error
+        raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
@@ -53,18 +53,18 @@ def check_model(cfg) -> None:
         if cfg.MODEL.PRETRAINED:
             find_published(construction.arch)
     except ConfigError as error:
-        raise _with_origins(cfg, error) from error
+        raise ConfigError(error.problems, cfg.origins) from error
     problems = list(_finetune_problems(cfg, construction.arch, model))
     if problems:
-        raise _with_origins(cfg, ConfigError(problems))
+        raise ConfigError(problems, cfg.origins)
 
 
-def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[str]:
+def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[Problem]:
     try:
         if cfg.FINETUNE.WEIGHTS == PUBLISHED:
             find_published(arch)
     except ConfigError as error:
-        yield from finetune_problems(error)
+        yield from as_finetune_problems(error)
     for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (multipliers, cfg.FINETUNE.LR_MULT)):
         try:
             if model is not None:
@@ -73,9 +73,12 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             yield from error.problems
 
 
-def finetune_problems(error: ConfigError) -> list[str]:
-    """Return what is said of MODEL.PRETRAINED as said of FINETUNE.WEIGHTS, which asked for the same."""
-    return [problem.replace("MODEL.PRETRAINED: ", "FINETUNE.WEIGHTS: ", 1) for problem in error.problems]
+def as_finetune_problems(error: ConfigError) -> list[Problem]:
+    """Return problems of MODEL.PRETRAINED as problems of FINETUNE.WEIGHTS, which asked for the same weights."""
+    return [
+        replace(problem, key="FINETUNE.WEIGHTS") if problem.key == "MODEL.PRETRAINED" else problem
+        for problem in error.problems
+    ]
 
 
 def find_head(cfg, model: nn.Module) -> list[str]:
@@ -100,14 +103,3 @@ def _plan(cfg) -> Construction:
 def _plain(value: Any) -> Any:
     """Turn nodes of the config, which are frozen, into dicts."""
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _with_origins(cfg, error: ConfigError) -> ConfigError:
-    """Add to the keys of each 'KEY, KEY: message' where they were set."""
-    origins = getattr(cfg, "origins", {})
-    located = []
-    for problem in error.problems:
-        keys, _, message = problem.partition(": ")
-        keys = ", ".join(f"{key} ({origins[key]})" if key in origins else key for key in keys.split(", "))
-        located.append(f"{keys}: {message}")
-    return ConfigError(located)

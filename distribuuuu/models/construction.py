@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import OWN_KEYS, find_objection
 from distribuuuu.models.resolve import Architecture
 
@@ -69,7 +69,8 @@ class Construction:
     def _refusal(self, error: Exception) -> ConfigError:
         keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
         given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
-        return ConfigError(f"{', '.join(keys)}: {self.arch.name} refuses {given}: {str(error) or type(error).__name__}")
+        message = f"{self.arch.name} refuses {given}: {str(error) or type(error).__name__}"
+        return ConfigError(Problem(tuple(keys), message))
 
 
 def without_auxiliary_heads(model: nn.Module) -> nn.Module:
@@ -92,14 +93,15 @@ def plan_construction(
             of the images grows, for a model that takes one size only.
     """
     known = find_keywords(arch.builder, num_classes)
-    problems = [f"MODEL.KWARGS.{name}: {what}" for name in kwargs if (what := _objection(name, arch.name, known))]
+    objections = {name: _objection(name, arch.name, known) for name in kwargs}
+    problems = [Problem(f"MODEL.KWARGS.{name}", message) for name, message in objections.items() if message]
     if problems:
         raise ConfigError(problems)
     size_names = [name for name in SIZE_NAMES if name in known.parameters]
     if size_grows and size_names and not kwargs.get(ANY_SIZE):
         remedy = f", or MODEL.KWARGS.{ANY_SIZE} True" if ANY_SIZE in known.parameters else ""
         message = f"{arch.name} takes images of one size only, its {size_names[0]}; set TRAIN.IM_SIZE_START 0{remedy}"
-        raise ConfigError(f"TRAIN.IM_SIZE_START: {message}")
+        raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
     if set(SIZE_NAMES) & set(kwargs):
         size_names = []
     return Construction(arch, num_classes, kwargs, dict.fromkeys(size_names[:1], im_size))

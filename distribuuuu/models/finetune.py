@@ -11,11 +11,10 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import with_origin
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models import build_model, count_parameters, find_head, finetune_problems
+from distribuuuu.models import as_finetune_problems, build_model, count_parameters, find_head
 from distribuuuu.models.freeze import count_frozen, freeze
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
     try:
         model = dist.local_main_first(lambda: build_model(cfg, pretrained=True))
     except ConfigError as error:
-        raise ConfigError(finetune_problems(error)) from error
+        raise ConfigError(as_finetune_problems(error), cfg.origins) from error
     if cfg.FINETUNE.HEAD_RESET:
         fresh, layers = build_model(cfg, pretrained=False).state_dict(), find_head(cfg, model)
         head = {name: tensor for name, tensor in fresh.items() if _is_in(name, layers)}
@@ -103,15 +102,14 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         ConfigError: there is no such file, it is not sound, or it is of another model.
     """
     settings = cfg.FINETUNE
-    key = with_origin(cfg, "FINETUNE.WEIGHTS")
     try:
         path = find_weights_file(settings.WEIGHTS)
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm and torchvision keep their flags
             content = read_checkpoint(path)
     except CheckpointError as error:
-        raise CheckpointError([f"{key}: {problem}" for problem in error.problems]) from error
+        raise CheckpointError(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
     averages = [content.get(name) for name in EMA_KEYS if settings.EMA]
     average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     made_by = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
@@ -119,7 +117,7 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         transfer = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)
     except IncompatibleWeightsError as error:
         problem = f"{path}{made_by} does not fit {cfg.MODEL.ARCH}: {error}; was MODEL.ARCH another one?"
-        raise ConfigError(f"{key}: {problem}") from error
+        raise ConfigError(Problem("FINETUNE.WEIGHTS", problem), cfg.origins) from error
     logger.info("fine-tuning from %s%s: %s", path, ", its moving average" * bool(average), transfer)
     if transfer.num_misfits:
         logger.warning("%s below the head randomly initialized: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.optim.param_groups import is_match, no_match
 
 
@@ -28,12 +28,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     known = [*parameters, *(name for name, module in model.named_modules() if isinstance(module, _NormBase))]
     unknown = [pattern for pattern in patterns if not any(is_match(name, pattern) for name in known)]
     if unknown:
-        raise ConfigError([f"FINETUNE.FREEZE: {no_match(pattern, known)}" for pattern in unknown])
+        raise ConfigError([Problem("FINETUNE.FREEZE", no_match(pattern, known)) for pattern in unknown])
     for name, parameter in parameters.items():
         if any(is_match(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"FINETUNE.FREEZE: {list(patterns)} freezes every parameter; leave at least the head out")
+        message = f"{list(patterns)} freezes every parameter; leave at least the head out"
+        raise ConfigError(Problem("FINETUNE.FREEZE", message))
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and patterns and _is_frozen(name, module, patterns):
             module.train = types.MethodType(_stay_in_evaluation, module)

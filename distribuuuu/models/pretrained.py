@@ -8,7 +8,7 @@ from typing import Any
 import torchvision
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.construction import Construction
 from distribuuuu.models.resolve import Architecture
 
@@ -56,10 +56,8 @@ def _find_timm(arch: Architecture) -> PublishedWeights:
 
 
 def _no_weights(arch: Architecture) -> ConfigError:
-    return ConfigError(
-        f"MODEL.PRETRAINED: {arch.name} has no published weights; "
-        "if you have a file of your own, give its path as MODEL.WEIGHTS or FINETUNE.WEIGHTS instead"
-    )
+    remedy = "if you have a file of your own, give its path as MODEL.WEIGHTS or FINETUNE.WEIGHTS instead"
+    return ConfigError(Problem("MODEL.PRETRAINED", f"{arch.name} has no published weights; {remedy}"))
 
 
 def build_pretrained(construction: Construction) -> nn.Module:
@@ -96,7 +94,7 @@ def _load(construction: Construction, published: PublishedWeights, num_classes: 
             problem = f"{published.where} does not fit {what}: {why}"
         else:
             raise
-        raise ConfigError(f"MODEL.PRETRAINED: {problem}") from error
+        raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from error
 
 
 def _one_line(error: Exception, most: int = 300) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torchvision
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import SOURCES, NameTable, describe_unknown, keep_table
 from distribuuuu.config.registry import MODELS
 
@@ -40,7 +40,7 @@ def find_architecture(arch: str) -> Architecture:
         if builder is not None:
             return Architecture(name, source, builder)
     names = {source: _TABLES[source]().names for source in sources or SOURCES}
-    raise ConfigError(f"MODEL.ARCH: {describe_unknown(arch, names)}")
+    raise ConfigError(Problem("MODEL.ARCH", describe_unknown(arch, names)))
 
 
 def _find_registered(name: str) -> Callable[..., nn.Module] | None:

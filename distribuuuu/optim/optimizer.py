@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import NameTable, keep_table
-from distribuuuu.config.reader import with_origin
 from distribuuuu.distributed.fsdp import build_sharded_optimizer, clip_grad_norm, is_sharded
 from distribuuuu.optim.param_groups import parameter_groups
 from distribuuuu.optim.schedules import build_schedule
@@ -51,7 +50,8 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     optimizer = build_sharded_optimizer(cfg, groups, build)
     for key, value, setting in (("OPTIM.BETAS", optim.BETAS, "betas"), ("OPTIM.EPS", optim.EPS, "eps")):
         if value and setting not in optimizer.defaults:
-            raise ConfigError(f"{with_origin(cfg, key)}: {optim.NAME} takes none; leave it at its default")
+            message = f"{optim.NAME} has no {setting}; remove this option"
+            raise ConfigError(Problem(key, message), cfg.origins)
     return optimizer
 
 
@@ -88,7 +88,7 @@ def _build_by_timm(cfg, groups: list[dict], lr: float, kernels: Callable) -> tor
         keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
     if name not in known:
         message = f"unknown optimizer {optim.NAME!r}{did_you_mean(name, known)}"
-        raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}")
+        raise ConfigError(Problem("OPTIM.NAME", message), cfg.origins)
     settings: dict[str, Any] = {"betas": tuple(optim.BETAS)} if optim.BETAS else {}
     settings |= {"eps": optim.EPS} if optim.EPS else {}
     groups = [{**group, "optimizer": name} for group in groups]
@@ -105,7 +105,7 @@ def _build_by_timm(cfg, groups: list[dict], lr: float, kernels: Callable) -> tor
     except (AssertionError, ImportError, TypeError, ValueError) as error:  # timm checks values with asserts
         given = "".join(f", {setting} {value}" for setting, value in settings.items())
         message = f"timm cannot make {name} with learning rate {lr}{given}: {str(error) or type(error).__name__}"
-        raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}") from error
+        raise ConfigError(Problem("OPTIM.NAME", message), cfg.origins) from error
 
 
 def _check_num_betas(cfg, optimizer_class: Callable) -> None:
@@ -113,7 +113,7 @@ def _check_num_betas(cfg, optimizer_class: Callable) -> None:
     betas, own = cfg.OPTIM.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
     if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):
         message = f"{cfg.OPTIM.NAME} takes {len(own.default)}, not {list(betas)}"
-        raise ConfigError(f"{with_origin(cfg, 'OPTIM.BETAS')}: {message}")
+        raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
 
 
 def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 
 _NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -98,10 +98,8 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
         ConfigError: the model has none.
     """
     if not hasattr(model, "group_matcher"):
-        raise ConfigError(
-            f"OPTIM.LAYER_DECAY: {type(model).__name__} has no group matcher to tell its layers; timm's models have"
-            " one (MODEL.ARCH timm/NAME), or set it to 1"
-        )
+        message = f"{type(model).__name__} has no group matcher to tell its layers; timm's models have"
+        raise ConfigError(Problem("OPTIM.LAYER_DECAY", f"{message} one (MODEL.ARCH timm/NAME), or set it to 1"))
     from timm.models import group_parameters
 
     layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
@@ -147,7 +145,7 @@ def multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, flo
             why = "all that it matches is frozen (FINETUNE.FREEZE); leave it out"
         else:
             why = "patterns before it match all that it matches; put it before them"
-        problems.append(f"FINETUNE.LR_MULT.{pattern}: {why}")
+        problems.append(Problem(f"FINETUNE.LR_MULT.{pattern}", why))
     if problems:
         raise ConfigError(problems)
     return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}

@@ -15,7 +15,7 @@ import torchvision
 from distribuuuu import __version__
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
-from distribuuuu.launch.nproc import count_cores
+from distribuuuu.launch.host import count_cores
 
 PACKAGE = Path(__file__).parents[1]
 # Seconds that git may take, e.g. on a slow network drive.

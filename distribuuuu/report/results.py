@@ -28,8 +28,8 @@ from typing import Any
 
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
-from distribuuuu.config.reader import iter_options
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.tree import iter_options
 from distribuuuu.report.schema import find_schema_error
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.config import ConfigError
-from distribuuuu.config.reader import with_origin
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models import build_model
 from distribuuuu.tasks.losses import Loss, build_loss
@@ -101,7 +100,7 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
             return dist.local_main_first(lambda: build_model(own, pretrained=True))
         teacher = build_model(own, pretrained=False)
     except ConfigError as error:
-        raise ConfigError([_as_teachers(problem, cfg) for problem in error.problems]) from error
+        raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     try:
         content = read_checkpoint(settings.WEIGHTS)
         load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], settings.WEIGHTS)
@@ -109,15 +108,13 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
             remedy = "if they mean the same, give a file with the state dict alone"
             raise CheckpointError(f"{settings.WEIGHTS}: was trained on other classes: {other}; {remedy}")
     except CheckpointError as error:
-        raise ConfigError(
-            [f"{with_origin(cfg, 'DISTILL.WEIGHTS')}: {problem}" for problem in error.problems]
-        ) from error
+        raise ConfigError(Problem("DISTILL.WEIGHTS", str(error)), cfg.origins) from error
     return teacher
 
 
-def _as_teachers(problem: str, cfg) -> str:
-    """Return what is said of a model's keys as said of the teacher's."""
-    _, _, message = problem.partition(": ")
-    key = "DISTILL.WEIGHTS" if problem.startswith("MODEL.PRETRAINED") else "DISTILL.TEACHER"
-    key = "DISTILL.KWARGS" if problem.startswith("MODEL.KWARGS") else key
-    return f"{with_origin(cfg, key)}: {message}"
+def _as_teacher_problem(problem: Problem) -> Problem:
+    """Return a problem of the model's options as a problem of the teacher's."""
+    first = problem.key if isinstance(problem.key, str) else problem.key[0]
+    if first == "MODEL.PRETRAINED":
+        return Problem("DISTILL.WEIGHTS", problem.message)
+    return Problem("DISTILL.KWARGS" if first.startswith("MODEL.KWARGS") else "DISTILL.TEACHER", problem.message)

@@ -375,7 +375,7 @@ def test_yaml_without_bounds_is_refused_in_a_file(tmp_path, kind):
     text, said = YAML_BOMBS[kind]
     path = tmp_path / "bomb.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"--cfg {path}: not YAML for a config: .*{said}"):
+    with pytest.raises(ConfigError, match=f"--cfg {path}: not a valid YAML config: .*{said}"):
         load_cfg(str(path))
     problems: list[str] = []
     assert read_reported(path, problems) == {} and said in problems[0]

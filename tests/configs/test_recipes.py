@@ -9,7 +9,7 @@ from support.recipe_table import PYCLS, RECIPES
 from support.runs import ROOT
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.reader import get_value
+from distribuuuu.config.tree import get_value
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import detect_launch

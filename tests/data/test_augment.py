@@ -162,14 +162,14 @@ def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg, te
 )  # fmt: skip
 def test_a_name_that_nobody_knows_names_near_ones_before_torch_is_imported(text, near):
     with pytest.raises(
-        ConfigError, match=rf"AUG.POLICY \(command line\): '{text}' does not begin .*did you mean.*{near}"
+        ConfigError, match=rf"AUG.POLICY \(command line\): got '{text}'; expected a policy .*did you mean.*{near}"
     ):
         load_cfg(None, ["AUG.POLICY", text])
 
 
 @pytest.mark.parametrize("value", ["[0.1, 0.2]", "-0.4", "[0.1, 0.1, 0.1, 0.6]", "[1, 2, 3, 0, 0]"])
 def test_jitter_that_cannot_be_is_an_error(value):
-    with pytest.raises(ConfigError, match="AUG.COLOR_JITTER .* must be one number, three or four"):
+    with pytest.raises(ConfigError, match="AUG.COLOR_JITTER .* expected 0, 1, 3 or 4 numbers"):
         load_cfg(None, ["AUG.COLOR_JITTER", value])
 
 

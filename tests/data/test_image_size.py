@@ -67,11 +67,11 @@ def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("TRAIN.IM_SIZE_START", 256), "IM_SIZE_START .* 256 is above TRAIN.IM_SIZE 224"),
-        (("TRAIN.IM_SIZE_START", 128), r"IM_SIZE_EPOCHS: \[\] must be the first and the last epoch"),
+        (("TRAIN.IM_SIZE_START", 256), "IM_SIZE_START .* got 256; expected at most TRAIN.IM_SIZE 224"),
+        (("TRAIN.IM_SIZE_START", 128), r"IM_SIZE_EPOCHS: got \[\]; expected the first and the last epoch"),
         (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[9, 9]"), "first < last"),
         (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[5]"), "first < last"),
-        (("TRAIN.IM_SIZE_MULTIPLE", 0), "IM_SIZE_MULTIPLE .* outside"),
+        (("TRAIN.IM_SIZE_MULTIPLE", 0), "IM_SIZE_MULTIPLE .* expected 1 or more"),
     ],
 )
 def test_growth_that_cannot_be_is_an_error(words, said):

@@ -261,7 +261,8 @@ def test_when_nothing_can_be_read_skipping_stops_too(small_cfg, broken_folder):
 
 
 def run_problems(*words) -> list[str]:
-    return find_run_problems(load_cfg(None, [str(word) for word in words]), train=True)
+    cfg = load_cfg(None, [str(word) for word in words])
+    return [str(problem) for problem in find_run_problems(cfg, train=True)]
 
 
 def test_missing_folders_name_what_is_there(tmp_path, image_folder):

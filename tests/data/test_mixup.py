@@ -222,8 +222,8 @@ def test_an_odd_micro_batch_is_an_error_that_says_so(key):
     [
         (("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.CUTMIX_SHARE", 0), "AUG.CUTMIX_SHARE .* set AUG.CUTMIX 0"),
         (("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.CUTMIX_SHARE", 1), "AUG.CUTMIX_SHARE .* set AUG.MIXUP 0"),
-        (("AUG.MIXUP", 0.2, "AUG.MIX_PROB", 0), "AUG.MIX_PROB .*nothing"),
-        (("AUG.MIXUP", -0.2), "AUG.MIXUP .* outside"),
+        (("AUG.MIXUP", 0.2, "AUG.MIX_PROB", 0), "AUG.MIX_PROB .*disables"),
+        (("AUG.MIXUP", -0.2), "AUG.MIXUP .* expected 0 or more"),
         (("AUG.MIX_BY", "batch"), "AUG.MIX_BY .*pair, step"),
     ],
 )

@@ -404,7 +404,7 @@ def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
 
 @pytest.mark.parametrize("value", ["[2, 1]", "[0, 1]", "[1]", "[]"])
 def test_a_ratio_that_cannot_be_is_an_error(value):
-    with pytest.raises(ConfigError, match="DATA.CROP_RATIO .* must be two numbers"):
+    with pytest.raises(ConfigError, match="DATA.CROP_RATIO .* expected two numbers"):
         load_cfg(None, ["DATA.CROP_RATIO", value])
 
 

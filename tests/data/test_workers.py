@@ -26,8 +26,10 @@ from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples, collate
 from distribuuuu.data.transforms import CentreCrop, ResizedCrop
-from distribuuuu.data.workers import LoaderWorkerError, count_cores, count_workers, start_workers
+from distribuuuu.data.workers import LoaderWorkerError, count_workers, start_workers
+from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals
 
 CPU = torch.device("cpu")
@@ -436,7 +438,7 @@ def fake_cores(monkeypatch, cores: int, quota: str | None) -> None:
             raise FileNotFoundError(path)
         return io.StringIO(quota)
 
-    monkeypatch.setattr(workers, "open", opened, raising=False)
+    monkeypatch.setattr(host, "open", opened, raising=False)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,14 @@ from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 EVALUATED = ("MODEL.PRETRAINED", "True")
 
 
+def run_problems(*args, **options) -> list[str]:
+    return [str(problem) for problem in find_run_problems(*args, **options)]
+
+
 def ask_the_data(*words, train=True):
     words = (*words, *(() if train else EVALUATED))
     cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "0", *(str(word) for word in words)])
-    assert find_run_problems(cfg, train) == []
+    assert run_problems(cfg, train) == []
     resolved = resolve_num_classes(cfg)
     assert resolved.is_frozen() and resolved.origins["MODEL.NUM_CLASSES"] == "the data"
     assert cfg.MODEL.NUM_CLASSES == 0 and cfg.origins["MODEL.NUM_CLASSES"] == "command line"
@@ -83,16 +87,16 @@ def test_dummy_images_have_no_classes_of_their_own(words):
 def test_what_contradicts_the_number_found_is_told(image_folder):
     words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(image_folder), "LOSS.CLASS_WEIGHTS", "[1, 2]"]
     cfg = load_cfg(None, words)
-    (problem,) = find_run_problems(cfg, train=True)
+    (problem,) = run_problems(cfg, train=True)
     assert problem.startswith("LOSS.CLASS_WEIGHTS (command line): has 2 numbers, but MODEL.NUM_CLASSES is 3")
     with pytest.raises(ConfigError, match="MODEL.NUM_CLASSES is 3"):
         resolve_num_classes(cfg)
-    assert find_run_problems(load_cfg(None, [*words[:-1], "[1, 2, 3]"]), train=True) == []
+    assert run_problems(load_cfg(None, [*words[:-1], "[1, 2, 3]"]), train=True) == []
 
 
 def test_a_missing_folder_is_told_as_ever(tmp_path):
     words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(tmp_path / "no")]
-    problems = find_run_problems(load_cfg(None, words), train=True)
+    problems = run_problems(load_cfg(None, words), train=True)
     assert [problem.partition(" ")[0] for problem in problems] == ["TRAIN.DATASET", "TEST.DATASET"]
 
 
@@ -110,7 +114,7 @@ def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder
 
 def finetune_problems(image_folder: Path, *words, train=True) -> list[str]:
     words = ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", image_folder, *words, *(() if train else EVALUATED)]
-    return find_run_problems(load_cfg(None, [str(word) for word in words]), train)
+    return run_problems(load_cfg(None, [str(word) for word in words]), train)
 
 
 def test_weights_to_fine_tune_from_must_be_there(image_folder, tmp_path):
@@ -135,20 +139,20 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
 def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_path):
     words = ("TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE", "reduce-overhead")
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
-    assert find_run_problems(cfg, train=True, nproc=2) == []
-    [problem] = find_run_problems(cfg, train=True, nproc=1)
+    assert run_problems(cfg, train=True, nproc=2) == []
+    [problem] = run_problems(cfg, train=True, nproc=1)
     assert problem.startswith("MODEL.COMPILE (command line): reduce-overhead replays CUDA graphs")
     assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words[:3], "default"))
-    assert find_run_problems(cfg, train=True, nproc=1) == []
+    assert run_problems(cfg, train=True, nproc=1) == []
 
 
 def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tmp_path):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])
-    assert find_run_problems(cfg, train=True, nproc=3) == []
-    assert find_run_problems(load_cfg(None, [*words, *EVALUATED, "AUG.MIXUP", "0.2"]), train=False) == []
-    [problem] = find_run_problems(cfg, train=True, nproc=2)
+    assert run_problems(cfg, train=True, nproc=3) == []
+    assert run_problems(load_cfg(None, [*words, *EVALUATED, "AUG.MIXUP", "0.2"]), train=False) == []
+    [problem] = run_problems(cfg, train=True, nproc=2)
     assert problem.startswith("AUG.MIXUP (command line): images are mixed in pairs, but 3 at a time are odd")
 
 
@@ -156,12 +160,12 @@ def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tm
 def test_a_folder_is_not_a_file_of_weights(image_folder, tmp_path, key, others):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, *others, key, str(image_folder)])
-    [problem] = find_run_problems(cfg, train=True)
+    [problem] = run_problems(cfg, train=True)
     assert problem == f"{key} (command line): not a file: {image_folder}"
 
 
 def problems_of(*words, train=True, nproc=None) -> list[str]:
-    return find_run_problems(load_cfg(None, [str(word) for word in words]), train, nproc)
+    return run_problems(load_cfg(None, [str(word) for word in words]), train, nproc)
 
 
 def test_a_folder_that_takes_no_file_is_told_whoever_asks(image_folder):

@@ -48,7 +48,7 @@ def build_on_meta(arch, **options):
 def problems_of(function, cfg):
     with pytest.raises(ConfigError) as caught:
         function(cfg)
-    return caught.value.problems
+    return [str(problem) for problem in caught.value.problems]
 
 
 def shapes(model):

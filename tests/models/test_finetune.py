@@ -56,7 +56,7 @@ def trained(arch="resnet8", num_classes=5, seed=7) -> dict[str, torch.Tensor]:
 def problem_of(function, *arguments) -> str:
     with pytest.raises(ConfigError) as caught:
         function(*arguments)
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     return problem
 
 
@@ -261,7 +261,7 @@ def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_res
     cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
     assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
     said = problem_of(start, make_cfg(WEIGHTS="pretrained"))
-    assert said.startswith("FINETUNE.WEIGHTS: resnet8 has no published weights")
+    assert said.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
     state = build_initial_model(
         make_cfg("resnet18", 1000, WEIGHTS="pretrained"), CLASSES, pretrained=False
     ).state_dict()

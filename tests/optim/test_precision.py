@@ -92,5 +92,5 @@ def test_half_precision_changes_the_numbers_a_little(small_cfg, tmp_path):
 
 
 def test_a_mistyped_precision_is_answered():
-    with pytest.raises(ConfigError, match="TRAIN.AMP .*'bf61' is not one of none, bf16, fp16; did you mean bf16"):
+    with pytest.raises(ConfigError, match="TRAIN.AMP .* 'bf61'; expected one of none, bf16, fp16; did you mean bf16"):
         load_cfg(None, ["TRAIN.AMP", "bf61"])

@@ -12,7 +12,7 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.reader import iter_options
+from distribuuuu.config.tree import iter_options
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.setup import RunResults, open_run, write_test_results

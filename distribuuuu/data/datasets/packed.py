@@ -175,7 +175,7 @@ def _folder_problems(section: str, root: Path, split: str) -> Iterator[tuple[str
         try:
             read_index(root / split)
         except ConfigError as error:
-            yield from ((f"{section}.SPLIT", problem) for problem in error.problems)
+            yield from ((f"{section}.SPLIT", str(problem)) for problem in error.problems)
 
 
 def _folders_in(folder: Path) -> list[str]:

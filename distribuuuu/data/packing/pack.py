@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.reader import Config
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.tree import Config
 from distribuuuu.data.datasets.packed_format import INDEX, read_whole_or_cut
 from distribuuuu.data.packing.pool import in_order
 from distribuuuu.data.packing.writer import PackWriter, find_changed_shard, find_conflicts, remove_pack, remove_parts

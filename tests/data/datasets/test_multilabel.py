@@ -125,7 +125,7 @@ def test_a_wrong_csv_is_told_before_the_start(small_cfg, tmp_path, message):
     (tmp_path / "train.csv").write_text(WRONG[message], encoding="utf-8", errors="surrogateescape")
     write_csv(tmp_path / "val.csv", ["a.jpg,x"])
     problems = find_run_problems(small_cfg(*words_of(tmp_path, "MODEL.NUM_CLASSES", 1)), train=True)
-    assert any(f": {tmp_path / 'train.csv'} {message}" in problem for problem in problems), problems
+    assert any(f": {tmp_path / 'train.csv'} {message}" in str(problem) for problem in problems), problems
 
 
 def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
@@ -145,7 +145,7 @@ def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
 
 def test_missing_files_and_wrong_numbers_are_told(small_cfg, root, tmp_path):
     def told(*words) -> str:
-        return "\n".join(find_run_problems(small_cfg(*words_of(root, *words)), train=True))
+        return "\n".join(map(str, find_run_problems(small_cfg(*words_of(root, *words)), train=True)))
 
     assert f"no file trian.csv in {root}; it has train, val; did you mean train?" in told("TRAIN.SPLIT", "trian")
     assert f"no such folder: {tmp_path / 'no'}" in told("TRAIN.DATASET", tmp_path / "no")

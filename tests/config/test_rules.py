@@ -5,7 +5,7 @@ from support.baselines import FILES
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.unused_options import _RULES, find_unused_options
+from distribuuuu.config.rules import _USED_IF, find_unused_options
 from distribuuuu.trainer import train_model
 
 # Words that set an option without effect -> words that give it one.
@@ -45,13 +45,13 @@ CASES = {
 
 @pytest.mark.parametrize("unused", CASES, ids=lambda words: words[0])
 def test_an_option_without_effect_is_named_with_what_it_needs(unused):
-    ((key, message),) = find_unused_options(load_cfg(None, unused))
-    assert unused[0].startswith(key) and "has no effect; it needs " in message
-    assert list(find_unused_options(load_cfg(None, [*unused, *CASES[unused]]))) == []
+    (problem,) = find_unused_options(load_cfg(None, unused))
+    assert unused[0].startswith(problem.key) and "has no effect; it needs " in problem.message
+    assert find_unused_options(load_cfg(None, [*unused, *CASES[unused]])) == []
 
 
 def test_each_rule_has_a_case():
-    keys = [key for keys, _, _ in _RULES for key in keys]
+    keys = [key for keys, _, _ in _USED_IF for key in keys]
     assert len(keys) == len(CASES) and all(any(case[0].startswith(key) for case in CASES) for key in keys)
 
 
@@ -60,14 +60,14 @@ def test_configs_that_are_there_have_no_such_option(tmp_path):
         (tmp_path / f"{arch}.yaml").write_text(ORIGINAL.format(arch=arch, lr=lr, wd=wd, batch=batch))
     for path in [*FILES, *tmp_path.iterdir()]:
         cfg = load_cfg(str(path))
-        assert list(find_unused_options(cfg)) == [], path
+        assert find_unused_options(cfg) == [], path
         (tmp_path / "dump.yaml").write_text(cfg.dump())  # which sets every option
-        assert list(find_unused_options(load_cfg(str(tmp_path / "dump.yaml")))) == [], path
+        assert find_unused_options(load_cfg(str(tmp_path / "dump.yaml"))) == [], path
 
 
 def test_a_pack_tells_its_crop_only_when_it_is_opened():
     words = ["DATA.NAME", "packed", "DATA.CROP_PADDING", "2", "DATA.CROP_SCALE", "[0.5, 1]"]
-    assert list(find_unused_options(load_cfg(None, words))) == []
+    assert find_unused_options(load_cfg(None, words)) == []
 
 
 def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_folder):
