@@ -63,7 +63,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
                 start(cfg)
         except ConfigError as error:
             report(error)
-            if SignalState.is_ending:  # an error of this process alone; the others may wait for it in a collective
+            if SignalState.is_ending:  # an error of this process alone, which cannot leave the process group
                 end_process(error.status)
             return error.status
         except RunStopped as stopped:
@@ -159,7 +159,8 @@ def find_run_config(overrides: Sequence[str]) -> str | None:
     if "OUT_DIR" not in given and given.keys() & {"MODEL.WEIGHTS", "MODEL.PRETRAINED"}:
         return None
     default = get_cfg()
-    path = os.path.join(given.get("OUT_DIR", default.OUT_DIR), given.get("CFG_DEST", default.CFG_DEST))
+    options = {"OUT_DIR": default.OUT_DIR, "CFG_DEST": default.CFG_DEST, **given}
+    path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
     return path if os.path.isfile(path) else None
 
 

@@ -1,4 +1,4 @@
-"""Atomic file replacement: a file is whole under its name, or the one before is still there."""
+"""Atomic file replacement: a path always has either the complete new content or the previous one."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
-    """Open a temporary file that replaces `path` when the block ends; after an exception it is removed.
+    """Open a temporary file that replaces `path` when the block ends; after an exception it is deleted.
 
-    Its name, `.NAME.RANDOM.tmp` beside `path`, is unique: processes that write the same file never share one.
+    Its name, `.NAME.RANDOM.tmp` beside `path`, is unique, so that several processes can write the same file.
 
     Args:
         path: the file to replace; its folder must exist.
-        mode: of `open`, for writing.
-        options: of `open`.
+        mode: mode of `open`, for writing.
+        options: other arguments of `open`.
 
     Raises:
-        OSError: the disk refuses it.
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:

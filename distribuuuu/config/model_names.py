@@ -1,8 +1,8 @@
-"""Names of models and optimizers, kept in the user's cache folder: a wrong one is reported without importing torch.
+"""Cached names of models and optimizers, so that a wrong name is reported without importing torch.
 
-The names of timm and torchvision are known only after an import that takes seconds. A process that has imported them
-keeps them in a file, which later processes read. The file's name follows from the versions of the packages and the
-times of their source files; a file that cannot be read or written is as good as none.
+The names in timm and torchvision are known only after an import that takes seconds. A process that has imported them
+writes them to the user's cache folder, where later processes read them. The file name depends on the versions of the
+packages and the modification times of their source files; an unreadable file counts as missing.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from typing import Any
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import did_you_mean, near_matches
 
-# Who knows models, in the order in which they are asked.
+# Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")
-# The package and its folder whose source files say what a table holds.
+# The package and its folder of source files on which each table depends.
 _ORIGINS = {**{source: (source, "models") for source in SOURCES}, "optimizers": ("timm", "optim")}
 
-# Keywords that have a key of their own.
+# Keyword arguments that have an option of their own.
 OWN_KEYS = {
     "num_classes": "MODEL.NUM_CLASSES",
     "pretrained": "MODEL.PRETRAINED",
@@ -37,8 +37,8 @@ class NameTable:
     """The names that a source knows.
 
     Attributes:
-        names: each name with the parameters of its function, parameter -> whether it has a default; None: not known.
-        unlisted: names that work but are not to be proposed, such as deprecated ones.
+        names: each name with the parameters of its function (parameter -> whether it has a default); None: unknown.
+        unlisted: valid names that are not suggested, such as deprecated ones.
     """
 
     names: dict[str, dict[str, bool] | None]
@@ -49,24 +49,24 @@ class NameTable:
 
 
 def cache_folder(chosen: str = "") -> Path:
-    """Return DATA.CACHE_DIR, or the user's cache folder when it is empty."""
+    """Return DATA.CACHE_DIR, or the user's cache folder if it is empty."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(chosen or f"{base}/distribuuuu").expanduser()
 
 
 def load_table(source: str) -> NameTable | None:
-    """Return the table of a source (of SOURCES, or "optimizers"); None if it was not kept."""
+    """Return the cached table of a source (of SOURCES, or "optimizers"); None if there is no valid one."""
     try:
         content = json.loads(_file_of(source).read_text(encoding="utf-8"))
         table = NameTable(dict(content["names"]), tuple(content["unlisted"]))
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError):
         return None
-    is_sound = all(parameters is None or isinstance(parameters, dict) for parameters in table.names.values())
-    return table if is_sound and table.names else None
+    is_valid = all(parameters is None or isinstance(parameters, dict) for parameters in table.names.values())
+    return table if is_valid and table.names else None
 
 
 def keep_table(source: str, make: Callable[[], NameTable]) -> None:
-    """Keep the table of a source, which `make` returns, unless it is kept already."""
+    """Write the table that `make` returns to the cache, unless it is there."""
     if load_table(source) is not None:
         return
     with contextlib.suppress(OSError, RuntimeError, ImportError):
@@ -77,11 +77,11 @@ def keep_table(source: str, make: Callable[[], NameTable]) -> None:
 
 
 def _file_of(source: str) -> Path:
-    """Return the file of a table.
+    """Return the cache file of a table.
 
     Raises:
         ImportError: the package is not installed.
-        OSError, RuntimeError: its source files, or the user's home, are not there.
+        OSError, RuntimeError: its source files, or the user's home, do not exist.
     """
     package, folder = _ORIGINS[source]
     spec = find_spec(package)
@@ -105,58 +105,60 @@ def _version_of(package: str) -> str | None:
 
 
 def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for an unknown model, and for unknown keywords of one of our own, as far as names are kept.
+    """Yield (key, message) for an unknown model, and for unknown keywords of a model of this package.
 
     Args:
-        arch_key, arch: the option that names the model, and its value.
+        arch_key, arch: the option with the model's name, and the name.
         kwargs_key, kwargs: the section of the constructor's arguments, and the arguments.
     """
     prefix, _, name = arch.rpartition("/")
-    tables = {}
+    tables: dict[str, NameTable] = {}
     for source in [source for source in SOURCES if prefix in ("", source)] or SOURCES:
-        tables[source] = table = load_table(source)
+        table = load_table(source)
         if table is None:
             return
+        tables[source] = table
         if name in table and prefix in ("", source):
-            parameters = table.names.get(name)
+            parameters = table.names.get(name) or {}
+            allowed = [parameter for parameter, has_default in parameters.items() if has_default]
             for keyword in kwargs if parameters else ():
-                allowed = [parameter for parameter, has_default in parameters.items() if has_default]
-                if what := find_objection(keyword, name, parameters, allowed):
-                    yield f"{kwargs_key}.{keyword}", what
+                if message := find_objection(keyword, name, parameters, allowed):
+                    yield f"{kwargs_key}.{keyword}", message
             return
     yield arch_key, describe_unknown(arch, {source: table.names for source, table in tables.items()})
 
 
 def find_objection(name: str, model: str, known: Collection[str], allowed: Collection[str]) -> str | None:
-    """Return what is wrong with a keyword for a model's constructor; None: nothing.
+    """Return why a model's constructor cannot be called with a keyword; None if it can.
 
     Args:
         name: the keyword.
         model: the name of the model.
-        known: the keywords that the constructor takes.
-        allowed: those to propose.
+        known: the parameters of the constructor.
+        allowed: those that may be suggested.
     """
     if name in OWN_KEYS:
         return f"set {OWN_KEYS[name]} instead"
     if name in known:
         return None
     allowed = sorted(set(allowed) - OWN_KEYS.keys())
-    return f"{model} takes no such keyword{did_you_mean(name, allowed)}; it takes {', '.join(allowed) or 'none'}"
+    return f"{model} has no such parameter{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
 
 
 def describe_unknown(arch: str, names: Mapping[str, Collection[Any]]) -> str:
-    """Return the message for a model that no source knows, with near names, or where was looked.
+    """Return the message for an unknown model: the nearest names, or the sources that were searched.
 
     Args:
-        arch: what was asked for.
-        names: the names of each source that was asked; of all sources if the prefix is none of them.
+        arch: the unknown name.
+        names: the names of each source that was searched; of all sources if the prefix is unknown.
     """
     prefix, _, name = arch.rpartition("/")
     near = near_matches(name, {known for source in names.values() for known in source})
-    what = f"unknown model {arch!r}"
+    message = f"unknown model {arch!r}"
     if prefix and prefix not in SOURCES:
-        forms = " or ".join(f"{source}/NAME" for source in SOURCES)
-        return f"{what}; a prefix must be one of {forms}" + (f"; did you mean {', '.join(near)}?" if near else "")
+        message += f"; expected a prefix of {', '.join(f'{source}/NAME' for source in SOURCES)}, or none"
+    elif prefix:
+        near = [f"{prefix}/{known}" for known in near]
     if near:
-        return f"{what}; did you mean {', '.join(f'{prefix}/{known}' if prefix else known for known in near)}?"
-    return f"{what}; nothing near it in {', '.join(names)}"
+        return f"{message}; did you mean {', '.join(near)}?"
+    return message if prefix not in ("", *SOURCES) else f"{message}; no similar name in {', '.join(names)}"

@@ -1,23 +1,25 @@
-"""Registries: tables from names to objects, filled by decorators and imported on the first look-up."""
+"""Registries: tables of functions and classes by name, filled by decorators and imported on the first look-up."""
 
 import importlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.tree import Config
 
 
 class UnknownNameError(LookupError):
-    """A name that no table holds; the message lists the nearest names."""
+    """A name that is not registered; the message lists the nearest names."""
 
 
 class Registry:
-    """A table of one kind of object, filled by the modules of `package` that use `@NAME.register`.
+    """A table of one kind of entry, filled by the modules of `package` that use `@NAME.register`.
 
-    They are imported when an entry of theirs is first looked up, not before; other modules of the package are not
-    imported, since they may be slow. A new entry is one new file in the package, with a decorated function or class:
+    The modules are imported when one of their entries is first looked up; modules without entries, which may be slow
+    to import, never are. A new entry is one new file in the package with a decorated function or class:
 
         @MODELS.register
         def my_net(num_classes: int, width: int = 32) -> nn.Module: ...
@@ -31,10 +33,10 @@ class Registry:
         self._declared: set[str] | None = None
 
     def register(self, entry: Callable | str) -> Callable:
-        """Register a function under its own name, or, called with a string, under that name.
+        """Register a function or class under its own name, or, if called with a string, under that name.
 
         Raises:
-            ValueError: the name is taken by another function.
+            ValueError: the name is already taken.
         """
         if isinstance(entry, str):
             return lambda function: self._add(entry, function)
@@ -50,15 +52,16 @@ class Registry:
         return function
 
     def _sources(self) -> Iterator[tuple[str, str]]:
-        """Yield (module, source) of the modules of the package that register an entry; imports none of them."""
-        folder = Path(importlib.util.find_spec(self.package).submodule_search_locations[0])
-        for path in sorted(folder.glob("*.py")):
+        """Yield (module, source) of the modules of the package that register an entry, without importing them."""
+        spec = importlib.util.find_spec(self.package)
+        folders = (spec.submodule_search_locations if spec else None) or []
+        for path in sorted(path for folder in folders for path in Path(folder).glob("*.py")):
             source = path.read_text(encoding="utf-8")
             if f"{self.name}.register" in source and path.stem != "__init__":
                 yield f"{self.package}.{path.stem}", source
 
     def _read_declarations(self) -> Iterator[str]:
-        """Yield the names that decorators declare, read from the source; a module that names them otherwise is run."""
+        """Yield the names in decorators, read from the source; a module with computed names is imported instead."""
         name = re.escape(self.name)
         for module, source in self._sources():
             decorated = rf'^@{name}\.register(?:\("([^"]+)"\))?\n(?:@.*\n)*(?:def|class) (\w+)'
@@ -76,11 +79,11 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self.names()
 
-    def get(self, name: str) -> Callable:
-        """Return what is registered under `name`.
+    def get(self, name: str) -> Any:
+        """Return the function or class that is registered under `name`.
 
         Raises:
-            UnknownNameError: nothing is; the message lists near names, or all when there are few.
+            UnknownNameError: there is none; the message lists the nearest names, or else all.
         """
         if name not in self._table and name in self:
             for module, _ in self._sources():
@@ -97,7 +100,7 @@ SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 
 
-def dataset_class(cfg) -> type:
-    """Return the data-set family of a config; for an unknown name, which is told elsewhere, that of random images."""
+def dataset_class(cfg: Config) -> Any:
+    """Return the `ImageDataset` class of a config; for an unknown name, which is reported elsewhere, `Dummy`."""
     name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     return DATASETS.get(name if name in DATASETS else "dummy")

@@ -107,9 +107,6 @@ RANGES = {
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
-# Data sets with predefined splits, whatever TRAIN.SPLIT and TEST.SPLIT say.
-_FIXED_SPLITS = ("cifar10", "cifar100", "mnist", "fashion_mnist", "shapes", "dummy")
-
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
 # than the rows of one process, in operations that torch's sharded tensors do not support.
 _FSDP_OPTIMIZERS = (
@@ -358,9 +355,5 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("TRAIN.IM_SIZE_EPOCHS", "TRAIN.IM_SIZE_MULTIPLE"), lambda cfg: cfg.TRAIN.IM_SIZE_START, "TRAIN.IM_SIZE_START"),
     (("TRAIN.LOAD_OPT",), lambda cfg: cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS"),
     (("TRAIN.MAX_ROLLBACKS",), lambda cfg: cfg.TRAIN.ON_NAN == "rollback", "TRAIN.ON_NAN rollback"),
-    (
-        ("TRAIN.SPLIT", "TEST.SPLIT"),
-        lambda cfg: cfg.DATA.NAME not in _FIXED_SPLITS,
-        "DATA.NAME imagefolder, packed or multilabel",
-    ),
+    (("TRAIN.SPLIT", "TEST.SPLIT"), lambda cfg: dataset_class(cfg).has_splits, "a DATA.NAME with folders of splits"),
 )

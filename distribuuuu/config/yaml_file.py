@@ -1,6 +1,6 @@
-"""YAML from people and from the command line, read within bounds: small, shallow, and with few nodes.
+"""YAML with limits on its length, its depth and the number of its nodes.
 
-A few lines of aliases of aliases stand for billions of values, and deep nesting exhausts the stack.
+A few lines of nested aliases can expand to billions of values, and deep nesting exhausts the stack.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1 << 17, 5_000, 50
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the root node of a text; None: it is empty.
+    """Return the root node of a text, None if it is empty.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or exceeds the bounds with its aliases expanded.
+        yaml.YAMLError: the text is not YAML, or exceeds a limit with its aliases expanded.
     """
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"has more than {MAX_CHARACTERS} characters")
@@ -27,7 +27,7 @@ def compose(text: str) -> yaml.Node | None:
     while waiting:
         node, depth = waiting.pop()
         num_nodes += 1
-        _check_bounds(num_nodes, depth)
+        _check_limits(num_nodes, depth)
         if isinstance(node, yaml.CollectionNode):
             pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
             waiting += [(child, depth + 1) for pair in pairs for child in pair]
@@ -53,23 +53,22 @@ def load(text: str) -> Any:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Ends as soon as a bound is exceeded."""
+    """A loader that stops as soon as a limit is exceeded."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self._num_nodes = self._depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """Return the next node."""
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._num_nodes, self._depth = self._num_nodes + 1, self._depth + 1
-        _check_bounds(self._num_nodes, self._depth)
+        _check_limits(self._num_nodes, self._depth)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
-def _check_bounds(num_nodes: int, depth: int) -> None:
+def _check_limits(num_nodes: int, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise yaml.YAMLError(f"is nested deeper than {MAX_DEPTH} levels, or an alias stands for what it is in")
+        raise yaml.YAMLError(f"is nested deeper than {MAX_DEPTH} levels, or an alias refers to its own parent")
     if num_nodes > MAX_NODES:
-        raise yaml.YAMLError(f"has more than {MAX_NODES} values, aliases expanded")
+        raise yaml.YAMLError(f"has more than {MAX_NODES} values with its aliases expanded")

@@ -1,7 +1,7 @@
-"""Which launcher started this process, read from the environment alone; imports no torch.
+"""Detection of the launcher from the environment variables.
 
-In this order: explicit RANK and WORLD_SIZE (torchrun, python -m torch.distributed.launch, --nproc, your own script); a
-Slurm step of more than one task (srun); else one process. So torchrun inside an sbatch allocation is torchrun.
+In this order: explicit RANK and WORLD_SIZE (torchrun, torch's older launcher, --nproc, a script of the user); a Slurm
+step of several tasks (srun); else one process. So torchrun inside an sbatch allocation is torchrun.
 """
 
 import os
@@ -10,30 +10,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 
-# Slurm gives no port, so one is derived from the job and step; below Linux's ephemeral range, which begins at 32768.
+# Slurm provides no port, so it is derived from the job and step; Linux's ephemeral ports begin at 32768.
 PORT_RANGE = (20000, 32000)
-# The first steps of so many jobs in a row get ports of their own: those are the jobs that share a node.
+# The first steps of this many consecutive jobs get different ports: such jobs may share a node.
 STEPS_PER_JOB = 100
-# Slurm's own steps (interactive, batch, extern, ...) have numbers from here on; what runs in them is not a rank.
+# Slurm numbers its own steps (interactive, batch, extern, ...) from here; their processes are not ranks.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Set by `--nproc` for the processes it starts: its process id, and a name of this start.
+# Set by `--nproc` for the processes it starts: its process id and a random id of the run.
 NPROC_MARK = "DISTRIBUUUU_NPROC"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the processes of the run.
+    """The place of this process among the processes of the run.
 
     Attributes:
-        launcher: what started it, in words.
-        rank: its number, from 0.
+        launcher: name of the launcher.
+        rank: number of the process, from 0.
         local_rank: its number on its node, from 0.
-        world_size: the number of processes.
-        address, port: where process 0 opens the store that all meet in; None: the launcher (torchrun) keeps one.
-        run_id: tells the store of this run from another one's on the same port.
-        local_world_size: the processes of its node that share its cores.
+        world_size: number of processes.
+        address, port: where process 0 opens the store; None: the launcher (torchrun) provides one.
+        run_id: distinguishes the store from that of another run on the same port.
+        local_world_size: number of processes on its node that share its cores.
     """
 
     launcher: str
@@ -51,144 +51,129 @@ class Launch:
         return f"{self.launcher}, process {self.rank} of {self.world_size}"
 
 
-def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
+def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """Return the launch that the environment describes.
 
     Raises:
-        ConfigError: the variables are incomplete or contradict each other; shows them.
+        ConfigError: the variables are incomplete or conflict with each other; the message shows them.
     """
-    env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _explicit_launch(env)
     elif _slurm_num_tasks(env) > 1:
         launch = _slurm_launch(env)
+    elif env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        raise _error(
+            f"mpirun started {env['OMPI_COMM_WORLD_SIZE']} processes without an address; use torchrun, srun, or set"
+            " RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
+            env,
+        )
     else:
         launch = Launch("plain python")
-        _refuse_mpirun(env)
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
-        raise ConfigError(f"launcher: rank {launch.rank} of {launch.world_size} cannot be: {_shown(env)}")
+        raise _error(f"rank {launch.rank} of {launch.world_size} is out of range", env)
     return launch
 
 
-def is_restart(env: Mapping[str, str] | None = None) -> bool:
-    """Tell whether Slurm (requeue) or torchrun (--max-restarts) has started the same run again."""
-    env = os.environ if env is None else env
+def is_restart(env: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether Slurm (requeue) or torchrun (--max-restarts) has restarted the run."""
     counts = (env.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 
-def was_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Tell whether a launcher that waits for its processes, torchrun or --nproc, has started this one."""
-    env = os.environ if env is None else env
+def was_launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether torchrun or --nproc, which wait for their processes, has started this one."""
     return "TORCHELASTIC_RUN_ID" in env or NPROC_MARK in env
 
 
-def has_lost_launcher(env: Mapping[str, str] | None = None) -> bool:
-    """Tell whether the launcher that started this process has died and left it to another parent."""
-    env = os.environ if env is None else env
+def has_lost_launcher(env: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the launcher of this process has exited, so that the process has another parent."""
     if NPROC_MARK in env:
         return os.getppid() != int(env[NPROC_MARK].split()[0])
-    # torchrun does not say who it is; in a container it may be process 1 itself.
-    return os.getppid() == 1 and b"torch" not in _command_of(1)
-
-
-def _command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    if os.getppid() != 1:
+        return False
+    try:  # torchrun does not pass its process id; in a container it may be process 1 itself
+        return b"torch" not in Path("/proc/1/cmdline").read_bytes()
     except OSError:
-        return b""
+        return True
 
 
 def _explicit_launch(env: Mapping[str, str]) -> Launch:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
-    world_size = _whole_number(env, "WORLD_SIZE") if not missing else 0
+    world_size = _read_int(env, "WORLD_SIZE") if not missing else 0
     if world_size > 1:
         missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
-        raise ConfigError(f"launcher: {' and '.join(missing)} must be set too, beside {_shown(env)}")
-    rank = _whole_number(env, "RANK")
-    _refuse_contradictions(env, rank, world_size)
-    own_number = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK")
-    place = (rank, _whole_number(env, own_number), world_size)
-    sharing = {"local_world_size": _whole_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size}
-    if sharing["local_world_size"] < 1:
-        raise ConfigError(f"launcher: LOCAL_WORLD_SIZE is less than 1: {_shown(env)}")
+        raise _error(f"{' and '.join(missing)} must be set too", env)
+    rank = _read_int(env, "RANK")
+    _check_consistency(env, rank, world_size)
+    local_rank = _read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
+    local_world_size = _read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+    if local_world_size < 1:
+        raise _error("LOCAL_WORLD_SIZE is below 1", env)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
-        return Launch(launcher, *place, **sharing)
-    return Launch(launcher, *place, env["MASTER_ADDR"], _port(env), env.get(NPROC_MARK, ""), **sharing)
+        return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
+    address, port, run_id = env["MASTER_ADDR"], _read_port(env), env.get(NPROC_MARK, "")
+    return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
 
 
-def _refuse_contradictions(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Raise if RANK and WORLD_SIZE cannot be meant for this task of a Slurm step, or for this node."""
+def _check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step, or with the local variables."""
     tasks = 1 if "TORCHELASTIC_RUN_ID" in env else _slurm_num_tasks(env)
-    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != _whole_number(env, "SLURM_PROCID"))):
-        raise ConfigError(
-            f"launcher: RANK={rank} and WORLD_SIZE={world_size} contradict the Slurm step, whose task"
-            f" {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE: {_shown(env)}"
-        )
+    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != _read_int(env, "SLURM_PROCID"))):
+        message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
+        raise _error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
     if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
-        local_rank, local_size = _whole_number(env, "LOCAL_RANK"), _whole_number(env, "LOCAL_WORLD_SIZE")
+        local_rank, local_size = _read_int(env, "LOCAL_RANK"), _read_int(env, "LOCAL_WORLD_SIZE")
         if local_rank >= local_size or local_size > world_size:
-            raise ConfigError(f"launcher: LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE cannot be: {_shown(env)}")
-
-
-def _refuse_mpirun(env: Mapping[str, str]) -> None:
-    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            f"launcher: mpirun started {env['OMPI_COMM_WORLD_SIZE']} processes, but not where they meet; use torchrun,"
-            f" srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each: {_shown(env)}"
-        )
+            raise _error("LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE conflict", env)
 
 
 def _slurm_num_tasks(env: Mapping[str, str]) -> int:
-    """Return the tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
+    """Return the number of tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return 1
-    if _whole_number(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+    if _read_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return 1
     name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)), None)
-    return _whole_number(env, name) if name else 1
+    return _read_int(env, name) if name else 1
 
 
 def _slurm_launch(env: Mapping[str, str]) -> Launch:
     missing = [name for name in ("SLURM_LOCALID", "SLURM_JOB_ID") if name not in env]
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if missing or not node_list:
-        raise ConfigError(f"launcher: a Slurm step without {', '.join(missing) or 'SLURM_NODELIST'}: {_shown(env)}")
-    least, most = PORT_RANGE
-    job, step = _whole_number(env, "SLURM_JOB_ID"), _whole_number(env, "SLURM_STEP_ID")
+        raise _error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
+    first, last = PORT_RANGE
+    job, step = _read_int(env, "SLURM_JOB_ID"), _read_int(env, "SLURM_STEP_ID")
     return Launch(
         "srun",
-        _whole_number(env, "SLURM_PROCID"),
-        _whole_number(env, "SLURM_LOCALID"),
+        _read_int(env, "SLURM_PROCID"),
+        _read_int(env, "SLURM_LOCALID"),
         _slurm_num_tasks(env),
         env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
-        _port(env) if "MASTER_PORT" in env else least + (job * STEPS_PER_JOB + step) % (most - least),
+        _read_port(env) if "MASTER_PORT" in env else first + (job * STEPS_PER_JOB + step) % (last - first),
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
-        _slurm_tasks_sharing(env),
+        _slurm_num_tasks_on_cores(env),
     )
 
 
-def _slurm_tasks_sharing(env: Mapping[str, str]) -> int:
-    """Return the tasks that share this one's cores: those of its node, or itself alone if Slurm binds it to its own."""
+def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:
+    """Return the number of tasks that share this one's cores: 1 if Slurm binds it, else all tasks of its node."""
     if "none" not in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none"):
         return 1
-    local = _whole_number(env, "SLURM_LOCALID")
     # 2(x3),1: two tasks on each of three nodes, one on the fourth.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     per_node = [int(count) for count, times in counts for _ in range(int(times or 1))]
-    node = _whole_number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
-    return per_node[node] if node < len(per_node) else local + 1
+    node = _read_int(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return per_node[node] if node < len(per_node) else _read_int(env, "SLURM_LOCALID") + 1
 
 
 def expand_hosts(node_list: str) -> list[str]:
     """Return the host names of a Slurm node list, e.g. `node[1-3,07],login` gives node1 node2 node3 node07 login."""
-    hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
-        hosts += _expand_brackets(part)
-    return hosts
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    return [host for part in parts for host in _expand_brackets(part)]
 
 
 def _expand_brackets(name: str) -> list[str]:
@@ -203,22 +188,24 @@ def _expand_brackets(name: str) -> list[str]:
     return [f"{before}{number}{rest}" for number in numbers for rest in after]
 
 
-def _whole_number(env: Mapping[str, str], name: str) -> int:
+def _read_int(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise ConfigError(f"launcher: {name}={env[name]!r} is not a whole number: {_shown(env)}") from None
+        raise _error(f"got {name}={env[name]!r}; expected an integer", env) from None
 
 
-def _port(env: Mapping[str, str]) -> int:
-    port = _whole_number(env, "MASTER_PORT")
+def _read_port(env: Mapping[str, str]) -> int:
+    port = _read_int(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise ConfigError(f"launcher: MASTER_PORT={port} is not a port, 1 to 65535: {_shown(env)}")
+        raise _error(f"got MASTER_PORT={port}; expected 1 to 65535", env)
     return port
 
 
-def _shown(env: Mapping[str, str]) -> str:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    names += tuple(sorted(name for name in env if name.startswith("SLURM_") and "STEP" in name))
-    names += ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-    return " ".join(f"{name}={env[name]}" for name in names if name in env)
+def _error(message: str, env: Mapping[str, str]) -> ConfigError:
+    """Return an error of the launcher's variables, which the message shows."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += sorted(name for name in env if name.startswith("SLURM_") and "STEP" in name)
+    names += ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"]
+    shown = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    return ConfigError(Problem("launcher", f"{message}; environment: {shown}"))

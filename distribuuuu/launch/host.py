@@ -1,4 +1,4 @@
-"""Host memory: freed blocks that are kept for reuse, and page-locked copies on their way to a GPU."""
+"""Host resources: the number of CPU cores, memory allocation, and copies to a device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Names of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Older versions of glibc take no more than 32 MiB for the latter.
-_LARGE, _LARGE_IN_OLD_GLIBC = 1 << 30, 1 << 25
+# Older versions of glibc limit the latter to 32 MiB.
+_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC = 1 << 30, 1 << 25
 
 
 def count_cores() -> int:
-    """Return the CPU cores that this process may use: its affinity, limited by the quota of its control group."""
+    """Return the number of CPU cores that this process may use: its affinity, limited by its control group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
@@ -27,25 +27,24 @@ def count_cores() -> int:
 
 
 def tune_malloc() -> None:
-    """Let what is freed be used again by this process, and by those it forks, in place of new pages from the kernel.
+    """Let glibc reuse freed memory in this process and its forks; elsewhere do nothing.
 
-    A step frees what the next one takes, and by default glibc gives large blocks back each time: zeroing and mapping
-    their pages again takes longer than, say, normalising a batch does. A process stays as large as it once was. Does
-    nothing where there is no glibc.
+    A step frees what the next one allocates. By default glibc returns large blocks to the kernel each time, and mapping
+    and zeroing their pages again takes longer than, say, normalizing a batch. The process keeps its peak size.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    if not mallopt(_M_MMAP_THRESHOLD, _LARGE):
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_IN_OLD_GLIBC)
+    if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD):
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device without waiting for the work that a GPU still has.
+    """Return a tensor on a device without waiting for pending work of a GPU, as a copy from pageable memory would.
 
-    A copy from pageable memory would wait for it. torch's allocator keeps the page-locked copy until the transfer ends.
+    torch's allocator keeps the page-locked copy until the transfer ends.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""`--nproc N`: N processes of the same command on this machine, without torchrun; imports no torch."""
+"""`--nproc N`: N processes of the same command on this machine, without torchrun."""
 
 import os
 import signal
@@ -10,35 +10,35 @@ from collections.abc import Sequence
 
 from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.ports import find_free_port
+from distribuuuu.launch.ports import LOOPBACK, find_free_port
 from distribuuuu.launch.signals import handled_by
 
-# Seconds that the others get to end by themselves after one has failed: their watch tells them within two.
+# Seconds that the other processes have to exit after one has failed; the watchdog stops them within two.
 GRACE_S = 5.0
 POLL_S = 0.05
 
 
 def run_processes(num: int, command: Sequence[str]) -> int:
-    """Run a command as processes 0 to num - 1 of one run; return the first exit status that is not 0, else 0.
+    """Run a command as processes 0 to num - 1 of one run; return the first nonzero exit status, else 0.
 
-    They are in sessions of their own: a Ctrl-C in the terminal reaches this process alone, which passes each signal on
-    to all of them, once. When this process dies, the kernel tells them (see signals.die_with_parent).
+    Each has its own session, so that only this process receives a Ctrl-C; it forwards each signal once to all of them.
+    If this process dies, the kernel signals them (see signals.die_with_parent).
     """
     shared = {
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(find_free_port()),
         NPROC_MARK: f"{os.getpid()} {uuid.uuid4().hex}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // num)),
     }
     processes: list[subprocess.Popen] = []
 
-    def pass_on(signum: int) -> None:
+    def forward(signum: int) -> None:
         for process in processes:
             process.send_signal(signum)
 
-    with handled_by(pass_on, on_quit=pass_on):
+    with handled_by(forward, on_quit=forward):
         try:
             for rank in range(num):
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -52,7 +52,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
 
 
 def _wait_for(processes: list[subprocess.Popen]) -> int:
-    """Return when all have ended, or some time after one has failed; a signal that killed one is the cause."""
+    """Wait until all have exited, or GRACE_S after one has failed; a status by signal precedes other failures."""
     first_failure, give_up_at = 0, float("inf")
     while True:
         statuses = [process.poll() for process in processes]
@@ -65,16 +65,16 @@ def _wait_for(processes: list[subprocess.Popen]) -> int:
         time.sleep(POLL_S)
 
 
-def without_nproc(words: Sequence[str]) -> list[str]:
-    """Return the command line of this process without its --nproc, for the processes it starts."""
+def without_nproc(args: Sequence[str]) -> list[str]:
+    """Return a command line without its --nproc, for the processes to start."""
     kept, skip = [], False
-    for word in words:
-        if not skip and not word.startswith("--nproc"):
-            kept.append(word)
-        skip = word == "--nproc"
+    for arg in args:
+        if not skip and not arg.startswith("--nproc"):
+            kept.append(arg)
+        skip = arg == "--nproc"
     return kept
 
 
 def own_command() -> list[str]:
-    """Return what started this process: the interpreter with its flags, the script and its words."""
+    """Return the command of this process: the interpreter with its flags, the script and its arguments."""
     return [sys.executable, *sys.orig_argv[1:]]

@@ -1,4 +1,4 @@
-"""Who has taken a TCP port, which one is free, and the addresses of this machine."""
+"""TCP ports and addresses of this machine: a free port, the owner of a taken one, and routes to other machines."""
 
 import contextlib
 import errno
@@ -13,25 +13,24 @@ LOOPBACK = "127.0.0.1"
 
 
 def find_free_port() -> int:
-    """Return a port that nothing on this machine listens on."""
+    """Return a free port of this machine."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
 
 def find_port_problem(address: str, port: int) -> str | None:
-    """Return what keeps this machine from listening on a port, with its owner, or None."""
+    """Return why this machine cannot listen on a port, with the process that does, or None."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        what = (
-            f"is taken{find_port_owner(port)}" if error.errno == errno.EADDRINUSE else f"is refused: {error.strerror}"
-        )
-        return f"MASTER_PORT {port} on {address} {what}; set MASTER_PORT to a free one"
+        taken = error.errno == errno.EADDRINUSE
+        reason = f"is taken{find_port_owner(port)}" if taken else f"cannot be opened: {error.strerror}"
+        return f"MASTER_PORT {port} on {address} {reason}; set MASTER_PORT to a free port"
     return None
 
 
 def find_own_address(host: str) -> str:
-    """Return the address that this machine sends from to reach a host, '' if there is no way; nothing is sent."""
+    """Return the address from which this machine reaches a host, '' if there is no route; nothing is sent."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -41,13 +40,13 @@ def find_own_address(host: str) -> str:
 
 
 def choose_addresses(own: str, others: Iterable[str]) -> dict[str, str]:
-    """Return the address of this machine at which each of the others reaches it, by their addresses.
+    """Return for each of the others' addresses the one at which that machine reaches this one.
 
-    The processes of this machine reach it at the loopback address, which no other machine can.
+    Processes of this machine get the loopback address, which no other machine can reach.
 
     Args:
-        own: the address from which this machine sends to the one that all of them have met on, '' if not known.
-        others: theirs. A host name may mean the loopback address on its own machine, as on Debian.
+        own: the address from which this machine reaches the host of the store, '' if unknown.
+        others: the same of the other processes. On its own machine a host name may resolve to a loopback address.
     """
     chosen = {}
     for other in set(others):
@@ -63,7 +62,7 @@ def _is_local(address: str) -> bool:
 
 
 def find_port_owner(port: int) -> str:
-    """Return ' by process PID (COMMAND)', or '' where that cannot be known; reads /proc (Linux)."""
+    """Return ' by process PID (COMMAND)', or '' if it is unknown; reads /proc (Linux)."""
     wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for process in Path("/proc").glob("[0-9]*") if wanted else ():
         with contextlib.suppress(OSError):

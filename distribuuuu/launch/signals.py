@@ -1,8 +1,8 @@
-"""Signals: what ends a run at once, what asks it to stop, and who shall not hear them; imports no torch.
+"""Signal handling: graceful stop, immediate exit, stack dumps, and workers that ignore signals.
 
-A run that was asked to stop exits with 130 after SIGINT (Ctrl-C), with 143 after SIGTERM (kill, scancel), with 129
-after SIGHUP (a closed terminal), and after SIGUSR1 (sbatch --signal) with 75, which says: start the same command again.
-SIGQUIT prints the stacks of all threads, and the run goes on.
+The exit status of a stopped run is 130 after SIGINT (Ctrl-C), 143 after SIGTERM (kill, scancel), 129 after SIGHUP (a
+closed terminal) and 75 after SIGUSR1 (sbatch --signal), which asks for the same command to be started again. SIGQUIT
+prints the stacks of all threads; the run continues.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-# sysexits.h: a temporary failure, the user is invited to retry.
+# EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
 REQUEUE = 75
-STATUS_OF = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STATUS_OF: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     STATUS_OF[signal.SIGUSR1] = REQUEUE
     STATUS_OF[signal.SIGHUP] = 129
 
-# Not a signal, but asks for the same: the hours of the run are over.
+# Stands for a signal: CHECKPOINT.MAX_HOURS are over.
 OUT_OF_TIME = 1000
-# Launchers pass on what the terminal or Slurm has already sent to everybody; that soon, it is the same signal.
+# Launchers forward what the terminal or Slurm has sent to every process; within this time it is the same signal.
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
-# The thread that writes checkpoints, and the seconds that it gets when the process has to end: one or two GiB take as
-# many. A process that failed prints its error after about as long.
+# Name of the thread that writes checkpoints, and the seconds it has when the process has to exit: enough for one or two
+# GiB. A failed process takes about as long until it prints its error.
 WRITER_NAME = "checkpoint writer"
 SAVE_S = 8.0
 
@@ -40,10 +40,10 @@ class RunStopped(Exception):
     """The run was asked to stop, and every process has agreed to.
 
     Args:
-        asked_by: the number of a signal, or OUT_OF_TIME.
+        asked_by: number of the signal, or OUT_OF_TIME.
 
     Attributes:
-        status: what the process is to exit with.
+        status: exit status of the process.
     """
 
     on_all_processes = True
@@ -55,20 +55,20 @@ class RunStopped(Exception):
 
 
 def exit_now(signum: int) -> None:
-    """End this process now, with the status of the signal; process 0 says so in one line."""
+    """Exit immediately with the status of the signal; process 0 prints one line."""
     if SignalState.is_ending:
         return
     if is_first_process():
         left = "the newest checkpoint stays" if SignalState.has_begun else "no step was made, nothing is lost"
-        with contextlib.suppress(OSError):  # nobody reads standard error any more
+        with contextlib.suppress(OSError):  # standard error may be closed
             os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
     os._exit(STATUS_OF[signum])
 
 
 def end_process(status: int) -> None:
-    """End this process without Python's clean-up, which may wait for ever: for other processes, for idle threads.
+    """Exit without Python's clean-up, which may wait forever for other processes or idle threads.
 
-    A checkpoint that is being written is still good, so its thread gets SAVE_S seconds.
+    A checkpoint that is being written is still valid, so its thread has SAVE_S seconds.
     """
     for thread in threading.enumerate():
         if thread.name == WRITER_NAME:
@@ -86,39 +86,38 @@ def handled_by(
     handler: Callable[[int], None],
     on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalState.stacks_file, "on SIGQUIT"),
 ) -> Iterator[None]:
-    """Give our signals to handler(signum), SIGQUIT to on_quit(signum), for the length of the block.
+    """Call handler(signum) for the signals of STATUS_OF, and on_quit(signum) for SIGQUIT, within the block.
 
-    Outside the main thread do nothing.
-
-    It is called on a thread: Python's own handlers run between two steps of the main thread, which may wait in C for
-    minutes, e.g. for the other processes. The number of a signal is written to a socket at once.
+    The calls come from a thread: Python's own handlers run between two steps of the main thread, which may be in C code
+    for minutes, e.g. in a collective. The number of a signal is written to a socket at once. Outside the main thread
+    nothing is handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours, kernels = socket.socketpair()
-    kernels.setblocking(False)
-    listener = threading.Thread(target=_listen, args=(ours, handler, on_quit), name="signals", daemon=True)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    listener = threading.Thread(target=_listen, args=(receiver, handler, on_quit), name="signals", daemon=True)
     listener.start()
-    before = {signum: signal.signal(signum, _pass_by) for signum in STATUS_OF if not _is_nohup(signum)}
-    fd_before = signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
+    before = {signum: signal.signal(signum, _do_nothing) for signum in STATUS_OF if not _is_nohup(signum)}
+    fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(fd_before)
-        for signum, handler_before in before.items():  # the error is printed after this, by Python itself
+        for signum, handler_before in before.items():  # Python prints an error after this
             signal.signal(signum, signal.SIG_IGN if SignalState.is_ending else handler_before)
-        kernels.shutdown(socket.SHUT_RDWR)
-        kernels.close()
+        sender.shutdown(socket.SHUT_RDWR)
+        sender.close()
         listener.join()
 
 
-def _pass_by(signum: int, frame: object) -> None:
-    """Do nothing: the listener has the number."""
+def _do_nothing(signum: int, frame: object) -> None:
+    """Ignore the call: the listener receives the number."""
 
 
 def _is_nohup(signum: int) -> bool:
-    """Tell whether this is SIGHUP and `nohup` has started the process, so that it is to be ignored."""
+    """Tell whether this is SIGHUP in a process that `nohup` has started."""
     return signum == getattr(signal, "SIGHUP", None) and signal.getsignal(signum) is signal.SIG_IGN
 
 
@@ -133,12 +132,12 @@ def _listen(connection: socket.socket, handler: Callable[[int], None], on_quit: 
 
 
 def print_stacks_on_quit() -> None:
-    """Have SIGQUIT print the stacks of all threads and, in a block of `handled_by`, write them to their file.
+    """Make SIGQUIT print the stacks of all threads and, within `handled_by`, write them to their file.
 
-    They are printed by a handler in C: it runs even while the interpreter lock is held.
+    A handler in C prints them, even while the interpreter lock is held.
     """
     if hasattr(signal, "SIGQUIT") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGQUIT, _pass_by)
+        signal.signal(signal.SIGQUIT, _do_nothing)
         faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
 
 
@@ -154,13 +153,16 @@ def write_stacks(path: Path | None, title: str) -> None:
 
 
 class SignalState:
-    """Remembers the first signal, and ends the process at the second; an echo of the first does not count."""
+    """The first signal of a run; a second one ends the process, unless it is an echo of the first.
 
-    # Whether a process like this one had something to save, once.
+    Attributes:
+        has_begun: whether a run in this process has had something to save.
+        is_ending: whether this process has an error to print and exits by itself; the launcher's signals are ignored.
+        stacks_file: the file for this process's stacks.
+    """
+
     has_begun = False
-    # Whether this process has an error to print and ends by itself; a launcher may signal it for the others' end.
     is_ending = False
-    # The file that gets this process's stacks.
     stacks_file: Path | None = None
 
     def __init__(self):
@@ -178,36 +180,36 @@ class SignalState:
 
 
 def die_with_parent(signum: int) -> None:
-    """Have the kernel send this process a signal when the one that started it ends, however it does (Linux)."""
+    """Make the kernel send a signal to this process when its parent exits (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
 def ignore_signals() -> None:
-    """Ignore what a run handles, in a process that its parent ends."""
-    signal.set_wakeup_fd(-1)  # the fork has inherited the socket of its parent
+    """Ignore the signals of `handled_by` in a process that its parent stops."""
+    signal.set_wakeup_fd(-1)  # inherited from the parent
     for signum in (*STATUS_OF, getattr(signal, "SIGQUIT", signal.SIGINT)):
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _pass_over_lost_reader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error of a worker, but not that the process that reads its batches has ended."""
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error of a worker, except that the reader of its batches has exited."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def set_up_worker_signals(worker_id: int, parent: int) -> None:
-    """Let a loader worker outlive every signal to the run, which needs it to reach its stop, but not its own process.
+    """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
 
     Slurm signals every process of a step, the terminal every process in the foreground.
 
     Args:
-        worker_id: the worker's number, which does not matter.
-        parent: the process id of the process that loads.
+        worker_id: number of the worker, unused.
+        parent: process id of the loading process.
     """
     ignore_signals()
-    sys.excepthook = _pass_over_lost_reader
+    sys.excepthook = _print_error
     if hasattr(signal, "SIGKILL"):
         die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # it exited before the line above
         os._exit(1)

@@ -363,7 +363,7 @@ YAML_BOMBS = {
     "deep blocks": ("- " * 5000, "nested deeper than 50 levels"),
     "circle": (
         "MODEL: &m\n  KWARGS:\n    x: *m\n",
-        "nested deeper than 50 levels, or an alias stands for what it is in",
+        "nested deeper than 50 levels, or an alias refers to its own parent",
     ),
     "huge": ("#" * (1 << 18), "more than 131072 characters"),
     "many": ("[" + "1," * 20000 + "]", "more than 5000 values"),

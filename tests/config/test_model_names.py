@@ -132,7 +132,7 @@ def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_pa
     done = run_tool("train_net.py", *small_options(image_folder, "/proc/out", *words), PYTHONPATH=path)
     assert done.returncode == 2 and done.stderr.startswith("5 problems to solve first:"), done.stderr
     for said in (
-        "MODEL.KWARGS.widht (command line): resnet8 takes no such keyword; did you mean width?",
+        "MODEL.KWARGS.widht (command line): resnet8 has no such parameter; did you mean width?",
         "OPTIM.NAME (command line): unknown optimizer 'adamv'; did you mean adam",
         "TRAIN.BATCH_SIZE (command line): one step takes 999 images",
         "DISTILL.TEACHER (command line): unknown model 'resnet5O'; did you mean resnet56, resnet50",

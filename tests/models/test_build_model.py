@@ -159,7 +159,7 @@ def test_kwargs_reach_the_constructor_of_each_source():
 def test_unknown_keyword_lists_the_near_and_the_allowed_ones(arch, word, near):
     (problem,) = problems_of(check_model, make_cfg(arch, **{word: 1}))
     assert problem.startswith(f"MODEL.KWARGS.{word}: ")
-    assert f"did you mean {near}" in problem and "; it takes " in problem
+    assert f"did you mean {near}" in problem and "; it has " in problem
     assert problems_of(build_model, make_cfg(arch, **{word: 1})) == [problem]
 
 

@@ -89,7 +89,7 @@ def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, t
     device, given = torch.device("cpu"), ("DISTILL.WEIGHTS", weights)
     with pytest.raises(ConfigError, match=r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"):
         build_objective(small_cfg("DISTILL.TEACHER", "resnet88", *given), (), device)
-    with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 takes no such keyword; did you mean width"):
+    with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"):
         build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), (), device)
     with pytest.raises(ConfigError, match=r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"):
         build_objective(small_cfg("DISTILL.TEACHER", "resnet8", *given), (), device)

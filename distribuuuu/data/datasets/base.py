@@ -37,6 +37,8 @@ class ImageDataset:
     has_files: bool = False
     # Whether an image may be of several classes, or of none.
     multilabel: bool = False
+    # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
+    has_splits: bool = True
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageDataset":

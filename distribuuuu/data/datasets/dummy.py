@@ -9,6 +9,7 @@ class Dummy(ImageDataset):
     """A thousand random images of the configured size, their labels spread over the configured classes."""
 
     num_images = 1000
+    has_splits = False
 
     def __init__(self, im_size: int, num_classes: int, length: int = num_images):
         self.im_size = im_size

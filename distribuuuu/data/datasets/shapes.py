@@ -13,6 +13,7 @@ class Shapes(ImageFolder):
     """The shapes, in the layout and through the decoder of any other folder of images."""
 
     num_classes, num_images = 10, 2000
+    has_splits = False
     # The folder is known as drawn by what it holds, which must be nothing else.
     index_in_root = False
     mean, std = (0.489, 0.495, 0.491), (0.233, 0.256, 0.229)

@@ -12,6 +12,7 @@ class TorchvisionSet(ImageDataset):
     """A set that torchvision reads whole into memory; TRAIN.DATASET or TEST.DATASET is its root."""
 
     crop = "pad"
+    has_splits = False
     # Name of the class in torchvision.datasets.
     source = ""
 
