@@ -17,6 +17,7 @@ from distribuuuu.cli.flag_hints import parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, defaults, get_cfg
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.rules import REGISTERED
 from distribuuuu.config.tree import get_value, iter_options
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
@@ -207,7 +208,11 @@ def explain_options(section: str) -> str:
         sections = sorted({key.split(".")[0] for key, _, _ in options})
         message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
         raise ConfigError(Problem("--help-config", message))
-    return "".join(f"{key}: {default}\n    {comment}\n" for key, default, comment in chosen)
+    lines = []
+    for key, default, comment in chosen:
+        names = f" One of {', '.join(REGISTERED[key].names())}." if key in REGISTERED else ""
+        lines.append(f"{key}: {default}\n    {comment}{names}\n")
+    return "".join(lines)
 
 
 def documented_options() -> list[tuple[str, str, str]]:

@@ -1,261 +1,256 @@
-"""Every option of a run: its default, and above it what it means, its unit and what it allows.
-
-These comments are what `--help-config` prints, so each key has one.
-"""
+"""Options of a run: defaults, and above each its meaning, unit and allowed values, which `--help-config` prints."""
 
 from yacs.config import CfgNode
 
 _C = CfgNode()
 
 _C.MODEL = CfgNode()
-# Model name: first this package's, then timm's, then torchvision's; timm/NAME or torchvision/NAME forces one.
+# Model name, looked up in this package, timm, then torchvision; timm/NAME or torchvision/NAME selects one of them.
 _C.MODEL.ARCH = "resnet18"
-# Number of classes; must be the number in the data. 0: as many as the data has.
+# Number of classes; must match the data. 0: the number of classes in the data.
 _C.MODEL.NUM_CLASSES = 1000
-# Start from the published weights of timm or torchvision; a head of another size starts fresh.
+# Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
 _C.MODEL.PRETRAINED = False
-# Batch norm over the images of all processes instead of each process's own.
+# Synchronized batch norm: statistics over the images of all processes instead of each process's own.
 _C.MODEL.SYNCBN = False
-# Checkpoint or state dict to start from (.pth.tar, .pth, .safetensors); null: none.
+# Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = None
-# Batch norm's statistics from so many training images, afresh before each evaluation; 0: their moving average.
+# Training images from which the batch-norm statistics are recomputed before each evaluation; 0: use the moving average.
 _C.MODEL.PRECISE_BN = 0
-# Compute the activations of each block again in the backward pass instead of keeping them: less memory, slower.
+# Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.
 _C.MODEL.ACT_CHECKPOINT = False
-# Compile the model (torch.compile): none, default, reduce-overhead (CUDA graphs) or max-autotune.
+# Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune.
 _C.MODEL.COMPILE = "none"
-# Keep images and weights in the order that tensor cores like: (N, H, W, C) in memory, the same numbers.
+# Use the memory format channels_last (N, H, W, C) for images and weights, which is faster on tensor cores.
 _C.MODEL.CHANNELS_LAST = False
-# Train on random images from memory instead of the data set, to measure or to try out.
+# Train on random images from memory instead of the data set, for benchmarks and tests.
 _C.MODEL.DUMMY_INPUT = False
-# Arguments for the model's constructor, by its own lower-case names: {width: 32}, or MODEL.KWARGS.width 32.
+# Keyword arguments of the model's constructor, in lower case: {width: 32}, or MODEL.KWARGS.width 32.
 _C.MODEL.KWARGS = CfgNode(new_allowed=True)
 
 _C.TRAIN = CfgNode()
-# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the most that one process takes at a time.
+# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass.
 _C.TRAIN.BATCH_SIZE = 32
-# Images per step over all processes; the rest is accumulated. 0: TRAIN.BATCH_SIZE x number of processes.
+# Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
 _C.TRAIN.GLOBAL_BATCH_SIZE = 0
-# Side of the square training image, in pixels.
+# Side of the square training images, in pixels.
 _C.TRAIN.IM_SIZE = 224
-# Side of the training image at the start of the run, in pixels, from where it grows to TRAIN.IM_SIZE; 0: TRAIN.IM_SIZE.
+# Progressive resizing: side at the start of the run, in pixels, which grows to TRAIN.IM_SIZE; 0: off.
 _C.TRAIN.IM_SIZE_START = 0
-# The epoch until which the side is IM_SIZE_START, and that from which on it is IM_SIZE, e.g. [0, 80].
+# Epoch up to which the side is TRAIN.IM_SIZE_START, and epoch from which it is TRAIN.IM_SIZE, e.g. [0, 80].
 _C.TRAIN.IM_SIZE_EPOCHS = ()
-# Pixels that the sides in between are multiples of.
+# Sides in between are multiples of this many pixels.
 _C.TRAIN.IM_SIZE_MULTIPLE = 32
-# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other sets.
+# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets.
 _C.TRAIN.DATASET = "./data/ILSVRC/"
-# Sub-folder of TRAIN.DATASET that holds the training classes.
+# Sub-folder of TRAIN.DATASET with the training classes.
 _C.TRAIN.SPLIT = "train"
-# Go on from the newest sound checkpoint in OUT_DIR if there is one; False sets an older run aside, at its first start.
+# Resume from the newest valid checkpoint in OUT_DIR, if there is one; False: archive an older run at the first start.
 _C.TRAIN.AUTO_RESUME = True
-# When MODEL.WEIGHTS is a whole checkpoint, restore its optimizer and epoch too.
+# If MODEL.WEIGHTS is a training checkpoint, restore its optimizer and epoch too.
 _C.TRAIN.LOAD_OPT = True
-# Loader workers per training process; 0: it loads by itself; -1: as many as there are cores for it.
+# Loader workers per training process; 0: load in the training process; -1: one per available core.
 _C.TRAIN.WORKERS = 4
-# Copy batches through page-locked memory (CUDA only).
+# Copy batches to the GPU through page-locked (pinned) memory; CUDA only.
 _C.TRAIN.PIN_MEMORY = True
-# Steps between two reads of the training metrics.
+# Steps between two readings of the training metrics, which are logged.
 _C.TRAIN.PRINT_FREQ = 30
-# What the model computes in: none (float32), bf16 or fp16 (with loss scaling); weights stay float32.
+# Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32.
 _C.TRAIN.AMP = "none"
-# Precision of float32 matrix products on CUDA: highest (float32), high (TF32: 10 of 23 bits of the fraction) or medium
-# (bfloat16 where torch has it, else TF32). Convolutions of cuDNN use TF32 with each of them.
+# Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
+# medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
 _C.TRAIN.MATMUL_PRECISION = "high"
-# When the loss is not finite: stop, or rollback (to the newest checkpoint, from there on with other randomness).
+# When the loss is not finite: stop, or rollback (to the newest checkpoint, then continue with other random numbers).
 _C.TRAIN.ON_NAN = "stop"
-# Rollbacks of a run after which it stops nevertheless.
+# Maximum number of rollbacks in a run; after them it stops.
 _C.TRAIN.MAX_ROLLBACKS = 3
-# The k of top-k accuracy; more than the number of classes counts as that number.
+# The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = 5
 
 _C.TEST = CfgNode()
-# Folder of the evaluation data; follows TRAIN.DATASET unless the command line sets it, or a file sets it to a folder
-# that is neither this default nor the file's TRAIN.DATASET.
+# Folder of the evaluation data. It is TRAIN.DATASET unless it is set on the command line, or a file sets it to a folder
+# that differs from this default and from the file's TRAIN.DATASET.
 _C.TEST.DATASET = "./data/ILSVRC/"
-# Sub-folder of TEST.DATASET that holds the evaluation classes.
+# Sub-folder of TEST.DATASET with the evaluation classes.
 _C.TEST.SPLIT = "val"
-# Images per process and step in evaluation; does not change the result.
+# Images per process and step in evaluation; does not affect the result.
 _C.TEST.BATCH_SIZE = 200
-# Shorter side that evaluation images are resized to, in pixels.
+# Shorter side to which evaluation images are resized, in pixels.
 _C.TEST.IM_SIZE = 256
-# Side of the centre crop taken after the resize, in pixels. 0: TRAIN.IM_SIZE.
+# Side of the center crop after the resize, in pixels; 0: TRAIN.IM_SIZE.
 _C.TEST.CROP_SIZE = 0
-# Average the logits of each evaluation image and its mirror image.
+# Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
-# How evaluation images are resized: bilinear or bicubic.
+# Interpolation when evaluation images are resized: bilinear or bicubic.
 _C.TEST.INTERPOLATION = "bilinear"
-# Steps between two updates of the evaluation's progress bar.
+# Steps between two updates of the progress bar of an evaluation.
 _C.TEST.PRINT_FREQ = 10
 
 _C.DATA = CfgNode()
-# Data set: imagefolder, packed, cifar10, cifar100, mnist, fashion_mnist, shapes, dummy or multilabel (DATASET/SPLIT.csv
-# with the columns image and labels: any number of classes an image).
+# Data set. multilabel: DATASET/SPLIT.csv with the columns image and labels, any number of classes per image.
 _C.DATA.NAME = "imagefolder"
-# What feeds the device: host (workers read, decode and crop), device (the whole set lies and is cropped on the device).
+# Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = "host"
-# What workers are: process, or thread (cheaper, since decoding leaves Python's lock).
+# Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = "process"
-# Decoder: auto (torchvision for JPEG, PIL for the rest), torchvision, pil, simplejpeg (scales while it decodes).
+# Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil or simplejpeg (scales while it decodes).
 _C.DATA.DECODER = "auto"
-# Pixels (width x height) above which an image counts as broken, before memory is taken for it; 1 or more.
+# Maximum pixels (width x height) of an image, 1 or more; larger ones count as corrupt and are not decoded.
 _C.DATA.MAX_PIXELS = 178_956_970
-# Rotate and flip images as the orientation in their EXIF says: True or False (as torchvision's reference training).
+# Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.
 _C.DATA.EXIF_ROTATE = False
-# Training crop: resized (random resized crop), pad (pad, then random crop), auto (what suits the set).
+# Training crop: resized (random resized crop), pad (pad, then random crop) or auto (the data set's own).
 _C.DATA.CROP = "auto"
-# Least and greatest share of the image's area that a random resized crop takes, 0 to 1.
+# Minimum and maximum area of a random resized crop, as fractions of the image's area, 0 to 1.
 _C.DATA.CROP_SCALE = (0.08, 1.0)
-# Least and greatest width over height of a random resized crop.
+# Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
-# How training crops are resized, and turned and sheared by AUG.POLICY: bilinear or bicubic.
+# Interpolation of random resized crops, and of AUG.POLICY's rotation and shear: bilinear or bicubic.
 _C.DATA.INTERPOLATION = "bilinear"
-# Pixels of padding on each side before a random crop (DATA.CROP pad).
+# Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4
 # Probability of a horizontal flip in training, 0 to 1.
 _C.DATA.FLIP = 0.5
-# How often each image of a step comes in it, each time augmented otherwise; an epoch sees 1 / REPEATS of the images.
+# Repeated augmentation: differently augmented copies of each image in a step; an epoch has 1 / REPEATS of the images.
 _C.DATA.REPEATS = 1
-# How training images are drawn: uniform (each once an epoch), balanced (with replacement, every class equally often) or
-# sqrt (a class as often as the root of its number of images says).
+# Sampling of training images: uniform (each once per epoch), balanced (with replacement, all classes equally often) or
+# sqrt (with replacement, a class in proportion to the square root of its number of images).
 _C.DATA.SAMPLING = "uniform"
-# Mean of each of the three channels, of 1.0; empty: the set's own.
+# Mean of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
 _C.DATA.MEAN = ()
-# Standard deviation of each of the three channels, of 1.0; empty: the set's own.
+# Standard deviation of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
 _C.DATA.STD = ()
-# What a broken image does: raise (stop and name it) or skip (log it and take another in its place).
+# When an image is corrupt: raise (stop and report it) or skip (log it and use another image instead).
 _C.DATA.ON_BAD_IMAGE = "raise"
-# Fetch a missing cifar10, cifar100, mnist or fashion_mnist into TRAIN.DATASET.
+# Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = True
-# Folder for what is drawn or computed once (the shapes). Empty: $XDG_CACHE_HOME/distribuuuu.
+# Folder for generated files (the shapes, folder indexes); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = ""
 
 _C.AUG = CfgNode()
-# After crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision's); 3augment; or text that timm
-# understands: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment; or
+# a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
-# Colour jitter: one number for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
+# Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
-# Probability that a rectangle of 2 % to a third of the image is erased, 0 to 1.
+# Random erasing: probability that a rectangle of 2 % to 33 % of the image is erased, 0 to 1.
 _C.AUG.ERASING = 0.0
-# What an erased rectangle becomes: const (the mean colour) or pixel (normal noise around it, clipped to bytes).
+# Content of an erased rectangle: const (the mean color) or pixel (normal noise around it, clipped to valid pixels).
 _C.AUG.ERASING_MODE = "const"
-# The alpha of mixup, whose share is drawn from Beta(alpha, alpha); 0: off.
+# Alpha of mixup, whose mixing coefficient is drawn from Beta(alpha, alpha); 0: off.
 _C.AUG.MIXUP = 0.0
-# The alpha of cutmix; 0: off. With mixup on as well, AUG.CUTMIX_SHARE decides between the two.
+# Alpha of CutMix; 0: off. If mixup is on as well, AUG.CUTMIX_SHARE selects between them.
 _C.AUG.CUTMIX = 0.0
-# Share of the pairs, or of the steps, that are mixed at all, 0 to 1.
+# Probability that a pair of images, or a step, is mixed at all, 0 to 1.
 _C.AUG.MIX_PROB = 1.0
-# Of what is mixed, the share that gets cutmix when mixup is on too, 0 to 1.
+# Probability of CutMix instead of mixup if both are on, 0 to 1.
 _C.AUG.CUTMIX_SHARE = 0.5
-# What draws a share and a box of its own: pair (each two images) or step (all images of a step get the same).
+# Draw the mixing coefficient and the box per pair of images (pair) or once per step (step).
 _C.AUG.MIX_BY = "pair"
 
 _C.LOSS = CfgNode()
-# What training makes small: cross_entropy, bce (a yes or no for each class) or focal. Evaluation: always cross_entropy,
-# or bce where an image has any number of classes.
+# Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label
+# data sets.
 _C.LOSS.NAME = "cross_entropy"
-# Share of each target that goes evenly to all classes, 0 to 1.
+# Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
 _C.LOSS.LABEL_SMOOTHING = 0.0
-# A factor for each class, in the order of the classes; the loss stays a mean over images. Empty: none.
+# Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none.
 _C.LOSS.CLASS_WEIGHTS = ()
-# The loss of an image from those of its classes with bce: mean or sum.
+# Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = "mean"
-# Smoothed targets above it become 1 and all others 0 with bce, 0 to 1; 0: they stay what they are.
+# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: off.
 _C.LOSS.BCE_TARGET_THRESHOLD = 0.0
-# How little well-classified images count with focal; 0: like all others.
+# Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = 2.0
 
 _C.FINETUNE = CfgNode()
-# Weights for all but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors, ...), or a
-# folder of the Hugging Face Hub; what fits is taken, the rest starts fresh. Empty: off.
+# Initial weights for all layers but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors,
+# ...) or a local folder of the Hugging Face Hub; tensors that do not fit are randomly initialized. Empty: off.
 _C.FINETUNE.WEIGHTS = ""
-# Where the file has a moving average of the weights too, take that.
+# Use the moving average of the weights (EMA) if the file has one.
 _C.FINETUNE.EMA = True
-# Start the head fresh even where the file's would fit.
+# Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
-# What is not trained: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; batch norms among them also keep
+# Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
 # their statistics.
 _C.FINETUNE.FREEZE = ()
-# Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; of those that match a
-# parameter the first counts.
+# Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
 _C.FINETUNE.LR_MULT = CfgNode(new_allowed=True)
 
 _C.DISTILL = CfgNode()
-# Teacher to learn from as well: a model name as for MODEL.ARCH; empty: none.
+# Teacher model for knowledge distillation, named as in MODEL.ARCH; empty: none.
 _C.DISTILL.TEACHER = ""
-# The teacher's weights: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
+# Weights of the teacher: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
 _C.DISTILL.WEIGHTS = ""
-# Arguments for the teacher's constructor, as MODEL.KWARGS.
+# Keyword arguments of the teacher's constructor, as MODEL.KWARGS.
 _C.DISTILL.KWARGS = CfgNode(new_allowed=True)
-# What is learnt from it: soft (its probabilities) or hard (its answer).
+# Targets from the teacher: soft (its probabilities) or hard (its predicted class).
 _C.DISTILL.KIND = "soft"
-# The teacher's share of the loss, 0 to 1.
+# Weight of the distillation loss in the total loss, 0 to 1.
 _C.DISTILL.ALPHA = 0.5
-# What logits are divided by for soft, above 0.
+# Softmax temperature for soft targets, above 0.
 _C.DISTILL.TEMPERATURE = 1.0
 
 _C.EMA = CfgNode()
-# Images after which an image's share in the moving average of the weights has halved; 0: no average.
+# Half-life of the moving average of the weights (EMA), in images; 0: no average.
 _C.EMA.HALF_LIFE = 0.0
-# The half-life is at most this share of the images seen so far, 0 to 1; 0: it is never shortened.
+# Maximum half-life early in the run, as a fraction of the images so far, 0 to 1; 0: no limit.
 _C.EMA.RAMP_UP = 0.1
-# What the average does with buffers, such as batch norm's statistics: average or copy.
+# Buffers of the averaged model, such as batch-norm statistics: average or copy.
 _C.EMA.BUFFERS = "average"
 
 _C.OPTIM = CfgNode()
-# Epochs to train; 0 only writes the config.
+# Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning rate over the run: cos, steps, exp, lin, or tri (lin from the end of the warm-up on: a triangle).
+# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle).
 _C.OPTIM.LR_POLICY = "cos"
-# How often the learning rate changes: epoch (held for the epoch) or step.
+# Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
-# Learning rate that the schedule's factors multiply; LR_SCALE may scale it by the batch size.
+# Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
 _C.OPTIM.BASE_LR = 0.2
-# BASE_LR by the images per step: none (as it is), linear (x images / LR_SCALE_BATCH) or sqrt (x the root of that).
+# Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
 _C.OPTIM.LR_SCALE = "none"
-# Images per step at which `linear` and `sqrt` leave BASE_LR as it is.
+# Images per step for which BASE_LR is given, with linear and sqrt.
 _C.OPTIM.LR_SCALE_BATCH = 256
-# Where cos, exp, lin and tri end, as a factor of BASE_LR, 0 to 1; exp needs more than 0.
+# Final factor of BASE_LR with cos, exp, lin and tri, 0 to 1; above 0 with exp.
 _C.OPTIM.MIN_LR = 0.0
-# Epochs at which `steps` multiplies the rate by LR_MULT, ascending; a first 0 is the start.
+# Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
 _C.OPTIM.STEPS = ()
-# Factor of each step of `steps`.
+# Factor of the learning rate at each of the `steps`.
 _C.OPTIM.LR_MULT = 0.1
-# Optimizer: sgd, or any name of timm's: adamw, lamb, lars, lion, adan, muon, rmsproptf, ...
+# Optimizer: sgd, or any of timm's: adamw, lamb, lars, lion, adan, muon, rmsproptf, ...
 _C.OPTIM.NAME = "sgd"
-# The optimizer's betas, e.g. [0.9, 0.95]; empty: its own.
+# Betas of the optimizer, e.g. [0.9, 0.95]; empty: the optimizer's default.
 _C.OPTIM.BETAS = ()
-# The optimizer's epsilon, above 0; 0: its own.
+# Epsilon of the optimizer, above 0; 0: the optimizer's default.
 _C.OPTIM.EPS = 0.0
-# Momentum of sgd and of others that have one, 0 up to 1.
+# Momentum of sgd and other optimizers with momentum, 0 to 1.
 _C.OPTIM.MOMENTUM = 0.9
-# Dampening of sgd's momentum, 0 to 1; must be 0 with NESTEROV.
+# Dampening of the momentum of sgd, 0 to 1; must be 0 with NESTEROV.
 _C.OPTIM.DAMPENING = 0.0
-# Nesterov's momentum, of sgd only; needs MOMENTUM above 0.
+# Nesterov momentum of sgd; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = 0.1
 # Epochs of linear warm-up, e.g. 0.5; 0: none.
 _C.OPTIM.WARMUP_EPOCHS = 5.0
-# Weight decay of every parameter that the next two do not set apart; for sgd an L2 penalty.
+# Weight decay of all parameters that the next two options do not cover; for sgd an L2 penalty.
 _C.OPTIM.WEIGHT_DECAY = 5e-5
-# Weight decay of norm layers, other one-dimensional scales, and what the model exempts; below 0: WEIGHT_DECAY.
+# Weight decay of norm layers, other one-dimensional scales, and those that the model exempts; negative: WEIGHT_DECAY.
 _C.OPTIM.NORM_WEIGHT_DECAY = -1.0
-# Weight decay of biases outside norm layers; below 0: WEIGHT_DECAY.
+# Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = -1.0
-# Factor of a layer's learning rate compared with the layer after it, above 0 to 1; 1: off. Models of timm only.
+# Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = 1.0
-# Norm that the gradients of a step, as one vector, are scaled down to; 0: off.
+# Gradient clipping: maximum norm of all gradients as one vector; 0: off.
 _C.OPTIM.CLIP_NORM = 0.0
 
 _C.CHECKPOINT = CfgNode()
-# The most steps that a crash may cost: checkpoints at its multiples and once in between. 0: at the epochs' ends only.
+# Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
 _C.CHECKPOINT.EVERY_STEPS = 0
 # Hours after which the run saves, stops and exits with status 75, to be started again; 0: no limit.
 _C.CHECKPOINT.MAX_HOURS = 0.0
-# Newest checkpoints to keep, at least 1.
+# Number of newest checkpoints to keep, 1 or more.
 _C.CHECKPOINT.KEEP_LAST = 3
 # Also keep the checkpoint of every Kth epoch; 0: none.
 _C.CHECKPOINT.KEEP_EVERY = 0
@@ -263,36 +258,36 @@ _C.CHECKPOINT.KEEP_EVERY = 0
 _C.LOG = CfgNode()
 # Write TensorBoard events to OUT_DIR/tensorboard.
 _C.LOG.TENSORBOARD = True
-# Images in the grid of one augmented batch that TensorBoard shows; 0: none.
+# Augmented training images in TensorBoard's image grid; 0: none.
 _C.LOG.NUM_IMAGES = 32
 
 _C.DIST = CfgNode()
-# How processes talk: nccl, gloo, or auto (nccl on CUDA, else gloo).
+# Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo).
 _C.DIST.BACKEND = "auto"
-# Seconds without progress after which all processes write their stacks to OUT_DIR/stacks and end, 1 or more; also the
-# seconds that processes wait in their start for one that has not come.
+# Watchdog timeout: seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks
+# and exit; also the seconds to wait for the processes at the start.
 _C.DIST.TIMEOUT_S = 300
-# The same, if it is more, until a start has done its first step, and later its first batch of evaluation: models are
-# compiled and weights fetched in that time.
+# Watchdog timeout, if larger, until the first step and the first batch of evaluation, which may compile the model and
+# download weights.
 _C.DIST.STARTUP_TIMEOUT_S = 1800
-# MiB of gradients that are sent at once, while the backward pass goes on; with MODEL.COMPILE 1 or more.
+# Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.
 _C.DIST.BUCKET_MB = 25.0
-# Type that gradients are sent in: none (their own), bf16 or fp16.
+# Data type of gradients in the all-reduce: none (their own), bf16 or fp16.
 _C.DIST.COMPRESS = "none"
-# What the processes share out among them: none, zero1 (the optimizer's state) or fsdp (that, gradients and weights).
+# Sharding over the processes: none, zero1 (optimizer state) or fsdp (optimizer state, gradients and weights).
 _C.DIST.SHARD = "none"
-# Keep weights, gradients and the optimizer in the host's memory, with DIST.SHARD fsdp.
+# Keep weights, gradients and optimizer state in host memory, with DIST.SHARD fsdp.
 _C.DIST.CPU_OFFLOAD = False
 
 _C.CUDNN = CfgNode()
-# Let cuDNN time its algorithms and take the fastest.
+# Benchmark cuDNN's algorithms and use the fastest.
 _C.CUDNN.BENCHMARK = True
-# Use deterministic algorithms only, so that a run repeats bitwise on CUDA; slower.
+# Use deterministic algorithms only, so that a run is bitwise reproducible on CUDA; slower.
 _C.CUDNN.DETERMINISTIC = False
 
-# Folder for all that a run writes.
+# Output folder of the run.
 _C.OUT_DIR = "./exp"
-# Name of the file in OUT_DIR that gets the resolved config.
+# Name of the file in OUT_DIR with the resolved config.
 _C.CFG_DEST = "config.yaml"
-# Seed of everything random, 0 or more; null: drawn at the first start, logged, and kept over resumes.
+# Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
 _C.RNG_SEED = None
