@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.atomic_file import replacing, sync_folder
 
 # Containers and values that a file may hold. More come of containers that hold each other many times over.
 _MAX_VALUES = 1_000_000
@@ -62,11 +62,7 @@ def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable
                 raise sink.error or error from None
     except _Abandoned:
         return False
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
     return True
 
 

@@ -31,3 +31,12 @@ def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the entries of a folder to disk, so that files renamed in it survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.atomic_file import sync_folder
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.data.datasets.packed_format import (
@@ -255,7 +256,7 @@ class PackWriter:
         whole = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
         with self._disk_errors_told():
             write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **whole}, columns)
-            _sync_folder(self.folder)  # the index is there for good before what could replace it goes
+            sync_folder(self.folder)  # the index is there for good before what could replace it goes
             remove_parts(self.folder)
 
     def __enter__(self) -> "PackWriter":
@@ -281,11 +282,3 @@ class PackWriter:
             self._abandon()
             rest = f"{counted(len(self.shards), 'finished shard')} kept: make room and run the same command again"
             raise ConfigError(f"{self.folder}: {error.strerror or error}; {rest}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
