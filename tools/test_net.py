@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Evaluate MODEL.WEIGHTS or the run's best: python tools/test_net.py --cfg FILE [KEY VALUE ...]."""
+"""Evaluate MODEL.WEIGHTS or the best weights of a run: python tools/test_net.py --cfg FILE [KEY VALUE ...]."""
 
 import signal
 import sys
 
 
 def test(cfg) -> None:
-    """Check what needs torch to be checked, then evaluate."""
+    """Check the model, then evaluate it."""
     from distribuuuu.models import check_model
     from distribuuuu.trainer import test_model
 
@@ -15,7 +15,7 @@ def test(cfg) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
     from distribuuuu.cli.main import run_tool
 
     sys.exit(run_tool(__doc__, test, train=False))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Say where the time of a training step goes: python tools/time_net.py --cfg FILE [--nproc N] [KEY VALUE ...].
+"""Measure the parts of a training step: python tools/time_net.py --cfg FILE [--nproc N] [KEY VALUE ...].
 
-Measures the model, the loader and both together for about a minute, and names what would make training faster. It
-reads and writes no checkpoint; the numbers are left in OUT_DIR/timing.json.
+Measures the model, the loader and both together for about a minute, and suggests how to make training faster. It reads
+and writes no checkpoint; the measurements are written to OUT_DIR/timing.json.
 """
 
 import signal
@@ -10,7 +10,7 @@ import sys
 
 
 def time_net(cfg) -> None:
-    """Check what needs torch to be checked, then measure."""
+    """Check the model, then measure it."""
     from distribuuuu.cli.time_net import time_model
     from distribuuuu.models import check_model
 
@@ -19,7 +19,7 @@ def time_net(cfg) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
     from distribuuuu.cli.main import run_tool
 
     sys.exit(run_tool(__doc__, time_net, train=True))

@@ -6,7 +6,7 @@ import sys
 
 
 def train(cfg) -> None:
-    """Check what needs torch to be checked, then train."""
+    """Check the model, then train it."""
     from distribuuuu.models import check_model
     from distribuuuu.trainer import train_model
 
@@ -15,7 +15,7 @@ def train(cfg) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C in an import needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
     from distribuuuu.cli.main import run_tool
 
     sys.exit(run_tool(__doc__, train, train=True))
