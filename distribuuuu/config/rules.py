@@ -245,8 +245,9 @@ def _check_loss(cfg: Config) -> Iterator[Problem]:
     if weights and (min(weights) < 0 or max(weights) == 0):
         message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
-    for key, default in (("BCE_TARGET_THRESHOLD", 0), ("BCE_REDUCTION", "mean")):
-        if loss[key] != default and loss.NAME != "bce":
+    for_bce = {"BCE_TARGET_THRESHOLD": (threshold > 0, 0), "BCE_REDUCTION": (loss.BCE_REDUCTION == "sum", "mean")}
+    for key, (is_on, default) in for_bce.items():
+        if is_on and loss.NAME != "bce":
             message = f"needs LOSS.NAME bce, but it is {loss.NAME}; set LOSS.NAME bce, or this option to {default}"
             yield Problem(f"LOSS.{key}", message)
     # With a threshold outside of these two every target would be 0, or every target 1.

@@ -60,6 +60,7 @@ class _BoundedLoader(yaml.SafeLoader):
         self._num_nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node."""
         self._num_nodes, self._depth = self._num_nodes + 1, self._depth + 1
         _check_limits(self._num_nodes, self._depth)
         node = super().compose_node(parent, index)

@@ -96,7 +96,7 @@ def test_the_resolved_config_can_be_dumped_and_run(tmp_path):
 
 def test_help_for_a_key_gives_default_and_meaning():
     done = run_tool("train_net.py", "--help-config", "OPTIM.BASE_LR")
-    assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Learning rate")
+    assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Base learning rate")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -152,10 +152,13 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains():
     [
         (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
         (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
-        (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "for LOSS.NAME bce, which is cross_entropy")),
-        (("LOSS.NAME", "focal", "LOSS.BCE_TARGET_THRESHOLD", 0.2), ("LOSS.BCE_TARGET_THRESHOLD", "or this one to 0")),
+        (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "needs LOSS.NAME bce, but it is cross_entropy")),
+        (
+            ("LOSS.NAME", "focal", "LOSS.BCE_TARGET_THRESHOLD", 0.2),
+            ("LOSS.BCE_TARGET_THRESHOLD", "this option to 0"),
+        ),
         (("LOSS.LABEL_SMOOTHING", 1.1), ("LOSS.LABEL_SMOOTHING", "0 to 1")),
-        (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 and up")),
+        (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 or more")),
         (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
         (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
         (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
