@@ -23,7 +23,7 @@ from pathlib import Path
 from machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.data.datasets.folder_scan import NUM_THREADS, YOUNG_NS, scan_folder
+from distribuuuu.data.datasets.folder_index import NUM_THREADS, YOUNG_NS, scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 
 NUM_CLASSES = 1000

@@ -15,6 +15,7 @@ from distribuuuu.config import Config, ConfigError, get_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.reader import iter_options, read_cfg, with_origin
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
 from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
@@ -141,7 +142,7 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[str]:
     cfg = job.cfg
     if cfg.DATA.NAME not in DATASETS:  # told already
         return
-    family = DATASETS.get(cfg.DATA.NAME)
+    family = get_dataset(cfg.DATA.NAME)
     for key, message in dict.fromkeys(found for train in job.trains for found in family.find_problems(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
             yield f"{with_origin(cfg, key)}: {message}"
