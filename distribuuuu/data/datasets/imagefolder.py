@@ -4,7 +4,7 @@ import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 
 from distribuuuu.config.model_names import cache_folder
@@ -84,12 +84,8 @@ class ImageFolder(SplitDataset):
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images, counted up to `most`."""
-        folder, count = cls.split_path(cfg.TRAIN), 0
-        for name in list_classes(folder):
-            count += _count_images(folder / name, most - count)
-            if count >= most:
-                break
-        return count
+        folder = cls.split_path(cfg.TRAIN)
+        return _count(chain.from_iterable(_walk_images(folder / name) for name in list_classes(folder)), most)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -115,23 +111,24 @@ class ImageFolder(SplitDataset):
         return self._index.path(self._firsts[label] + index - before)
 
 
-def _count_images(folder: Path, most: int) -> int:
-    """Return the number of images in a folder at any depth, counted up to `most`."""
-    waiting, seen, count = [os.fspath(folder)], set(), 0
+def _walk_images(folder: Path) -> Iterator[str]:
+    """Yield the images in a folder at any depth."""
+    waiting, seen = [os.fspath(folder)], set()
     while waiting:
-        parent = waiting.pop()
-        if os.path.realpath(parent) in seen:  # a circular link
+        real = os.path.realpath(waiting.pop())
+        if real in seen:  # a circular link
             continue
-        seen.add(os.path.realpath(parent))
-        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        seen.add(real)
+        with contextlib.suppress(OSError), os.scandir(real) as entries:
             for entry in entries:
-                if is_folder(entry):
-                    waiting += [entry.path] * (entry.name.lower() not in JUNK_FOLDERS)
-                elif is_image(entry.name):
-                    count += 1
-                    if count >= most:
-                        return count
-    return count
+                if is_image(entry.name) and not is_folder(entry):
+                    yield entry.path
+                elif entry.name.lower() not in JUNK_FOLDERS and is_folder(entry):
+                    waiting.append(entry.path)
+
+
+def _count(images: Iterator[str], most: int) -> int:
+    return sum(1 for _ in islice(images, most))
 
 
 def _missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
@@ -147,7 +144,7 @@ def _missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str,
 
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
-    empty = [name for name in list_classes(folder) if not _count_images(folder / name, most=1)]
+    empty = [name for name in list_classes(folder) if not _count(_walk_images(folder / name), most=1)]
     closed = {name: reason for name in empty if (reason := _access_problem(folder / name))}
     if closed:
         named = first_few([f"{name} ({reason})" for name, reason in closed.items()])

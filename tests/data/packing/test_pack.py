@@ -614,13 +614,13 @@ WRONG = {
     "an unknown flag": (["OUT", "--shorter-sid", "3"], "did you mean --shorter-side"),
     "an unknown key": (["OUT", "TRAIN.DATASETS", "x"], "did you mean TRAIN.DATASET"),
     "an unknown set": (["OUT", "DATA.NAME", "cifar"], "did you mean cifar10"),
-    "a quality of pixels": (["OUT", "--format", "raw", "--quality", "90"], "keeps pixels"),
+    "a quality of pixels": (["OUT", "--format", "raw", "--quality", "90"], "stores pixels"),
     "a quality above 100": (["OUT", "--quality", "101"], "1 to 100"),
     "no size": (["OUT", "--shorter-side", "0", "--shard-mb", "0", "--workers", "-1"], "3 problems to solve first"),
     "a missing source": (["OUT", "TRAIN.DATASET", "/no/such"], "no such folder: /no/such"),
     "a file for a folder": (["/etc/hostname/x"], "/etc/hostname is a file"),
     "nothing to verify": (["--verify", "OUT"], "is not a folder"),
-    "too much to verify": (["--verify", "OUT", "OUT_DIR", "x"], "--verify needs the folder alone"),
+    "too much to verify": (["--verify", "OUT", "OUT_DIR", "x"], "--verify takes the folder alone"),
 }
 
 
