@@ -29,11 +29,11 @@ from PIL import Image
 from distribuuuu.checkpoint.locate import find_weights_file
 from distribuuuu.cli.make_table import read_reported, write_block
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets.draw_shapes import draw_shapes
 from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.multilabel import Multilabel
 from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.datasets.packed_format import INDEX, read_whole_or_cut
+from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
+from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.data.packing.writer import PackWriter, Record, find_conflicts
 from distribuuuu.report.results import read_results
 from distribuuuu.report.tables import Run, format_table, group_runs, make_row
@@ -148,14 +148,14 @@ def read_pack(folder: Path) -> None:
         assert 0 <= images.label(index) < len(images.classes)
         images.describe(index)
         bytes(images.read(index))
-    read_whole_or_cut(folder)
+    inspect_pack(folder)
 
 
 def read_index(root: Path) -> None:
     """Open the index of a folder, which must be right whatever its file holds."""
     index = open_index(root, "train", root / "cache")
     assert [Path(index.path(number)).name for number in range(len(index))] == [f"{n}.jpg" for n in (0, 2, 4, 1, 3, 5)]
-    assert [index.class_of(number) for number in range(len(index))] == [0, 0, 0, 1, 1, 1]
+    assert [index.class_bounds(number) for number in range(2)] == [(0, 3), (3, 6)]
 
 
 def read_table(path: Path) -> None:

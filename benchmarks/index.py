@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure how a folder of many images is listed: the first start, the later ones, and what a loader worker pays.
+"""Measure how long it takes to list a folder of many images, and the memory that the list costs a loader worker.
 
-A tree of empty files with names like ImageNet's is made, and listed in turns by a bare walk, by us, and by the readers
-of torchvision and timm. All of it lies in the file cache, so what is compared is the work, not the disk. The bare walk
-runs on as many threads as ours, and only collects names.
+A tree of empty files with names like ImageNet's is listed in turns by a bare walk, by distribuuuu, and by the readers
+of torchvision and timm. It is in the file cache, so the work is compared, not the disk. The bare walk uses as many
+threads as distribuuuu and only collects names.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from pathlib import Path
 from machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.data.datasets.folder_scan import NUM_THREADS, YOUNG_NS, scan_folder
+from distribuuuu.data.datasets.folder_index import NUM_THREADS, YOUNG_NS, scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 
 NUM_CLASSES = 1000
 MOST_SCAN_RATIO, MOST_START_S, MOST_WORKER_MB = 1.5, 1.0, 60
-# How many random images a worker looks at, before it looks at all.
+# Number of random images that a worker accesses before it accesses all.
 SOME = 51_200
 BARE, SCAN, FIRST, LATER = "bare parallel walk, names only", "our scan", "our first start", "our later start"
 TORCHVISION, TIMM = "torchvision ImageFolder", "timm ReaderImageFolder"
 
 
 def make_tree(root: Path, num_files: int) -> None:
-    """Make the classes of root/train, with empty files, and wait until their folders have aged."""
+    """Create the classes of root/train with empty files, and wait until their modification times count."""
     noise = random.Random(0)
     for number in range(NUM_CLASSES):
         folder = root / "train" / f"n{1440764 + 137 * number:08d}"
@@ -47,7 +47,7 @@ def make_tree(root: Path, num_files: int) -> None:
 
 
 def walk(folder: str) -> list[list[str]]:
-    """Return the names of the files in each folder, as cheaply as Python can."""
+    """Return the names of the files in each folder with as little work as possible in Python."""
 
     def look(path: str) -> tuple[list[str], list[str]]:
         names, folders = [], []
@@ -66,7 +66,7 @@ def walk(folder: str) -> list[list[str]]:
 
 
 def list_ways(root: Path) -> dict[str, Callable]:
-    """Return what is measured, in the order of its turns."""
+    """Return the functions to measure, in order."""
     folder = str(root / "train")
 
     def start_first():
@@ -83,14 +83,14 @@ def list_ways(root: Path) -> dict[str, Callable]:
     try:
         from timm.data.readers.reader_image_folder import ReaderImageFolder
     except ImportError:
-        print("timm is not there")
+        print("timm is not installed")
     else:
         ways[TIMM] = lambda: ReaderImageFolder(folder).samples
     return ways
 
 
 def measure(ways: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each way; the first round, which warms the file cache, does not count."""
+    """Return the seconds of each function; the first round, which fills the file cache, is discarded."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(1 + repeats):
         for name, way in ways.items():
@@ -107,19 +107,19 @@ def measure(ways: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
 
 
 def list_bytes(samples: list) -> float:
-    """Return the bytes of an item of a list of (path, label)."""
+    """Return the bytes per item of a list of (path, label)."""
     total = sum(8 + sys.getsizeof(sample) + sys.getsizeof(sample[0]) for sample in samples)
     return total / len(samples)
 
 
 def private_mb() -> float:
-    """Return the memory that this process shares with none."""
+    """Return the private memory of this process in MB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
 def grow_worker(num: int, look: Callable[[int], object]) -> tuple[float, float]:
-    """Return by how many MB a forked process grows that looks at SOME random images, and then at all."""
+    """Return the growth in MB of a forked process that accesses SOME random images, and then all."""
     reading, writing = os.pipe()
     worker = os.fork()
     if worker == 0:
@@ -139,7 +139,7 @@ def grow_worker(num: int, look: Callable[[int], object]) -> tuple[float, float]:
 
 
 def measure_memory(ways: dict[str, Callable]) -> Iterator[tuple[str, float, float, float]]:
-    """Yield name, bytes an item, and the growth of a worker in MB: after some images and after all."""
+    """Yield name, bytes per item, and the growth of a worker in MB: after some images and after all."""
     for name in (LATER, TORCHVISION):
         images = ways[name]()
         num = len(images)
@@ -155,34 +155,34 @@ def measure_memory(ways: dict[str, Callable]) -> Iterator[tuple[str, float, floa
 
 
 def report(seconds: dict[str, list[float]], memory: list[tuple[str, float, float, float]]) -> None:
-    """Print both tables, and whether the bars hold."""
+    """Print both tables, and whether the limits hold."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"\n{'':<32} seconds    from      to  x bare walk   (median of {len(seconds[BARE])})")
     for name, values in seconds.items():
         ratio = medians[name] / medians[BARE]
         print(f"{name:<32} {medians[name]:>7.3f} {min(values):>7.3f} {max(values):>7.3f} {ratio:>12.2f}")
-    print(f"\n{'':<32} bytes an image   a worker grows by, MB: {SOME} images      all")
+    print(f"\n{'':<32} bytes per image   a worker grows by, MB: {SOME} images      all")
     for name, size, some, growth in memory:
         print(f"{name:<32} {size:>14.0f} {some:>37.1f} {growth:>8.1f}")
-    bars = [
+    limits = [
         (f"{FIRST} / {BARE}", medians[FIRST] / medians[BARE], MOST_SCAN_RATIO, "x"),
         (LATER, medians[LATER], MOST_START_S, "s"),
         ("growth of our worker", memory[0][3], MOST_WORKER_MB, "MB"),
     ]
     print()
-    for name, value, most, unit in bars:
-        print(f"{name}: {value:.2f} {unit}; the bar of {most} {'holds' if value <= most else 'does not hold'}")
+    for name, value, most, unit in limits:
+        print(f"{name}: {value:.2f} {unit}; the limit of {most} {'holds' if value <= most else 'is exceeded'}")
 
 
 def main() -> None:
-    """Make the tree, measure, print, and delete the tree."""
+    """Create the tree, measure, print, and delete the tree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=1_280_000, help="images in all")
-    parser.add_argument("--folder", type=Path, help="where the tree is made and deleted again; not there yet")
-    parser.add_argument("--repeats", type=int, default=5, help="times that each way is measured")
+    parser.add_argument("--folder", type=Path, help="new folder for the tree, deleted afterwards")
+    parser.add_argument("--repeats", type=int, default=5, help="number of measurements")
     args = parser.parse_args()
     if args.folder and args.folder.exists():
-        parser.error(f"--folder {args.folder}: is there already; name a new one")
+        parser.error(f"--folder {args.folder}: exists; use a new folder")
     print(describe_run())
     root = args.folder or Path(tempfile.mkdtemp())
     try:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Pack a data set into a few large files: python tools/pack_dataset.py OUT [--cfg FILE] [flags] [KEY VALUE ...].
 
-OUT/train and OUT/val are read by DATA.NAME packed TRAIN.DATASET OUT. Rerun a stopped command to resume
-it. python tools/pack_dataset.py --verify OUT reads every byte and reports each damaged image.
+DATA.NAME packed TRAIN.DATASET OUT reads OUT/train and OUT/val. Rerun the same command to resume it after a stop.
+python tools/pack_dataset.py --verify OUT reads every byte and reports each corrupt image.
 """
 
 import signal

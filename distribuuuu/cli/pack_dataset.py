@@ -1,4 +1,4 @@
-"""The command line of tools/pack_dataset.py, and what is wrong with it before an image is read."""
+"""The command line of tools/pack_dataset.py: arguments, checks before an image is read, exit status."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.tree import iter_options
+from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
 from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
@@ -24,10 +25,11 @@ from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_qu
 
 
 def run_packer(description: str) -> int:
-    """Read the command line, then pack or verify; return the status.
+    """Read the command line, then pack or verify.
 
-    0: done; 2: something has to be changed first, or the pack is not sound, and standard error says what; 130, 143, 129
-    and 75: stopped by SIGINT, SIGTERM, SIGHUP and SIGUSR1.
+    Returns:
+        The exit status. 0: success; 2: an error that the user can fix, or a corrupt pack, described on standard error;
+        130, 143, 129 and 75: stopped by SIGINT, SIGTERM, SIGHUP and SIGUSR1.
     """
     open_standard_streams()
     print_stacks_on_quit()
@@ -49,19 +51,19 @@ def run_packer(description: str) -> int:
 
 
 def _stop(signum: int) -> None:
-    """End this process and its workers now."""
+    """End this process and its workers immediately."""
     for child in multiprocessing.active_children():
         child.kill()
-    with contextlib.suppress(OSError):  # nobody reads standard error any more
-        os.write(2, f"\n{signal.Signals(signum).name}: stopped; nothing that was finished is lost\n".encode())
-    os._exit(STATUS_OF[signum])
+    with contextlib.suppress(OSError):  # the reader of standard error has exited
+        os.write(2, f"\n{signal.Signals(signum).name}: stopped; finished shards are kept\n".encode())
+    os._exit(STATUS_OF[signal.Signals(signum)])
 
 
 def parse_args(description: str, words: list[str]) -> Job:
-    """Return what the command line asks for.
+    """Return the job that a command line describes.
 
     Raises:
-        ConfigError: with every problem of the words, the config, the source and the folder to write.
+        ConfigError: with every problem of the arguments, the config, the source and the output folder.
     """
     parser = build_parser(description)
     args, rest, unknown = parse_flags(parser, words)
@@ -81,24 +83,24 @@ def parse_args(description: str, words: list[str]) -> Job:
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the flags; what it leaves over are the folder and KEY VALUE words."""
+    """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
         usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]\n       %(prog)s --verify OUT [--workers N]",
-        epilog="KEY VALUE words name the source, e.g. TRAIN.DATASET my_images, or DATA.NAME cifar10",
+        epilog="KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images, or DATA.NAME cifar10",
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
     add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
     add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where --shorter-side makes it necessary")
-    add("--shard-mb", metavar="MB", type=float, default=1024.0, help="the most that one file may have (1024)")
-    add("--workers", metavar="N", type=int, help="processes that read and encode (one a core); 0: none")
+    add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
+    add("--workers", metavar="N", type=int, help="processes that read and encode (default: one per core); 0: none")
     add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
-    add("--overwrite", action="store_true", help="delete what OUT holds of these splits, and start anew")
-    add("--no-check", action="store_true", help="do not decode the files that are kept as they are")
-    add("--verify", action="store_true", help="read every byte of OUT and name each image that is not sound")
+    add("--overwrite", action="store_true", help="delete the existing packs of these splits")
+    add("--no-check", action="store_true", help="do not decode the files that are kept unchanged")
+    add("--verify", action="store_true", help="read every byte of OUT and report each corrupt image")
     return parser
 
 
@@ -106,7 +108,7 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
     encodes = args.format == "jpeg" and args.shorter_side is not None
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
-    if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file that is kept keeps its EXIF
+    if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
     workers = count_cores() if args.workers is None else args.workers
     trains = SPLITS.get(args.split, ())
@@ -114,12 +116,12 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
-    """Yield what is wrong with the flags."""
+    """Yield a message for each invalid flag."""
     for flag, value, allowed in (("--format", args.format, FORMATS), ("--split", args.split, tuple(SPLITS))):
         if value not in allowed:
             yield f"{flag} {value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
     if args.format == "raw" and args.quality is not None:
-        yield f"--quality {args.quality}: --format raw keeps pixels, which have none; leave one of them out"
+        yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
     if args.quality is not None and not 1 <= args.quality <= 100:
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
     if args.shorter_side is not None and args.shorter_side < 1:
@@ -129,16 +131,16 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
     if args.workers is not None and args.workers < 0:
         yield f"--workers {args.workers} is outside the allowed range: 0 and up"
     if args.verify and (overrides or args.cfg):
-        yield "--verify needs the folder alone: the pack says itself what it was made from"
+        yield "--verify takes the folder alone: a pack stores its source and options"
 
 
 def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
-    """Yield what the disk contradicts; how many classes the model has does not matter here."""
+    """Yield the problems with the source files; the number of classes of the model does not matter here."""
     cfg = job.cfg
-    if cfg.DATA.NAME not in DATASETS:  # told already
+    if cfg.DATA.NAME not in DATASETS:  # reported already
         return
-    family = DATASETS.get(cfg.DATA.NAME)
-    for key, message in dict.fromkeys(found for train in job.trains for found in family.find_problems(cfg, train)):
+    dataset = get_dataset(cfg.DATA.NAME)
+    for key, message in dict.fromkeys(found for train in job.trains for found in dataset.find_problems(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
             yield Problem(key, message, cfg.origins)
 
@@ -146,7 +148,7 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
 def _out_problems(job: Job) -> Iterator[str]:
     existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
     if not existing.is_dir():
-        yield f"{existing} is a file, not a folder; name another"
+        yield f"{existing} is a file, not a folder; use another"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"{existing} cannot be written to"
     else:
@@ -157,9 +159,9 @@ def _out_problems(job: Job) -> Iterator[str]:
 def _pack_problems(job: Job, train: bool) -> Iterator[str]:
     folder, source = job.folder(train), job.source(train)
     if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
-        yield f"{folder} is the source itself; name another folder"
+        yield f"{folder} is the source itself; use another folder"
         return
-    strangers = find_foreign_files(folder)
-    yield from strangers
-    if not strangers and not job.overwrite:
+    foreign = find_foreign_files(folder)
+    yield from foreign
+    if not foreign and not job.overwrite:
         yield from find_conflicts(folder, {"options": job.options, "source": source})

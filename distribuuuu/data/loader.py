@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.augment import Augmented, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.class_balance import build_balance
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
@@ -268,7 +267,7 @@ def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> Eva
 
 def build_images(cfg, train: bool) -> ImageDataset:
     """Return the ImageDataset of a config."""
-    images = DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
+    images = get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES:
         where = f"DATA.NAME {cfg.DATA.NAME}"
         raise ConfigError(

@@ -437,7 +437,7 @@ def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path):
         wrong = {**columns, name: columns[name].copy()}
         wrong[name][2] = value
         write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, meta, wrong)
-        with pytest.raises(ConfigError, match="index.bin is damaged: .*; pack the data again"):
+        with pytest.raises(ConfigError, match="index.bin is corrupt: .*; pack the data again"):
             Packed(tmp_path, "train")
     for part, value in {
         "classes": [1, 2],
@@ -448,5 +448,5 @@ def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path):
         "source": None,
     }.items():
         write_arrays(tmp_path / "train" / "index.bin", "packed images", 1, {**meta, part: value}, columns)
-        with pytest.raises(ConfigError, match=f"has a wrong header: .*{part}"):
+        with pytest.raises(ConfigError, match=f"has an invalid header: .*{part}"):
             Packed(tmp_path, "train")

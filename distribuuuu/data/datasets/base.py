@@ -1,18 +1,20 @@
-"""What a data set is to the rest of the package: images by number, their labels and their class names."""
+"""The interface of a data set: images by index, their labels and the class names."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.registry import DATASETS
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
 
-# Folders that systems and tools leave behind, in lower case; at any depth they hold no images of the data.
+# Folders that operating systems and tools create, in lower case; they hold no images of the data at any depth.
 JUNK_FOLDERS = (
     "__macosx", "@eadir", "$recycle.bin", "lost+found", "system volume information", ".ipynb_checkpoints",
 )  # fmt: skip
@@ -20,82 +22,212 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 class ImageDataset:
-    """Images with labels. A family derives from it and sets what differs."""
+    """Images with labels.
 
-    # Mean and standard deviation of each channel, of 1.0 (here ImageNet's).
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    # Training crop that suits the set: "resized" (random resized crop) or "pad" (pad, then random crop).
-    crop: str = "resized"
+    A data set derives from it, defines `from_cfg`, sets `classes` and `labels`, and defines either `read` or, with
+    `has_files = True`, `describe`. The other attributes and methods have defaults.
+    """
+
     # Name of each class, in the order of the labels.
     classes: tuple[str, ...] = ()
-    # Number of classes when it is known before the data is read, else 0.
-    num_classes: int = 0
-    # Number of training images when it is known before the data is read, else 0.
-    num_images: int = 0
-    # Whether `where(index)` is the path of the file of an image.
+    # Class index of each image; not needed if `__len__` and `label` are defined.
+    labels: "Sequence[int] | np.ndarray | torch.Tensor" = ()
+    # Whether `describe(index)` is the path of an image file.
     has_files: bool = False
-    # Whether an image may be of several classes, or of none.
+    # Whether an image may have any number of classes.
     multilabel: bool = False
     # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
     has_splits: bool = True
+    # Mean and standard deviation of each channel in the range 0 to 1 (default: ImageNet).
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    # Training crop for DATA.CROP auto: "resized" (random resized crop) or "pad" (pad, then random crop).
+    crop: str = "resized"
+    # Numbers of classes and of training images if they are known before the data is read, else 0.
+    num_classes: int = 0
+    num_images: int = 0
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageDataset":
-        """Return the training or evaluation set that the config describes, fetched or drawn if it must be."""
+        """Return the training or the evaluation set of a config; download or generate it if necessary."""
         raise TypeError(f"{cls.__name__} must define from_cfg")
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for what the config says that the disk contradicts; imports no torch."""
+        """Yield (key, message) for each conflict between the config and the files; imports no torch."""
         if cls.num_classes and cfg.MODEL.NUM_CLASSES != cls.num_classes:
-            where = f"DATA.NAME {cfg.DATA.NAME}"
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, cls.num_classes, where)
+            source = f"DATA.NAME {cfg.DATA.NAME}"
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, cls.num_classes, source)
 
     @classmethod
     def count_classes(cls, cfg) -> int:
-        """Return the number of classes of the training data, 0 when only its images tell; imports no torch."""
+        """Return the number of training classes, or 0 if the set must be opened to count them; imports no torch."""
         return cls.num_classes
 
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
-        """Return the number of training images, counted up to `most`; 0 if only the opened set tells it."""
+        """Return the number of training images, counted up to `most`, or 0 if the set must be opened to count them."""
         return cls.num_images
 
     def __len__(self) -> int:
-        raise TypeError(f"{type(self).__name__} must define __len__")
+        return len(self.labels)
 
     def read(self, index: int) -> "bytes | bytearray | memoryview | np.ndarray | torch.Tensor | Image":
-        """Return image `index`, as cheaply as the set can: it is decoded and cropped later.
+        """Return image `index` with as little work as possible; the loader decodes and crops it.
 
-        The bytes of an image file; or its pixels, uint8 (H, W) or (H, W, 3), as a tensor (3, H, W); or a PIL image of
-        any mode. Any exception means that the image is broken.
+        Allowed are the bytes of an image file; uint8 pixels as an array (H, W) or (H, W, 3) or as a tensor (3, H, W);
+        and a PIL image of any mode. Any exception means that the image is broken.
         """
-        raise TypeError(f"{type(self).__name__} must define read")
+        if not self.has_files:
+            raise TypeError(f"{type(self).__name__} must define read")
+        return read_file(self.describe(index))
 
     def label(self, index: int) -> "int | np.ndarray":
-        """Return the class of image `index`, from 0; of a multilabel set float32 (classes,): 1 for each of its."""
-        raise TypeError(f"{type(self).__name__} must define label")
+        """Return the class index of image `index`; for a multilabel set a float32 multi-hot vector (classes,)."""
+        return int(self.labels[index])
 
     def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when image `index` is changed in place; none where the set cannot tell."""
+        """Return numbers that change when image `index` is modified in place; empty if this cannot be detected."""
         return file_stamp(self.describe(index)) if self.has_files else ()
 
-    def check_place(self) -> tuple[Path | None, str]:
-        """Return the file beside which the record of a check may lie, None for nowhere, and the version of the list."""
+    def check_record(self) -> tuple[Path | None, str]:
+        """Return the path for the results of the file check, None to store none, and the version of the image list."""
         return None, ""
 
     def notes(self) -> list[str]:
-        """Return what a run should warn of at its start."""
+        """Return warnings to log at the start of a run."""
         return []
 
     def describe(self, index: int) -> str:
-        """Return what to call image `index` in a message: its file, or its number."""
+        """Return the name of image `index` for messages: its file or its index."""
         return f"image {index}"
 
 
-def file_stamp(path: str) -> tuple[int, ...]:
-    """Return the size of a file in bytes and the time of its last change in ns; nothing if it is not there."""
+class SplitDataset(ImageDataset):
+    """A data set with one folder or file per split; evaluation images are labeled with the training classes.
+
+    A family defines `read_classes`, `find_split_problems` and `from_cfg`.
+    """
+
+    @classmethod
+    def split_path(cls, section) -> Path:
+        """Return the folder or file of cfg.TRAIN or cfg.TEST."""
+        return Path(section.DATASET) / section.SPLIT
+
+    @classmethod
+    def read_classes(cls, path: Path) -> tuple[str, ...]:
+        """Return the class names of a split in the order of its labels; empty if it cannot be read."""
+        raise TypeError(f"{cls.__name__} must define read_classes")
+
+    @classmethod
+    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each problem with the files of a split.
+
+        Args:
+            name: TRAIN or TEST.
+            section: cfg.TRAIN or cfg.TEST.
+            trained: the training classes; empty if they are unknown.
+        """
+        raise TypeError(f"{cls.__name__} must define find_split_problems")
+
+    @classmethod
+    def training_classes(cls, cfg) -> tuple[str, ...] | None:
+        """Return the classes to label an evaluation set with; None if the training data cannot be read."""
+        return cls.read_classes(cls.split_path(cfg.TRAIN)) or None
+
+    @classmethod
+    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for problems with the files, unknown classes and a wrong number of classes."""
+        name = "TRAIN" if train else "TEST"
+        path, training_path = cls.split_path(cfg[name]), cls.split_path(cfg.TRAIN)
+        trained = cls.read_classes(training_path)
+        problems = list(cls.find_split_problems(name, cfg[name], trained))
+        yield from problems
+        own = () if problems else cls.read_classes(path)
+        num_classes, source = (len(trained), training_path) if trained else (len(own), path)
+        if trained and (extra := sorted(set(own) - set(trained))):
+            yield f"{name}.SPLIT", unknown_classes(path, extra)
+        elif own and num_classes != cfg.MODEL.NUM_CLASSES:
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, num_classes, str(source))
+
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of training classes; without training data, of evaluation classes."""
+        counts = (len(cls.read_classes(cls.split_path(section))) for section in (cfg.TRAIN, cfg.TEST))
+        return cls.num_classes or next(filter(None, counts), 0)
+
+
+def get_dataset(name: str) -> type[ImageDataset]:
+    """Return the data set class that is registered under a name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    return cast(type[ImageDataset], DATASETS.get(name))
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def class_count_mismatch(num_classes: int, found: int, source: str) -> str:
+    """Return the message for a MODEL.NUM_CLASSES that differs from the number of classes in the data."""
+    return f"{num_classes}, but {source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
+
+
+def unknown_classes(path: Path, names: Sequence[str]) -> str:
+    """Return the message for evaluation classes that are not among the training classes."""
+    return f"{path} has classes that the training data lacks: {first_few(names)}"
+
+
+def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
+    """Return the first `num` names and how many more there are."""
+    more = f" and {len(names) - num} more" if len(names) > num else ""
+    return separator.join(names[:num]) + more
+
+
+def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
+    """Return (key, message) for a DATASET folder that does not exist."""
+    hint = did_you_mean(root.name, list_classes(root.parent))
+    return f"{name}.DATASET", f"no such folder: {root}; it should hold {layout}{hint}"
+
+
+def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
+    """Return (key, message) for a SPLIT folder that does not exist."""
+    existing = list_classes(root)
+    has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
+    return f"{name}.SPLIT", f"no folder {split!r} in {root}; {has}{did_you_mean(split, existing)}"
+
+
+# ---------------------------------------------------------------------------------------- files
+
+
+def is_class(name: str) -> bool:
+    """Return whether a folder name is a class name: not hidden and not a system folder."""
+    return not name.startswith(".") and name.lower() not in JUNK_FOLDERS
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file name has an image extension and is not hidden."""
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Return whether a directory entry is a folder; False for a circular link."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
+    """Return the sorted names of the class folders in a folder; empty if it cannot be listed."""
+    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
+        return tuple(sorted(entry.name for entry in entries if is_folder(entry) and is_class(entry.name)))
+    return ()
+
+
+def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
+    """Return the size of a file in bytes and its modification time in ns; empty if the file is missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -103,29 +235,14 @@ def file_stamp(path: str) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns
 
 
-def class_count_mismatch(num_classes: int, found: int, where: str) -> str:
-    """Return the message for a number of classes that is not the data's."""
-    return f"{num_classes}, but {where} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
-
-
-def is_class(name: str) -> bool:
-    """Tell by its name whether a folder is a class: hidden ones and those of systems and tools are none."""
-    return not name.startswith(".") and name.lower() not in JUNK_FOLDERS
-
-
-def is_image(name: str) -> bool:
-    """Tell by its name whether a file is an image: by the extension, and hidden ones are none."""
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe that bears the name of an image is empty then, and would be waited for otherwise."""
+def open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting: a named pipe with the name of an image then reads as empty."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_file(path: str) -> bytearray:
-    """Return the bytes of an image file, in memory of their own that may be written to."""
-    with open(path, "rb", opener=open_at_once) as file:
+    """Return the bytes of an image file in writable memory."""
+    with open(path, "rb", opener=open_nonblocking) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]
     return data

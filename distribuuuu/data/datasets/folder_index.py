@@ -1,8 +1,8 @@
-"""The index of a folder of images: scanned once, kept in a file, and mapped into memory by every later start.
+"""The index of a folder of images: scanned once, stored in a file, and memory-mapped by later runs.
 
-The file is ROOT/.distribuuuu/index-SPLIT.bin, or lies in the user's cache where ROOT cannot be written to. It holds the
-time of the last change of each folder, which a file that is added, removed or renamed moves: an index is current while
-these are still the times of the folders. Nothing else is asked of the disk at a later start.
+The file is ROOT/.distribuuuu/index-SPLIT.bin, or is in the cache folder if ROOT is not writable. It stores the
+modification time of each folder, which changes when a file is added, removed or renamed: an index is current as long as
+these times match. A later run reads nothing else from the disk.
 """
 
 import contextlib
@@ -10,21 +10,36 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import OtherVersionError, checksum_of, name_at, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import EXTENSIONS
-from distribuuuu.data.datasets.folder_scan import NOT_KNOWN, NUM_THREADS, Scan, scan_folder
+from distribuuuu.data.datasets.array_file import (
+    OtherVersionError,
+    checksum_of,
+    name_at,
+    pack_names,
+    read_arrays,
+    write_arrays,
+)
+from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, is_class, is_folder, is_image
+from distribuuuu.data.datasets.file_lock import take_turn
 
 KIND, VERSION = "folder index", 2
-# How long to wait for another process that scans, before scanning too: that one may be stopped, or its disk gone.
-LONGEST_WAIT_S = 600
+# More than the cores: on a network disk the threads wait for replies.
+NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
+# A folder modified this shortly before the scan may change again without a new time: file systems have coarse clocks.
+YOUNG_NS = 2_000_000_000
+# The modification time of such a folder, and of one that was not listed completely.
+NOT_KNOWN = -1
+# Files that operating systems create, in lower case; like hidden files they are not counted as ignored.
+_JUNK_FILES = ("thumbs.db", "desktop.ini")
 _logger = logging.getLogger(__name__)
 
 
@@ -32,73 +47,71 @@ class FolderIndex:
     """The images of a folder in arrays, without a Python object for each.
 
     Args:
-        folder: the folder with the classes.
-        meta: says which scan made the arrays, and what it ignored.
-        arrays: `names_*` of the images as in `pack_names`; `sample_folder`, int32, the folder of each image; by folder,
-            the one of the classes first: `paths_*` below `folder`, `folder_class`, int32, and `folder_mtime_ns`, int64,
-            NOT_KNOWN if it cannot be relied on. Images and folders lie in the order of the classes.
-        file: where the arrays are mapped from; None: they are in memory.
+        folder: the folder with the class folders.
+        meta: the ID of the scan, and what it ignored.
+        arrays: `names_*` of the images as in `pack_names`; `sample_folder`, int32, the folder of each image; and for
+            each folder, first the one of the classes: `paths_*` relative to `folder`, `folder_class`, int32, and
+            `folder_mtime_ns`, int64, or NOT_KNOWN. Images and folders are in the order of the classes.
+        file: the file that the arrays are mapped from; None: they are in memory.
     """
 
     def __init__(self, folder: str, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         self.folder, self.meta, self.arrays, self.file = folder, meta, arrays, file
         folder_class, sample_folder = arrays["folder_class"], arrays["sample_folder"]
         # The folder of the classes has no class, and comes first.
-        self._first_folders = np.searchsorted(folder_class, np.arange(folder_class[-1] + 1))
-        self.classes = tuple(self._folder_path(number) for number in self._first_folders)
-        self._bounds = [*np.searchsorted(sample_folder, self._first_folders).tolist(), len(sample_folder)]
+        first_folders = np.searchsorted(folder_class, np.arange(folder_class[-1] + 1))
+        self.classes = tuple(name_at(arrays, "paths", number) for number in first_folders)
+        self._bounds = [*np.searchsorted(sample_folder, first_folders).tolist(), len(sample_folder)]
 
     def __len__(self) -> int:
         return len(self.arrays["sample_folder"])
 
     def path(self, index: int) -> str:
         """Return the file of image `index`."""
-        name = name_at(self.arrays["names_bytes"], self.arrays["names_offsets"], index)
-        return os.path.join(self.folder, self._folder_path(self.arrays["sample_folder"][index]), os.fsdecode(name))
-
-    def class_of(self, index: int) -> int:
-        """Return the class of image `index`: its number in `classes`."""
-        return int(self.arrays["folder_class"][self.arrays["sample_folder"][index]])
+        folder = name_at(self.arrays, "paths", self.arrays["sample_folder"][index])
+        return os.path.join(self.folder, folder, name_at(self.arrays, "names", index))
 
     def class_bounds(self, number: int) -> tuple[int, int]:
-        """Return the numbers of the first image of a class and of the one after its last."""
+        """Return the index of the first image of a class and of the one after its last."""
         return self._bounds[number], self._bounds[number + 1]
 
-    def folder_paths(self) -> list[str]:
-        """Return the path of each folder."""
-        return [os.path.join(self.folder, self._folder_path(number)) for number in range(self.num_folders)]
-
     def is_consistent(self) -> bool:
-        """Tell whether all numbers in the arrays are of names, folders and classes that are there."""
-        arrays = self.arrays
-        offsets = {part: arrays[f"{part}_offsets"] for part in ("names", "paths")}
-        for part, num in (("names", len(self)), ("paths", self.num_folders)):
-            ends = offsets[part]
-            if len(ends) != num + 1 or ends[0] != 0 or ends[-1] != len(arrays[f"{part}_bytes"]):
+        """Return whether all numbers in the arrays refer to existing names, folders and classes."""
+        arrays, num_folders = self.arrays, len(self.arrays["folder_class"])
+        sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
+        for part, num in (("names", len(self)), ("paths", num_folders)):
+            offsets = arrays[f"{part}_offsets"]
+            if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
                 return False
-        ascending = (*offsets.values(), arrays["sample_folder"], arrays["folder_class"])
+        ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
         is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
-        in_range = not len(self) or 0 < arrays["sample_folder"][0] <= arrays["sample_folder"][-1] < self.num_folders
-        # The folder of the classes, -1, then each class without a gap.
-        steps = np.diff(arrays["folder_class"])
-        is_gapless = arrays["folder_class"][0] == -1 and (steps <= 1).all()
-        return bool(is_sorted and in_range and is_gapless and len(arrays["folder_mtime_ns"]) == self.num_folders)
+        in_range = not len(self) or 0 < sample_folder[0] <= sample_folder[-1] < num_folders
+        # The folder of the classes has -1, followed by all classes without a gap.
+        has_all_classes = folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
+        return bool(is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == num_folders)
 
-    @property
-    def num_folders(self) -> int:
-        """The number of folders, with that of the classes."""
-        return len(self.arrays["folder_class"])
+    def is_current(self) -> bool:
+        """Return whether no folder has changed since the scan."""
+        mtimes = self.arrays["folder_mtime_ns"]
+        if (mtimes == NOT_KNOWN).any():
+            return False
+        numbers, step = range(len(mtimes)), 64
+
+        def find_mtimes(first: int) -> list[int]:
+            paths = [name_at(self.arrays, "paths", number) for number in numbers[first : first + step]]
+            stamps = [file_stamp(os.path.join(self.folder, path)) for path in paths]
+            return [stamp[1] if stamp else NOT_KNOWN for stamp in stamps]
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return [mtime for part in pool.map(find_mtimes, numbers[::step]) for mtime in part] == mtimes.tolist()
 
     def describe(self) -> str:
-        """Return what there is, e.g. '4 images in 2 folders'."""
-        return f"{counted(len(self), 'image')} in {counted(self.num_folders, 'folder')}"
-
-    def _folder_path(self, number: int) -> str:
-        return os.fsdecode(name_at(self.arrays["paths_bytes"], self.arrays["paths_offsets"], number))
+        """Return the counts, e.g. '4 images in 2 folders'."""
+        return f"{counted(len(self), 'image')} in {counted(len(self.arrays['folder_class']), 'folder')}"
 
     def __getstate__(self) -> dict:
-        """Leave out the arrays while the file is the one they are mapped from: another process can map it too."""
-        state = {"folder": self.folder, "meta": self.meta, "file": self.file, "arrays": None}
+        """Omit the arrays if the file still holds them: another process can map it too."""
+        state: dict[str, Any] = {"folder": self.folder, "meta": self.meta, "file": self.file, "arrays": None}
         with contextlib.suppress(OSError, ValueError):
             if self.file and read_arrays(self.file, KIND, VERSION)[0] == self.meta:
                 return state
@@ -108,94 +121,79 @@ class FolderIndex:
         if state["arrays"] is None:
             meta, state["arrays"] = read_arrays(state["file"], KIND, VERSION)
             if meta != state["meta"]:
-                raise RuntimeError(f"{state['file']} was replaced while a process was started that needs it")
-        self.__init__(**state)
+                raise RuntimeError(f"{state['file']} was replaced while a process that needs it was started")
+        FolderIndex.__init__(self, **state)
 
 
 def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool = True) -> FolderIndex:
-    """Return the index of ROOT/SPLIT, from its file if that is current, else from a scan that is then kept.
+    """Return the index of ROOT/SPLIT from its file if that is current, otherwise from a new scan that is stored.
 
-    Of several processes one scans, and the others wait and take what it found.
+    Of several processes one scans, and the others wait for its result.
 
     Args:
         root: the folder of the data.
-        split: its sub-folder with the classes; if it is not there, the index is empty.
-        cache: the folder for what cannot be kept in root.
+        split: its sub-folder with the classes; if it does not exist, the index is empty.
+        cache: the folder for what cannot be stored in root.
         in_root: whether root may be written to.
     """
     folder = str(Path(root) / split)
     if not os.path.isdir(folder):
-        return FolderIndex(folder, {}, scan_folder(folder, time.time_ns()).arrays)
+        return FolderIndex(folder, *scan_folder(folder, time.time_ns()))
     hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
     files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"] if in_root else []
     files.append(cache / "index" / f"{hashed}.bin")
-    seen = {file: identity_of(file) for file in files}
+    stamps = {file: file_stamp(file) for file in files}
     for file in files:
         index = _load(file, folder)
-        if index is not None and _is_current(index):
+        if index is not None and index.is_current():
             _logger.info("%s: %s, from %s", folder, index.describe(), file)
             return index
-    return _scan_in_turn(folder, seen)
+    return _scan_in_turn(folder, stamps)
 
 
-def _scan_in_turn(folder: str, seen: dict[Path, tuple | None]) -> FolderIndex:
-    """Return a new index, kept in the first of the files that can be written."""
+def _scan_in_turn(folder: str, stamps: dict[Path, tuple[int, ...]]) -> FolderIndex:
+    """Return a new index, stored in the first of the files that can be written."""
     scan, start, reasons = None, time.monotonic(), []
-    for file, identity in seen.items():
+    for file, stamp in stamps.items():
         try:
             with take_turn(file) as now_ns:
-                # Another process has scanned meanwhile. Its index is taken as it is: all processes of a run must see
-                # the same images, also where folders are young.
-                if identity_of(file) != identity and (index := _load(file, folder)) is not None:
+                # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
+                # processes of a run must see the same images.
+                if file_stamp(file) != stamp and (index := _load(file, folder)) is not None:
                     _logger.info("%s: %s, from %s of another process", folder, index.describe(), file)
                     return index
                 scan = scan or scan_folder(folder, now_ns)
-                write_arrays(file, KIND, VERSION, _describe(scan), scan.arrays)
+                write_arrays(file, KIND, VERSION, *scan)
         except OSError as error:
             reasons.append(f"{file}: {error.strerror or error}")
             continue
-        # Mapped from its file, it shares its memory with the other processes.
+        # Mapped from its file, the index shares its memory with other processes.
         if (index := _load(file, folder)) is not None:
-            _log_scan(index, start, f"kept in {file}")
+            _log_scan(index, start, f"stored in {file}")
             return index
-        reasons.append(f"{file}: what was written cannot be read")
-    scan = scan or scan_folder(folder, time.time_ns())
-    index = FolderIndex(folder, _describe(scan), scan.arrays)
-    _log_scan(index, start, "not kept")
-    _logger.warning("%s is scanned at every start, since no index can be kept: %s", folder, "; ".join(reasons))
+        reasons.append(f"{file}: the file written cannot be read")
+    index = FolderIndex(folder, *(scan or scan_folder(folder, time.time_ns())))
+    _log_scan(index, start, "not stored")
+    _logger.warning("%s is scanned at every start, since no index can be stored: %s", folder, "; ".join(reasons))
     return index
 
 
-def _log_scan(index: FolderIndex, start: float, kept: str) -> None:
+def _log_scan(index: FolderIndex, start: float, stored: str) -> None:
     seconds = time.monotonic() - start
-    _logger.info("%s: %s, scanned in %.1f s, %s", index.folder, index.describe(), seconds, kept)
-
-
-def identity_of(file: Path) -> tuple | None:
-    """Return what tells a file from the one that replaces it; None: there is none."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _describe(scan: Scan) -> dict:
-    found = {"ignored": dict(scan.ignored), "num_beside": scan.num_beside}
-    return {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(scan.arrays), **found}
+    _logger.info("%s: %s, scanned in %.1f s, %s", index.folder, index.describe(), seconds, stored)
 
 
 def _load(file: Path, folder: str) -> FolderIndex | None:
-    """Return the index in a file, current or not; None: there is none that can be used."""
+    """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
         meta, arrays = read_arrays(file, KIND, VERSION)
         if meta["extensions"] != list(EXTENSIONS):
-            raise OtherVersionError("was made with other extensions of image files")
+            raise OtherVersionError("was made with other image file extensions")
         if meta["crc32"] != checksum_of(arrays):
-            raise ValueError("is damaged")
+            raise ValueError("is corrupt")
         index = FolderIndex(folder, meta, arrays, file)
         if not index.is_consistent():
-            raise ValueError("holds numbers that contradict each other")
+            raise ValueError("holds inconsistent numbers")
         return index
     except FileNotFoundError:
         return None
@@ -205,56 +203,117 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
         return None
 
 
-def _is_current(index: FolderIndex) -> bool:
-    """Tell whether no folder has changed since the scan."""
-    mtimes = index.arrays["folder_mtime_ns"]
-    if (mtimes == NOT_KNOWN).any():
-        return False
-    paths, step = index.folder_paths(), 64
-    if len(paths) <= step:
-        return _mtimes(paths) == mtimes.tolist()
-    parts = [paths[start : start + step] for start in range(0, len(paths), step)]
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return [mtime for part in pool.map(_mtimes, parts) for mtime in part] == mtimes.tolist()
+# ---------------------------------------------------------------------------------------- scanning
 
 
-def _mtimes(paths: list[str]) -> list[int]:
-    found = []
-    for path in paths:
-        try:
-            found.append(os.stat(path).st_mtime_ns)
-        except OSError:
-            found.append(NOT_KNOWN)
-    return found
+class _Listing(NamedTuple):
+    """The contents of a folder; each image name ends with a NUL, so that a folder needs few objects."""
+
+    mtime_ns: int = NOT_KNOWN
+    names: bytes = b""
+    folders: tuple["os.DirEntry[str]", ...] = ()
+    identity: tuple[int, int] | None = None
+    ignored: Counter[str] = Counter()
 
 
-@contextlib.contextmanager
-def take_turn(file: Path) -> Iterator[int]:
-    """Wait until no other process scans for this file; then yield the time, in ns, by the clock of its disk.
+class _Folder(NamedTuple):
+    """A relative path, and the identities of the folders above it."""
 
-    Raises:
-        OSError: nothing can be written there.
+    path: str
+    above: tuple[tuple[int, int] | None, ...] = ()
+    is_link: bool = False
+
+
+def scan_folder(folder: str, now_ns: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the meta and the arrays of a `FolderIndex`: images by class, then path of the folder, then name.
+
+    Each folder is listed once, and no file is read. Links are followed, except to a folder above them. A folder that
+    cannot be listed has no images.
+
+    Args:
+        folder: the folder of the classes; it need not exist.
+        now_ns: the time by the clock of its file system.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file.with_suffix(".lock"), "ab") as lock:
-        _wait_for(lock)
-        # The disk may be another machine's: its clock, not ours, dates the folders.
-        os.utime(lock.name)
-        yield os.fstat(lock.fileno()).st_mtime_ns
+    found: dict[str, _Listing] = {}
+    waiting = [_Folder("")]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        while waiting:
+            paths = [os.path.join(folder, place.path) for place in waiting]
+            deeper: list[_Folder] = []
+            for place, listing in zip(waiting, pool.map(_list_folder, paths), strict=True):
+                if place.is_link and listing.identity in place.above:
+                    continue
+                found[place.path] = listing
+                deeper += _folders_in(place, listing)
+            waiting = deeper
+    top = found[""]
+    ignored = sum((listing.ignored for path, listing in found.items() if path), Counter())
+    found[""] = top._replace(names=b"")  # images outside the class folders have no class
+    arrays = _to_arrays(found, now_ns)
+    meta = {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
+    return {**meta, "ignored": dict(ignored), "num_beside": top.names.count(b"\0")}, arrays
 
 
-def _wait_for(lock) -> None:
-    """Take a lock that goes with its process; do without where there are none."""
+def _folders_in(place: _Folder, listing: _Listing) -> Iterator[_Folder]:
+    above = (*place.above, listing.identity)
+    for entry in listing.folders:
+        if entry.name.lower() not in JUNK_FOLDERS if place.path else is_class(entry.name):
+            yield _Folder(os.path.join(place.path, entry.name), above, entry.is_symlink())
+
+
+def _list_folder(path: str) -> _Listing:
+    names: list[str] = []
+    folders: list[os.DirEntry[str]] = []
     try:
-        import fcntl
-    except ImportError:
-        return
-    end = time.monotonic() + LONGEST_WAIT_S
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(0.02)
-        except OSError:
-            return
+        status = os.stat(path)  # before the listing: a later change gives another time
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if is_folder(entry):
+                    folders.append(entry)
+                else:
+                    names.append(entry.name)
+        images, ignored = _join_images(names)
+        is_complete = images.count("\0") == len(names) or not _has_dangling_link(path)
+    except OSError as error:
+        _logger.warning("%s is ignored: %s", path, error.strerror or error)
+        return _Listing()
+    mtime_ns = status.st_mtime_ns if is_complete else NOT_KNOWN
+    return _Listing(mtime_ns, os.fsencode(images), tuple(folders), (status.st_dev, status.st_ino), ignored)
+
+
+def _join_images(names: list[str]) -> tuple[str, Counter[str]]:
+    """Return the sorted image names, each followed by a NUL, and the counts of the extensions of the other files."""
+    names.sort()
+    text = "\0".join([*names, ""])
+    # Usually all have one extension: counting it in the text is many times faster than testing each name.
+    end = os.path.splitext(names[0])[1] if names else ""
+    if end.lower() in EXTENSIONS and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
+        return text, Counter()
+    ignored = [name for name in names if name[0] != "." and not is_image(name) and name.lower() not in _JUNK_FILES]
+    extensions = Counter(os.path.splitext(name)[1].lower() for name in ignored)
+    return "\0".join([*filter(is_image, names), ""]), extensions
+
+
+def _has_dangling_link(path: str) -> bool:
+    """Return whether a dangling link may become a folder later, which changes no modification time."""
+    with os.scandir(path) as entries:
+        return any(entry.is_symlink() and not is_image(entry.name) and not os.path.exists(entry) for entry in entries)
+
+
+def _to_arrays(found: dict[str, _Listing], now_ns: int) -> dict[str, np.ndarray]:
+    paths = sorted(found, key=lambda path: (path.split(os.sep, 1)[0], path))
+    listings = [found[path] for path in paths]
+    classes = sorted(path for path in paths if path and os.sep not in path)
+    numbers = {name: number for number, name in enumerate(classes)}
+    text = np.frombuffer(b"".join([listing.names for listing in listings]), np.uint8)
+    ends = np.flatnonzero(text == 0)
+    mtimes = np.array([listing.mtime_ns for listing in listings], np.int64)
+    counts = [listing.names.count(b"\0") for listing in listings]
+    return {
+        "names_bytes": text[text != 0],
+        "names_offsets": np.concatenate([[0], ends - np.arange(len(ends))]),
+        "sample_folder": np.repeat(np.arange(len(paths), dtype=np.int32), counts),
+        **pack_names("paths", [os.fsencode(path) for path in paths]),
+        "folder_class": np.array([numbers.get(path.split(os.sep, 1)[0], -1) for path in paths], np.int32),
+        "folder_mtime_ns": np.where(mtimes > now_ns - YOUNG_NS, NOT_KNOWN, mtimes),
+    }

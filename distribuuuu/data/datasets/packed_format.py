@@ -1,16 +1,15 @@
-"""Packed images: a few large files and an index, written so that a kill at any moment leaves nothing half-believed.
+"""Format of packed images: a few large files and an index, written so that a kill at any time leaves no invalid pack.
 
-    shard-00000.bin   64 bytes: magic, version, format, number of the shard, checksum of what it was made from and how;
-                      then the records of its images, back to back
-    shard-00000.part  the rows of a finished shard, for as long as there is no index
-    index.bin         the rows of all shards; it is written last, and makes a pack of what would be a heap of shards
+    shard-00000.bin   64 bytes: magic, version, format, number of the shard, checksum of its source and options; then
+                      the records of its images without gaps
+    shard-00000.part  the rows of a finished shard; deleted once the index is written
+    index.bin         the rows of all shards; written last, so a pack without it is incomplete
 
 A record is the bytes of an image file (format jpeg) or uint8 pixels (H, W, 3) (format raw).
 """
 
 import contextlib
 import json
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,22 +20,23 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, name_at, read_arrays
+from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, checksum_of, name_at, read_arrays
 
 KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
-# Columns of the index beside the names: the place of a record, and what it is.
+# Columns of the index besides the names: the position of a record, and its contents.
 COLUMNS = {
     "shard": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32,
     "height": np.int32, "width": np.int32, "crc32": np.uint32,
 }  # fmt: skip
 HEADER_SIZE = 64
-FOREIGN_SHARD = "is not of this pack, or its header is damaged; pack the data again"
+FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
-# What a pack is made from and how: two dicts that JSON can hold, under "options" and "source".
+# The source and the options of a pack: two dicts that JSON can represent, under "options" and "source".
 Identity = Mapping[str, Mapping[str, Any]]
+Meta = dict[str, Any]
 
 
 def shard_name(number: int) -> str:
@@ -45,38 +45,65 @@ def shard_name(number: int) -> str:
 
 
 def shard_header(number: int, identity: Identity) -> bytes:
-    """Return the first bytes of a shard; the checksum keeps the shards of two packs apart."""
+    """Return the first bytes of a shard; the checksum distinguishes the shards of two packs."""
     parts = {key: dict(identity[key]) for key in ("options", "source")}
     checksum = zlib.crc32(json.dumps(parts, sort_keys=True).encode())
     kind = identity["options"]["format"].encode()
     return _HEADER.pack(_MAGIC, VERSION, kind, number, checksum).ljust(HEADER_SIZE, b"\0")
 
 
-def read_index(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the meta and the columns of a pack, whose shards are there in their right size.
+def describe_image(folder: Path, columns: Arrays, index: int) -> str:
+    """Return the original name of image `index` and its place in the pack."""
+    return f"{name_at(columns, 'name', index)} (image {index} of {folder})"
+
+
+def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, np.ndarray]]:
+    """Return the meta and the columns of a pack, whose shards exist and have the right sizes.
+
+    Args:
+        folder: of the pack.
+        check_rows: also check the values of all rows.
 
     Raises:
-        ConfigError: with all that is wrong with the pack.
+        ConfigError: with every problem of the pack.
     """
-    meta, columns = _read_index_alone(folder)
-    problems = list(_shard_problems(folder, meta))
-    if problems:
+    meta, columns = _read_index_file(folder, check_rows)
+    if problems := list(_find_shard_problems(folder, meta)):
         raise ConfigError(problems)
     return meta, columns
 
 
-def _read_index_alone(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray], list[str]]:
+    """Return the meta and the columns of a pack and the problems with its files, to verify it image by image.
+
+    Raises:
+        ConfigError: the index is missing or cannot be used.
+    """
+    meta, columns = _read_index_file(folder, check_rows=True)
+    problems = list(_find_shard_problems(folder, meta))
+    for number, shard in enumerate(meta["shards"]):
+        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
+            if file.read(HEADER_SIZE) != shard_header(number, meta):
+                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
+    if meta["crc32"] != checksum_of(columns):
+        problems.append(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
+    return meta, columns, problems
+
+
+def _read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.ndarray]]:
     path = folder / INDEX
     try:
         meta, columns = read_arrays(path, KIND, VERSION)
-        if problem := find_wrong_meta(meta) or _find_wrong_columns(columns):
-            raise ArrayFileError(f"has a wrong header: {problem}")
+        check_meta(meta)
+        _check_columns(columns)
+        if check_rows and (problem := _find_row_problem(meta, columns)):
+            raise ArrayFileError(f"is corrupt: {problem}")
         return meta, columns
     except FileNotFoundError:
         if any(folder.glob("shard-*")):
-            message = f"{folder}: packing was not finished: run the same tools/pack_dataset.py command again"
+            message = f"{folder}: packing is not finished: run the same tools/pack_dataset.py command again"
         else:
-            message = f"{folder} has no {INDEX}: no packed data set; tools/pack_dataset.py makes one of any other"
+            message = f"{folder} has no {INDEX}: it is not a packed data set; create one with tools/pack_dataset.py"
         raise ConfigError(message) from None
     except ArrayFileError as error:
         raise ConfigError(f"{path} {error}; pack the data again") from error
@@ -84,28 +111,30 @@ def _read_index_alone(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarra
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def find_wrong_meta(meta: Mapping[str, Any]) -> str | None:
-    """Return which part of the meta of an index is missing or of another type."""
-    options, shards, classes = meta.get("options"), meta.get("shards"), meta.get("classes")
-    if (
-        not isinstance(options, dict)
-        or options.get("format") not in FORMATS
-        or not isinstance(meta.get("source"), dict)
-    ):
-        return "options or source"
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes) or not classes:
-        return "classes"
-    if len(set(classes)) < len(classes):
-        return "classes, of which two have one name"
-    for part in ("mean", "std"):
-        numbers = meta.get(part)
-        if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
-            return part
-    if not isinstance(meta.get("crop"), str) or type(meta.get("crc32")) is not int:
-        return "crop or crc32"
-    if not isinstance(shards, list) or not all(_is_shard(shard, number) for number, shard in enumerate(shards)):
-        return "shards"
-    return None
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """Check the meta of an index.
+
+    Raises:
+        ArrayFileError: a part is missing or has an invalid value.
+    """
+    options = meta.get("options")
+    classes, shards = (meta[key] if isinstance(meta.get(key), list) else [] for key in ("classes", "shards"))
+    is_valid = {
+        "options": isinstance(options, dict) and options.get("format") in FORMATS,
+        "source": isinstance(meta.get("source"), dict),
+        "classes": all(isinstance(name, str) for name in classes) and 0 < len(set(classes)) == len(classes),
+        **{part: _is_rgb(meta.get(part)) for part in ("mean", "std")},
+        "crop": isinstance(meta.get("crop"), str),
+        "crc32": type(meta.get("crc32")) is int,
+        "shards": isinstance(meta.get("shards"), list) and all(map(_is_shard, shards, range(len(shards)))),
+    }
+    for part, valid in is_valid.items():
+        if not valid:
+            raise ArrayFileError(f"has an invalid header: {part}")
+
+
+def _is_rgb(values: Any) -> bool:
+    return isinstance(values, list) and len(values) == 3 and all(type(value) in (int, float) for value in values)
 
 
 def _is_shard(shard: Any, number: int) -> bool:
@@ -113,20 +142,19 @@ def _is_shard(shard: Any, number: int) -> bool:
     return is_named and all(type(shard.get(key)) is int for key in ("size", "images"))
 
 
-def _find_wrong_columns(columns: Mapping[str, np.ndarray]) -> str | None:
-    """Return which column of an index is missing, of another type or of another length."""
-    num = len(columns.get("label", ()))
-    expected = {name: (np.dtype(kind), (num,)) for name, kind in COLUMNS.items()}
-    expected["name_offsets"] = np.dtype(np.int64), (num + 1,)
-    for name, (kind, shape) in expected.items():
-        if name not in columns or columns[name].dtype != kind or columns[name].shape != shape:
-            return f"column {name}"
-    names = columns.get("name_bytes")
-    return None if names is not None and names.dtype == np.uint8 and names.ndim == 1 else "column name_bytes"
+def _check_columns(columns: Arrays) -> None:
+    """Raise ArrayFileError if a column is missing or has the wrong type or length."""
+    sizes = {name: column.size for name, column in columns.items()}
+    num = sizes.get("label", 0)
+    expected: dict[str, tuple[type, int]] = {name: (kind, num) for name, kind in COLUMNS.items()}
+    expected |= {"name_offsets": (np.int64, num + 1), "name_bytes": (np.uint8, sizes.get("name_bytes", 0))}
+    for name, (kind, length) in expected.items():
+        if name not in columns or columns[name].dtype != kind or columns[name].shape != (length,):
+            raise ArrayFileError(f"has an invalid header: column {name}")
 
 
-def find_wrong_rows(meta: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str | None:
-    """Return what the index says of an image that cannot be: looks at all rows."""
+def _find_row_problem(meta: Meta, columns: Arrays) -> str | None:
+    """Return the first impossible value among all rows."""
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
     if not len(label):
@@ -137,12 +165,13 @@ def find_wrong_rows(meta: Mapping[str, Any], columns: Mapping[str, np.ndarray]) 
         return f"an image outside the {len(sizes)} shards"
     if start.min() < HEADER_SIZE or length.min() < 0 or (start > sizes[shard] - length).any():
         return "an image outside its shard"
-    pixels = columns["height"].astype(np.int64) * columns["width"] * 3
-    is_raw = meta["options"]["format"] == "raw"
-    return "pixels of another size than the image" if is_raw and (pixels != length).any() else None
+    num_bytes = columns["height"].astype(np.int64) * columns["width"] * 3
+    if meta["options"]["format"] == "raw" and (num_bytes != length).any():
+        return "a number of bytes that differs from the image size"
+    return None
 
 
-def _shard_problems(folder: Path, meta: Mapping[str, Any]) -> Iterator[str]:
+def _find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
     for shard in meta["shards"]:
         path = folder / shard["name"]
         try:
@@ -151,29 +180,5 @@ def _shard_problems(folder: Path, meta: Mapping[str, Any]) -> Iterator[str]:
             yield f"{path}: {error.strerror}; it holds {counted(shard['images'], 'image')}: restore it, or pack again"
             continue
         if size != shard["size"]:
-            sizes = f"{counted(size, 'byte')} in place of {shard['size']:,}"
-            yield f"{path} has {sizes}: it was cut or replaced; pack the data again"
-
-
-def read_whole_or_cut(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
-    """Return what `read_index` does and what is wrong with the shards, for whoever looks at each image.
-
-    Raises:
-        ConfigError: there is no index, or it cannot be used.
-    """
-    meta, columns = _read_index_alone(folder)
-    if problem := find_wrong_rows(meta, columns):
-        raise ConfigError(f"{folder / INDEX} is damaged: {problem}; pack the data again")
-    problems = list(_shard_problems(folder, meta))
-    for number, shard in enumerate(meta["shards"]):
-        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
-            if file.read(HEADER_SIZE) != shard_header(number, meta):
-                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
-    if meta["crc32"] != checksum_of(columns):
-        problems.append(f"{folder / INDEX} is damaged: its checksum does not match; pack the data again")
-    return meta, columns, problems
-
-
-def image_name(columns: Mapping[str, np.ndarray], index: int) -> str:
-    """Return what image `index` was called where it came from."""
-    return os.fsdecode(name_at(columns["name_bytes"], columns["name_offsets"], index))
+            sizes = f"{counted(size, 'byte')}, expected {shard['size']:,}"
+            yield f"{path} has {sizes}: it was truncated or replaced; pack the data again"

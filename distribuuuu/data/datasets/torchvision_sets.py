@@ -1,15 +1,18 @@
-"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST, read and fetched by torchvision's own classes."""
+"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST, read and downloaded by torchvision."""
 
-import fcntl
-import os
+from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.datasets.file_lock import take_turn
+
+# Seconds to wait for another process that downloads.
+DOWNLOAD_WAIT_S = 3600
 
 
 class TorchvisionSet(ImageDataset):
-    """A set that torchvision reads whole into memory; TRAIN.DATASET or TEST.DATASET is its root."""
+    """A set that torchvision loads into memory; TRAIN.DATASET or TEST.DATASET is its root."""
 
     crop = "pad"
     has_splits = False
@@ -20,50 +23,37 @@ class TorchvisionSet(ImageDataset):
         import numpy as np
 
         try:
-            data = self._open(root, train, download=False)
+            data = self._open(root, train, download)
         except (RuntimeError, OSError) as error:
-            if not download:
-                raise self._missing(root, train, error) from error
-            data = self._fetch(root, train)
+            reason = " ".join(str(error).split())
+            problem = f"{self.source} is not in {root} and cannot be downloaded: {reason}"
+            raise ConfigError(f"{'TRAIN' if train else 'TEST'}.DATASET: {problem}") from error
         self.classes = tuple(data.classes)
-        # Arrays, no list of objects: each loader worker would make a copy of that as it counts references.
+        # Arrays, not lists: counting the references of a list's elements would copy it into each loader worker.
         self._pixels = np.asarray(data.data)
-        self._labels = np.asarray(data.targets)
+        self.labels = np.asarray(data.targets)
 
     def _open(self, root: str, train: bool, download: bool):
+        """Return torchvision's data set; one of several processes downloads it while the others wait."""
         import torchvision.datasets
 
-        return getattr(torchvision.datasets, self.source)(root, train=train, download=download)
-
-    def _fetch(self, root: str, train: bool):
-        """Download the set; of several processes one does, and the others wait and find it there."""
+        dataset = getattr(torchvision.datasets, self.source)
         try:
-            os.makedirs(root, exist_ok=True)
-            with open(os.path.join(root, f".{self.source}.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                return self._open(root, train, download=True)
-        except (RuntimeError, OSError) as error:
-            raise self._missing(root, train, error) from error
-
-    def _missing(self, root: str, train: bool, error: Exception) -> ConfigError:
-        key, why = f"{'TRAIN' if train else 'TEST'}.DATASET", " ".join(str(error).split())
-        return ConfigError(f"{key}: {self.source} is not in {root} and cannot be fetched: {why}")
+            return dataset(root, train=train)
+        except (RuntimeError, OSError):
+            if not download:
+                raise
+        with take_turn(Path(root) / f".{self.source}", DOWNLOAD_WAIT_S):
+            return dataset(root, train=train, download=True)
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "TorchvisionSet":
         """Return the training or the test images."""
         return cls(cfg.TRAIN.DATASET if train else cfg.TEST.DATASET, train, cfg.DATA.DOWNLOAD)
 
-    def __len__(self) -> int:
-        return len(self._labels)
-
     def read(self, index: int):
         """Return the pixels of image `index`: uint8 (H, W) or (H, W, 3)."""
         return self._pixels[index]
-
-    def label(self, index: int) -> int:
-        """Return the class of image `index`, from 0."""
-        return int(self._labels[index])
 
 
 @DATASETS.register("cifar10")
@@ -84,7 +74,7 @@ class Cifar100(TorchvisionSet):
 
 @DATASETS.register("mnist")
 class Mnist(TorchvisionSet):
-    """MNIST (LeCun et al., 1998): 60,000 + 10,000 grey images of 28 px in 10 classes."""
+    """MNIST (LeCun et al., 1998): 60,000 + 10,000 gray images of 28 px in 10 classes."""
 
     source, num_classes = "MNIST", 10
     mean, std = (0.1307,) * 3, (0.3081,) * 3
@@ -92,7 +82,7 @@ class Mnist(TorchvisionSet):
 
 @DATASETS.register("fashion_mnist")
 class FashionMnist(TorchvisionSet):
-    """Fashion-MNIST (Xiao et al., arXiv 1708.07747): 60,000 + 10,000 grey images of 28 px in 10 classes."""
+    """Fashion-MNIST (Xiao et al., arXiv 1708.07747): 60,000 + 10,000 gray images of 28 px in 10 classes."""
 
     source, num_classes = "FashionMNIST", 10
     mean, std = (0.2860,) * 3, (0.3530,) * 3

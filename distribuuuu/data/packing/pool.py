@@ -1,66 +1,64 @@
-"""Work on images in worker processes, with the answers in the order of the images."""
+"""Process pool that yields its results in the order of the images."""
 
 import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch.signals import die_with_parent, ignore_signals
 
-# Images that a worker takes at a time, and how many such handfuls there may be for each worker.
+# Images per task of a worker, and the maximum number of pending tasks per worker.
 CHUNK = 4
 AHEAD = 3
 
-# What a worker does with the number of an image.
-_work: Callable[[int], Any]
+# The function that a worker applies to the index of an image.
+_function: Callable[[int], Any]
 
 
-def in_order(work: Callable[[int], Any], numbers: range, num_workers: int) -> Iterator[tuple[range, list[Any]]]:
-    """Yield (some numbers, work(number) of each), in order; close it to end the workers early.
+def map_in_order(
+    function: Callable[[int], Any], indices: range, num_workers: int
+) -> Generator[tuple[range, list[Any]], None, None]:
+    """Yield (some indices, the result of each) in order; close the generator to stop the workers early.
 
     Args:
-        work: it is inherited by the workers, so it needs no pickling; what it returns does.
-        numbers: of the images.
-        num_workers: processes; 0: work here.
+        function: workers inherit it by fork, so only its results are pickled.
+        indices: of the images.
+        num_workers: processes; 0: run in this process.
 
     Raises:
         ConfigError: a worker died.
     """
-    chunks = [numbers[start : start + CHUNK] for start in range(0, len(numbers), CHUNK)]
+    chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     if num_workers == 0:
-        yield from ((chunk, [work(number) for number in chunk]) for chunk in chunks)
+        yield from ((chunk, [function(index) for index in chunk]) for chunk in chunks)
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (work, os.getpid()))
-    waiting: deque = deque()
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (function, os.getpid()))
+    pending: deque[tuple[range, Future]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work_on, chunk)))
-            if len(waiting) == AHEAD * num_workers:
-                yield _take(waiting)
-        while waiting:
-            yield _take(waiting)
+            pending.append((chunk, pool.submit(_run_chunk, chunk)))
+            if len(pending) == AHEAD * num_workers:
+                first, future = pending.popleft()
+                yield first, future.result()
+        for chunk, future in pending:
+            yield chunk, future.result()
     except BrokenProcessPool as error:
-        why = "the system may have run out of memory: run the same command again with fewer --workers"
-        raise ConfigError(f"--workers {num_workers}: a worker process was killed; {why}") from error
+        reason = "the system may be out of memory; run the same command again with fewer --workers"
+        raise ConfigError(f"--workers {num_workers}: a worker process was killed: {reason}") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _take(waiting: deque) -> tuple[range, list[Any]]:
-    chunk, answer = waiting.popleft()
-    return chunk, answer.result()
-
-
-def _start_worker(work: Callable[[int], Any], parent: int) -> None:
-    """Leave the signals to the parent, except its end and the SIGTERM that the pool sends."""
-    global _work
-    _work = work
+def _start_worker(function: Callable[[int], Any], parent: int) -> None:
+    """Ignore signals except the SIGTERM of the pool, and die with the parent."""
+    global _function
+    _function = function
     ignore_signals()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
@@ -71,5 +69,5 @@ def _start_worker(work: Callable[[int], Any], parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _work_on(chunk: range) -> list[Any]:
-    return [_work(number) for number in chunk]
+def _run_chunk(chunk: range) -> list[Any]:
+    return [_function(index) for index in chunk]

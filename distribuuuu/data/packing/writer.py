@@ -1,6 +1,6 @@
-"""Writing packed images: shard after shard, each with a side file of its rows, and the index last.
+"""Writer of packed images: shards with a side file of rows each, then the index.
 
-A packing that was killed goes on after the last shard that has a side file; `pack_file` describes the files.
+After a kill, packing resumes after the last shard that has a side file; see `packed_format` for the files.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distribuuuu.data.datasets.packed_format import (
     KIND,
     VERSION,
     Identity,
-    find_wrong_meta,
+    check_meta,
     shard_header,
     shard_name,
 )
@@ -34,7 +34,7 @@ _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\
 
 
 class Record(NamedTuple):
-    """One image as it is stored; height and width of the pixels of format raw, else 0."""
+    """An image as it is stored; height and width are those of the pixels of format raw, else 0."""
 
     data: bytes
     crc32: int
@@ -45,59 +45,58 @@ class Record(NamedTuple):
 
 
 def find_foreign_files(folder: Path) -> list[str]:
-    """Return why a folder is not to be packed into, which need not exist: it holds files of something else."""
+    """Return a problem if a folder holds files that are not of a pack; it need not exist."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    others = [name for name in names if not _OWN_FILES.fullmatch(name) and not name.startswith(".")]
-    return [f"{folder} holds other things already, e.g. {others[0]}; name another folder"] if others else []
+    foreign = [name for name in names if not _OWN_FILES.fullmatch(name) and not name.startswith(".")]
+    return [f"{folder} holds other files, e.g. {foreign[0]}; use another folder"] if foreign else []
 
 
 def find_conflicts(folder: Path, identity: Identity) -> list[str]:
-    """Return why packing cannot go on in a folder: it holds another pack, or one made in another way.
+    """Return a problem if a folder holds a pack of another source or with other options.
 
     Args:
         folder: it need not exist.
-        identity: as far as it is known.
+        identity: the known part of it.
     """
     try:
-        begun = _read_identity(folder)
+        existing = _read_identity(folder)
     except (ArrayFileError, OSError) as error:
-        return [f"{folder / INDEX} {error}; name another folder, or add --overwrite to replace it"]
-    if begun is None:
+        return [f"{folder / INDEX} {error}; use another folder, or add --overwrite to replace it"]
+    if existing is None:
         return []
-    # An option that is not the default may be missing now.
-    options = {**dict.fromkeys(begun["options"]), **identity["options"]}
+    # An option may be present only if it is not the default.
+    options = {**dict.fromkeys(existing["options"]), **identity["options"]}
     differences = [
-        f"{key.replace('_', ' ')} {_shown(begun[part].get(key))}, now {_shown(value)}"
+        f"{key.replace('_', ' ')} {_format_value(existing[part].get(key))}, now {_format_value(value)}"
         for part, values in {**identity, "options": options}.items()
         for key, value in values.items()
-        if begun[part].get(key) != value
+        if existing[part].get(key) != value
     ]
-    how = "name another folder, or add --overwrite to start anew"
-    return [f"{folder} holds another pack: {'; '.join(differences)}; {how}"] if differences else []
+    fix = "use another folder, or add --overwrite to start again"
+    return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
 def _read_identity(folder: Path) -> Identity | None:
-    """Return what the pack in a folder was made from, None when nothing there tells; an unreadable part tells nothing.
+    """Return the source and options of the pack in a folder; None if there is none, or no readable side file.
 
     Raises:
         ArrayFileError: the index cannot be used.
     """
     if (folder / INDEX).exists():
         meta = read_arrays(folder / INDEX, KIND, VERSION)[0]
-        if problem := find_wrong_meta(meta):
-            raise ArrayFileError(f"has a wrong header: {problem}")
+        check_meta(meta)
         return meta
     parts = _finished_parts(folder)
     return parts[0][0] if parts else None
 
 
 def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """Return the meta and the rows of each finished shard, up to the first that is not whole."""
-    parts = []
+    """Return the meta and the rows of each finished shard, up to the first that is incomplete."""
+    parts: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
     with contextlib.suppress(OSError, ArrayFileError, LookupError, TypeError):
         while True:
             path = folder / shard_name(len(parts))
@@ -109,10 +108,10 @@ def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.nda
 
 
 def remove_pack(folder: Path) -> None:
-    """Delete a pack, whole or not; the index goes first, so that no half pack is ever taken for a whole one."""
+    """Delete a pack, complete or not; the index goes first, so that no incomplete pack has one."""
     with contextlib.suppress(FileNotFoundError):
         (folder / INDEX).unlink()
-    _remove(folder)
+    _remove_files(folder)
 
 
 def remove_parts(folder: Path) -> None:
@@ -121,34 +120,34 @@ def remove_parts(folder: Path) -> None:
         path.unlink()
 
 
-def _remove(folder: Path, but: Container[str] = ()) -> None:
-    """Delete the files of a pack, except those of some shards, by their names without the ending."""
+def _remove_files(folder: Path, keep: Container[str] = ()) -> None:
+    """Delete the files of a pack, except those of the shards with the stems `keep`."""
     for path in folder.iterdir():
-        if _OWN_FILES.fullmatch(path.name) and path.stem not in but:
+        if _OWN_FILES.fullmatch(path.name) and path.stem not in keep:
             path.unlink()
 
 
 def find_changed_shard(folder: Path, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
-    """Return the first finished shard of which a source image was changed in place after it was packed; None: none.
+    """Return the first finished shard with a source image that was modified in place after packing, or None.
 
     Args:
-        folder: of a pack, whole or not, of the same source images.
+        folder: of a pack, complete or not, of the same source images.
         stamp: see `ImageDataset.stamp`.
     """
     if (folder / INDEX).exists():
         shards = read_arrays(folder / INDEX, KIND, VERSION)[0]["shards"]
     else:
         shards = [meta["shard"] for meta, _ in _finished_parts(folder)]
-    first = 0
+    start = 0
     for shard in shards:
         if "stamps_crc32" not in shard:  # packed by an older version
             return None
         checksum = 0
-        for image in range(first, shard["source_end"]):
+        for image in range(start, shard["source_end"]):
             checksum = _add_stamp(checksum, stamp(image))
         if checksum != shard["stamps_crc32"]:
             return shard["name"]
-        first = shard["source_end"]
+        start = shard["source_end"]
     return None
 
 
@@ -157,20 +156,18 @@ def _add_stamp(checksum: int, stamp: tuple[int, ...]) -> int:
 
 
 class PackWriter:
-    """Appends records to shards; goes on after the last finished shard of the same pack, and deletes what follows it.
-
-    As a context, it deletes a shard that is not finished at the end.
+    """Appends records to the shards of a folder; a context manager that deletes the unfinished shard at its exit.
 
     Args:
-        folder: it must be there, and hold no other pack (`find_conflicts`) and no index.
-        identity: what the pack is made from and how.
-        max_bytes: the most that a shard may have; one record it may have in any case.
+        folder: an existing folder without an index; finished shards are kept.
+        identity: the source and options of the pack.
+        max_bytes: the maximum size of a shard with more than one record.
 
     Attributes:
-        next_image: number of the first image of the source that no finished shard has dealt with.
-        num_images, num_bytes, num_skipped: images in the pack, their bytes, and images left out of it.
-        shards: of each finished one the name, the size, the number of images, the number of the source's image after
-            its last, and a checksum of the stamps of those it was made from.
+        next_image: index of the first source image after the finished shards.
+        num_images, num_bytes, num_skipped: images in the pack, their bytes, and broken images left out.
+        shards: for each finished shard its name, size and number of images, the index of the source image after its
+            last, and a checksum of the stamps of its source images.
     """
 
     def __init__(self, folder: Path, identity: Identity, max_bytes: int):
@@ -184,25 +181,25 @@ class PackWriter:
             self.num_images += meta["shard"]["images"]
             self.num_skipped += meta["num_skipped"]
             self.num_bytes += int(rows["length"].sum())
-        _remove(folder, but={Path(shard["name"]).stem for shard in self.shards})
+        _remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
         self._file: BinaryIO | None = None
-        self._begin_shard()
+        self._start_shard()
 
-    def _begin_shard(self) -> None:
+    def _start_shard(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._names: list[bytes] = []
         self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
 
     def append(self, image: int, record: Record, stamp: tuple[int, ...]) -> None:
-        """Write the record of image `image` of the source, which had that `ImageDataset.stamp`.
+        """Write the record of source image `image`, which had that `ImageDataset.stamp`.
 
         Raises:
-            ConfigError: the disk refuses it.
+            ConfigError: the file cannot be written.
         """
         if self._rows and self._end + len(record.data) > self.max_bytes:
             self._finish_shard(image)
         number, size = len(self.shards), len(record.data)
-        with self._disk_errors_told():
+        with self._disk_errors_as_config_errors():
             if self._file is None:
                 self._file = open(self.folder / shard_name(number), "wb", buffering=1 << 20)
                 self._file.write(shard_header(number, self.identity))
@@ -221,14 +218,15 @@ class PackWriter:
         self.num_skipped += 1
 
     def _finish_shard(self, next_image: int) -> None:
+        assert self._file is not None
         path = self.folder / shard_name(len(self.shards))
         rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
         columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
-        columns |= {f"name_{part}": array for part, array in pack_names(self._names).items()}
+        columns |= pack_names("name", self._names)
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
         shard |= {"source_end": next_image, "stamps_crc32": self._stamps_crc32}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
-        with self._disk_errors_told():
+        with self._disk_errors_as_config_errors():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -236,27 +234,27 @@ class PackWriter:
         self._file = None
         self._parts.append((meta, columns))
         self.shards.append(shard)
-        self._begin_shard()
+        self._start_shard()
 
     def finish(self, num_source: int, meta: Mapping[str, Any]) -> None:
         """Write the index and delete the side files.
 
         Args:
-            num_source: images of the source, with those that were left out.
-            meta: what the reader has to know beside the rows.
+            num_source: number of source images, including those left out.
+            meta: what the reader needs besides the rows.
 
         Raises:
-            ConfigError: the disk refuses it.
+            ConfigError: a file cannot be written.
         """
         if self._rows:
             self._finish_shard(num_source)
         columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in [*COLUMNS, "name_bytes"]}
         lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
         columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
-        whole = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
-        with self._disk_errors_told():
-            write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **whole}, columns)
-            sync_folder(self.folder)  # the index is there for good before what could replace it goes
+        counts = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
+        with self._disk_errors_as_config_errors():
+            write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **counts}, columns)
+            sync_folder(self.folder)  # the index is durable before the side files are deleted
             remove_parts(self.folder)
 
     def __enter__(self) -> "PackWriter":
@@ -266,19 +264,19 @@ class PackWriter:
         self._abandon()
 
     def _abandon(self) -> None:
-        """Delete the shard that is not finished."""
+        """Delete the unfinished shard."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what is still to be written is not wanted any more
+            with contextlib.suppress(OSError):  # buffered data that cannot be written is not needed
                 self._file.close()
             with contextlib.suppress(OSError):
                 (self.folder / shard_name(len(self.shards))).unlink()
             self._file = None
 
     @contextlib.contextmanager
-    def _disk_errors_told(self) -> Iterator[None]:
+    def _disk_errors_as_config_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._abandon()
-            rest = f"{counted(len(self.shards), 'finished shard')} kept: make room and run the same command again"
-            raise ConfigError(f"{self.folder}: {error.strerror or error}; {rest}") from error
+            kept = f"{counted(len(self.shards), 'finished shard')} kept: free some space and run the same command again"
+            raise ConfigError(f"{self.folder}: {error.strerror or error}; {kept}") from error

@@ -147,8 +147,8 @@ def test_a_check_that_takes_too_long_goes_on_at_the_next_start(root, looks, monk
     clock = iter(range(100))
     monkeypatch.setattr(file_check.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(file_check, "HEADERS_LIMIT_S", 1.5)
-    assert load(root).notes == ["TEST.DATASET: the headers of 5 of 12 files have been checked; the next start goes on"]
-    assert load(root).notes == ["TEST.DATASET: the headers of 10 of 12 files have been checked; the next start goes on"]
+    assert load(root).notes == ["TEST.DATASET: the headers of 5 of 12 files have been checked; the next run continues"]
+    assert load(root).notes == ["TEST.DATASET: the headers of 10 of 12 files have been checked; the next run continues"]
     assert load(root).notes == load(root).notes == []
     assert sorted(looks) == sorted(str(path) for path in root.glob("val/*/*.jpg"))
 
@@ -251,7 +251,7 @@ def test_files_of_other_types_are_counted_and_told_at_every_start(root, caplog):
 def test_images_beside_the_class_folders_are_told(root):
     (root / "train/ant/000.jpg").rename(root / "train/x.jpg")
     (root / "train/README.md").write_text("x")
-    assert "1 images lie beside the class folders and are ignored" in load(root, True).notes[0]
+    assert "1 images are outside the class folders and are ignored" in load(root, True).notes[0]
 
 
 JUNK = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", ".ipynb_checkpoints", "System Volume Information")
@@ -298,7 +298,7 @@ def test_one_class_alone_and_classes_of_one_image(tmp_path):
 def test_class_folders_that_differ_only_by_case_are_told(tmp_path):
     draw_folder(tmp_path, "train", {"Cat": 1, "cat": 1, "dog": 1})
     note = load(tmp_path, True, "TRAIN.BATCH_SIZE", 1).notes[0]
-    assert "class folders differ only by case: Cat and cat; each counts as a class of its own" in note
+    assert "class folders differ only by case: Cat and cat; each counts as a separate class" in note
 
 
 def problems(root, tmp_path, *words) -> str:

@@ -94,7 +94,7 @@ def test_what_a_csv_may_say(image_folder, tmp_path):
 def test_a_million_images_are_a_handful_of_objects(tmp_path):
     write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
     table = read_table(tmp_path / "train.csv")
-    parts = (table.paths, table.path_ends, table.numbers, table.number_ends, table.lines)
+    parts = (table.paths, table.path_ends, table.labels, table.label_ends, table.lines)
     assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
     assert read_table(tmp_path / "train.csv") is table
     write_csv(tmp_path / "train.csv", ["0.jpg,a"])
@@ -107,14 +107,14 @@ WRONG = {
     "has no line but its header": "image,labels\n",
     "has no label on any line": "image,labels\na.jpg,\n",
     "names an image again: line 4, './a.jpg' as in line 2": "image,labels\na.jpg,x\nb.jpg,x\n./a.jpg,y\n",
-    'has lines of another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'
+    'has lines with another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'
     " line 3 has 3": "image,labels\na.jpg\nb.jpg,x,y\nb.jpg,x\n",
     "has lines without an image: line 2": "image,labels\n,x\na.jpg,x\n",
-    "names images that are not there: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
-    "names images that are not there: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
+    "names images that do not exist: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
+    "names images that do not exist: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
     " '4.jpg' and 2 more": "image,labels\n" + "".join(f"{number}.jpg,x\n" for number in range(7)),
-    "has labels that are several: put semicolons between them: x y": "image,labels\na.jpg,x y\nb.jpg,x;y\n",
-    "is not a CSV of UTF-8": "image,labels\na.jpg,\udcff\n",
+    "has labels that are several names, to be separated by semicolons: x y": "image,labels\na.jpg,x y\nb.jpg,x;y\n",
+    "is not a CSV in UTF-8": "image,labels\na.jpg,\udcff\n",
 }
 
 
@@ -134,9 +134,9 @@ def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
     write_csv(tmp_path / "val.csv", ["a.jpg,zebra", "b.jpg,zbra;horse", "c.jpg,zbra"])
     done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", *words_of(tmp_path)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for told in ("train.csv names an image again: line 3", "train.csv names images that are not there: line 4",
+    for told in ("train.csv names an image again: line 3", "train.csv names images that do not exist: line 4",
                  "val.csv has labels that the training data lacks: line 3, 'zbra'; did you mean zebra?",
-                 "val.csv names images that are not there: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
+                 "val.csv names images that do not exist: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
         assert told in done.stderr, done.stderr
     assert done.stderr.count("zbra") == 1 and not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="'zbra'; did you mean zebra"):
@@ -162,7 +162,7 @@ def test_what_does_not_go_with_several_labels_is_refused(cfg_of, words):
 
 def test_packs_refuse(cfg_of, root, tmp_path):
     done = run_tool("pack_dataset.py", tmp_path / "pack", *map(str, words_of(root, "MODEL.NUM_CLASSES", 3)))
-    assert done.returncode == 2 and "a pack has room for one class an image" in done.stderr
+    assert done.returncode == 2 and "a pack stores one class per image" in done.stderr
 
 
 # ---------------------------------------------------------------------------------- the batches

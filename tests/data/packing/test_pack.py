@@ -223,7 +223,7 @@ def test_a_set_without_files(pixels, tmp_path):
     for index in range(20):
         expected = Pixels().read(index)
         assert np.array_equal(packed.read(index), expected if expected.ndim == 3 else np.stack([expected] * 3, 2))
-    assert "pixels has pixels, and no files" in told(pack, tmp_path / "b", *pixels)
+    assert "pixels has pixels but no files" in told(pack, tmp_path / "b", *pixels)
     pack(tmp_path / "b", "--quality", 90, *pixels)
     assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
 
@@ -300,7 +300,7 @@ def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
     process, words = start_packing(out.parent, many_images(tmp_path / "data"))
     process.kill()
     process.communicate()
-    assert not (out / "index.bin").exists() and "was not finished" in told(Packed, out.parent, "train")
+    assert not (out / "index.bin").exists() and "is not finished" in told(Packed, out.parent, "train")
     done = run_tool("pack_dataset.py", out.parent, *words)
     assert done.returncode == 0 and "resumed after" in done.stdout, done.stderr
     pack(tmp_path / "whole", *words)
@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_and_loses_one_shard(folder, tmp_path, monkeypatch):
     assert "No space left on device" in message and "run the same command again" in message
     left = shards(tmp_path / "train")
     assert left and all((tmp_path / "train" / name).with_suffix(".part").exists() for name in left)
-    assert "packing was not finished" in told(Packed, tmp_path, "train")
+    assert "packing is not finished" in told(Packed, tmp_path, "train")
     pack(tmp_path, *words)
     pack(tmp_path / "whole", *words)
     assert contents(tmp_path / "train") == contents(tmp_path / "whole" / "train")
@@ -352,7 +352,7 @@ def test_a_disk_that_is_full_for_a_side_file_or_the_index(folder, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(pack_writer, "write_arrays", write_arrays)
         assert "No space left" in told(pack, tmp_path, "--shard-mb", TINY_MB, *source(folder))
-    assert "was not finished" in told(Packed, tmp_path, "train")
+    assert "is not finished" in told(Packed, tmp_path, "train")
     pack(tmp_path, "--shard-mb", TINY_MB, *source(folder))
     assert len(Packed(tmp_path, "train")) == 14
 
@@ -458,7 +458,7 @@ def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "data")
     other = tmp_path / "data" / "train"
     for words in ([], ["--overwrite"]):
-        assert "holds other things already, e.g. ant" in told(pack, tmp_path / "data", *words, *source(folder))
+        assert "holds other files, e.g. ant" in told(pack, tmp_path / "data", *words, *source(folder))
     assert sorted(os.listdir(other)) == ["ant", "bee", "cat"]
 
 
@@ -553,8 +553,8 @@ def several(folder, tmp_path) -> Path:
         ("cut", "shard-00001.bin has ", False),
         ("lost", "shard-00001.bin: No such file", False),
         ("flipped", "its checksum does not match", True),
-        ("exchanged", "is not of this pack", True),
-        ("index", "index.bin is damaged", True),
+        ("exchanged", "does not belong to this pack", True),
+        ("index", "index.bin is corrupt", True),
     ],
 )
 def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
@@ -577,7 +577,7 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
 def test_a_shard_of_another_pack_is_not_read(several):
     packed = Packed(several, "train")
     spoil(several, "exchanged")
-    assert "is not of this pack" in told(packed.read, list(packed._columns["shard"]).index(1))
+    assert "does not belong to this pack" in told(packed.read, list(packed._columns["shard"]).index(1))
 
 
 def problems_of(root, num_classes=3, split="train") -> dict[str, str]:
@@ -597,11 +597,11 @@ def test_what_is_wrong_with_a_pack_is_told_before_the_start(several, monkeypatch
     assert "of version 1, not packed images of version 2" in problems_of(several)["TRAIN.SPLIT"]
     monkeypatch.undo()
     (several / "train/index.bin").unlink()
-    assert "packing was not finished: run the same" in problems_of(several)["TRAIN.SPLIT"]
+    assert "packing is not finished: run the same" in problems_of(several)["TRAIN.SPLIT"]
 
 
 def test_a_folder_of_images_is_no_pack(folder):
-    assert "has no index.bin: no packed data set" in problems_of(folder)["TRAIN.SPLIT"]
+    assert "has no index.bin: it is not a packed data set" in problems_of(folder)["TRAIN.SPLIT"]
 
 
 # -------------------------------------------------------------------------------- the command line
@@ -614,13 +614,13 @@ WRONG = {
     "an unknown flag": (["OUT", "--shorter-sid", "3"], "did you mean --shorter-side"),
     "an unknown key": (["OUT", "TRAIN.DATASETS", "x"], "did you mean TRAIN.DATASET"),
     "an unknown set": (["OUT", "DATA.NAME", "cifar"], "did you mean cifar10"),
-    "a quality of pixels": (["OUT", "--format", "raw", "--quality", "90"], "keeps pixels"),
+    "a quality of pixels": (["OUT", "--format", "raw", "--quality", "90"], "stores pixels"),
     "a quality above 100": (["OUT", "--quality", "101"], "1 to 100"),
     "no size": (["OUT", "--shorter-side", "0", "--shard-mb", "0", "--workers", "-1"], "3 problems to solve first"),
     "a missing source": (["OUT", "TRAIN.DATASET", "/no/such"], "no such folder: /no/such"),
     "a file for a folder": (["/etc/hostname/x"], "/etc/hostname is a file"),
-    "nothing to verify": (["--verify", "OUT"], "is no folder"),
-    "too much to verify": (["--verify", "OUT", "OUT_DIR", "x"], "--verify needs the folder alone"),
+    "nothing to verify": (["--verify", "OUT"], "is not a folder"),
+    "too much to verify": (["--verify", "OUT", "OUT_DIR", "x"], "--verify takes the folder alone"),
 }
 
 
@@ -631,7 +631,7 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(case, folder, t
     if "--verify" not in words and words and words[0] != "TRAIN.DATASET":
         words = [words[0], *source(folder), *words[1:]]
     code = (
-        "import sys; from distribuuuu.data.packing.pack import run_packer\n"
+        "import sys; from distribuuuu.cli.pack_dataset import run_packer\n"
         "status = run_packer('')\n"
         "sys.exit(99 if 'torch' in sys.modules else status)"
     )

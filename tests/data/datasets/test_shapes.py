@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from support.runs import ROOT
 
-from distribuuuu.data.datasets import draw_shapes as module
-from distribuuuu.data.datasets.draw_shapes import MARKER, SHAPES, draw_shapes
+from distribuuuu.data.datasets import shapes as module
+from distribuuuu.data.datasets.shapes import MARKER, SHAPES, draw_shapes
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -21,7 +21,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
-    code = f"from distribuuuu.data.datasets.draw_shapes import draw_shapes; draw_shapes({str(root)!r}, {num_train}, 10)"
+    code = f"from distribuuuu.data.datasets.shapes import draw_shapes; draw_shapes({str(root)!r}, {num_train}, 10)"
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
 
 
@@ -189,8 +189,5 @@ def test_a_linear_model_on_pixels_fails(tmp_path):
 
 
 def test_importing_the_module_imports_neither_pillow_nor_torch():
-    code = (
-        "import sys, distribuuuu.data.datasets.draw_shapes\n"
-        "sys.exit(bool({'PIL', 'torch', 'numpy'} & set(sys.modules)))"
-    )
+    code = "import sys, distribuuuu.data.datasets.shapes\nsys.exit(bool({'PIL', 'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,97 @@
+"""The interface of a data set: what a new one must define, and what it inherits."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.batches import ALONE, CPU, batches_of
+
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+
+
+class Pixels(ImageDataset):
+    """Images in memory."""
+
+    classes = ("dark", "light")
+    labels = np.arange(30) % 2
+
+    @classmethod
+    def from_cfg(cls, cfg, train):
+        return cls()
+
+    def read(self, index):
+        return np.full((20, 20, 3), 50 + 150 * (index % 2), np.uint8)
+
+
+class CsvImages(ImageDataset):
+    """Image files listed in DATASET/SPLIT.csv."""
+
+    has_files = True
+
+    def __init__(self, root, split, classes=None):
+        with open(Path(root) / f"{split}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.paths = [str(Path(root) / row["image"]) for row in rows]
+        self.classes = classes or tuple(sorted({row["label"] for row in rows}))
+        self.labels = [self.classes.index(row["label"]) for row in rows]
+
+    @classmethod
+    def from_cfg(cls, cfg, train):
+        training = cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
+        return training if train else cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, training.classes)
+
+    def describe(self, index):
+        return self.paths[index]
+
+
+@pytest.fixture
+def cfg_of(small_cfg, monkeypatch, tmp_path):
+    """Return a config of a data set class, registered for one test."""
+
+    def make(dataset, *words):
+        DATASETS.get("dummy")
+        monkeypatch.setitem(DATASETS._table, "mine", dataset)
+        cfg = small_cfg("DATA.NAME", "mine", "MODEL.NUM_CLASSES", 0, "OUT_DIR", tmp_path / "out", *words)
+        assert find_run_problems(cfg, train=True) == []
+        return resolve_num_classes(cfg)
+
+    return make
+
+
+def test_images_in_memory_need_classes_labels_and_read(cfg_of):
+    cfg = cfg_of(Pixels)
+    assert cfg.MODEL.NUM_CLASSES == 2 and len(Pixels()) == 30
+    images, labels = batches_of(cfg, train=False)[0]
+    assert labels.tolist() == [index % 2 for index in range(len(labels))]
+    assert torch.equal(images[0], images[2]) and (images[0] < images[1]).all()
+
+
+def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_path):
+    for split in ("train", "val"):
+        paths = sorted((image_folder / split).rglob("*.jpg"))
+        lines = [f"{path},{path.parent.name}" for path in paths if split == "train" or path.parent.name != "bee"]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["image,label", *lines]))
+    cfg = cfg_of(CsvImages, "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path)
+    loader = build_loader(cfg, ALONE, CPU, train=False)
+    assert loader.images.classes == ("ant", "bee", "cat") and set(loader.images.labels) == {0, 2}
+    assert loader.images.read(0) == Path(loader.images.describe(0)).read_bytes() and len(loader.images.stamp(0)) == 2
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "val.csv").write_text("image,label\nempty.jpg,ant\n")
+    with pytest.raises(ValueError, match="1 of 1 images are broken: .*empty.jpg: ValueError: the file is empty"):
+        build_loader(cfg, ALONE, CPU, train=False)
+
+
+def test_a_missing_method_is_named():
+    with pytest.raises(TypeError, match="ImageDataset must define from_cfg"):
+        ImageDataset.from_cfg(None, True)
+    with pytest.raises(TypeError, match="ImageDataset must define read"):
+        ImageDataset().read(0)
+
+
+def test_long_lists_are_shortened():
+    assert first_few(["a"]) == "a" and first_few(list("abcdefg")) == "a, b, c, d, e and 2 more"
