@@ -137,6 +137,8 @@ _C.AUG = CfgNode()
 _C.AUG.POLICY = "none"
 # Colour jitter: one number for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
+# Operations after the color jitter, in this order: names registered in AUGMENTATIONS, e.g. [grayscale]; empty: none.
+_C.AUG.OPERATIONS = ()
 # Probability that a rectangle of 2 % to a third of the image is erased, 0 to 1.
 _C.AUG.ERASING = 0.0
 # What an erased rectangle becomes: const (the mean colour) or pixel (normal noise around it, clipped to bytes).

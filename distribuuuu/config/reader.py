@@ -390,8 +390,9 @@ def with_origin(cfg: CfgNode, key: str) -> str:
 def _outside_choices(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     for key, allowed in {**CHOICES, **{key: registry.names() for key, registry in REGISTERED.items()}}.items():
         value = get_value(cfg, key)
-        if value not in allowed:
-            yield key, f"{value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in allowed:
+                yield key, f"{name!r} is not one of {', '.join(allowed)}{did_you_mean(name, allowed)}"
 
 
 def _outside_ranges(cfg: CfgNode) -> Iterator[tuple[str, str]]:

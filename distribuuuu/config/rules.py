@@ -1,6 +1,6 @@
 """What each option allows: its choices, its range, whether it may be unset."""
 
-from distribuuuu.config.registry import DATASETS, LOSSES, SCHEDULES
+from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, SCHEDULES
 
 # Keys that may be unset (null), and their type when they are set.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
@@ -8,7 +8,7 @@ NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
 # Keys that hold a list of texts; all other lists are of numbers.
-TEXT_LISTS = ("FINETUNE.FREEZE",)
+TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE")
 
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
@@ -35,8 +35,8 @@ CHOICES = {
     "TRAIN.ON_NAN": ("stop", "rollback"),
 }
 
-# Keys whose values are the names in a registry.
-REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES}
+# Keys whose values are names in a registry, or lists of them.
+REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "AUG.OPERATIONS": AUGMENTATIONS}
 
 # Least and greatest value; None: no bound.
 RANGES = {

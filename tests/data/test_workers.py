@@ -25,7 +25,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples, collate
-from distribuuuu.data.transforms import CentreCrop, ResizedCrop
+from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.workers import LoaderWorkerError, count_cores, count_workers, start_workers
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.signals import set_up_worker_signals
@@ -62,7 +62,7 @@ class Squares(ImageDataset):
 def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4):
     """Return the batches of an evaluation set, the sampler's position always at its beginning."""
     images = images or Squares()
-    samples = Samples(images, transform or CentreCrop(8, 8), "auto", skip_broken=False)
+    samples = Samples(images, transform or CenterCrop(8, 8), "auto", skip_broken=False)
     return start_workers(samples, EvalSampler(len(images), batch_size, 0, 1), kind, num, pin_memory=False)
 
 
@@ -254,7 +254,7 @@ def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypa
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    samples, dies = Samples(Squares(400), CentreCrop(8, 8), "auto", skip_broken=False), threading.Event()
+    samples, dies = Samples(Squares(400), CenterCrop(8, 8), "auto", skip_broken=False), threading.Event()
 
     def pin_one(source, target, *_):
         while not dies.is_set():
@@ -575,7 +575,7 @@ def test_a_bad_file_is_skipped_counted_and_replaced_alike(small_cfg, tmp_path, b
         here = list(loader.batches_from(3, 0, 0))
     warned = [record for record in caplog.records if record.levelname == "WARNING"]
     assert loader.num_broken == 1 and len(warned) == 1
-    assert "broken image no. 1" in caplog.text and "bee/005.jpg" in caplog.text
+    assert "broken image (1 so far)" in caplog.text and "bee/005.jpg" in caplog.text
     assert [len(images) for images, _ in here] == [6] * 4
     changed = [int((a != b).flatten(1).any(1).sum()) for (a, _), (b, _) in zip(whole, here, strict=True)]
     assert sum(changed) == 1
@@ -647,7 +647,7 @@ GREY = DRAWN[:, :, 0].copy()
 
 
 def one_batch(kind: str, num: int, *items):
-    batches = start(kind, num, Items(list(items)), CentreCrop(20, 20), batch_size=len(items))
+    batches = start(kind, num, Items(list(items)), CenterCrop(20, 20), batch_size=len(items))
     return next(iter(batches))
 
 
@@ -687,7 +687,7 @@ def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning():
         (None, "NoneType"), ("x.jpg", "str"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("transform", [CentreCrop(8, 8), ResizedCrop(8)])
+@pytest.mark.parametrize("transform", [CenterCrop(8, 8), ResizedCrop(8)])
 def test_what_is_no_image_says_what_it_is(wrong, said, transform):
     batches = start("thread", 0, Items([wrong]), transform, batch_size=1)
     pixels, _, broken = next(iter(batches))
@@ -705,7 +705,7 @@ def test_a_set_that_lacks_a_method_says_which():
 
 
 def test_no_batch_is_made_of_a_sample_that_is_missing():
-    samples = Samples(Items([DRAWN, None]), CentreCrop(8, 8), "auto", skip_broken=False)
+    samples = Samples(Items([DRAWN, None]), CenterCrop(8, 8), "auto", skip_broken=False)
     pixels, _, broken = collate([samples[(0, 0)], samples[(0, 1)]])
     assert pixels is None and len(broken) == 1
 

@@ -16,9 +16,8 @@ import torchvision.io  # noqa: F401
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.packed_format import COLUMNS, image_name, shard_name
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.packing.writer import Record
-from distribuuuu.data.picture import open_lazy_image
 
 
 @dataclass(frozen=True)
