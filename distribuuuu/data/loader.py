@@ -220,11 +220,7 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
 
 
 def build_images(cfg, train: bool) -> ImageDataset:
-    """Return the ImageDataset of a config.
-
-    Raises:
-        ConfigError: it cannot be read, or its number of classes is not MODEL.NUM_CLASSES.
-    """
+    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES."""
     family = cast(type[ImageDataset], DATASETS.get("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME))
     images = family.from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES:
@@ -257,11 +253,7 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterat
 
 
 def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
-    """Return the sampler of this process.
-
-    Raises:
-        ConfigError: a step takes more images than there are.
-    """
+    """Return the sampler of this process; raise ConfigError if a step takes more images than there are."""
     num_images = len(images)
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)

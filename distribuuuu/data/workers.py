@@ -185,9 +185,7 @@ def _hide_consequence(hook, thread: threading.Thread, processes: Sequence, failu
 
 
 def _shut_down(batches: DataLoader) -> None:
-    shut_down_workers = getattr(batches._iterator, "_shutdown_workers", None)
-    if shut_down_workers:
-        shut_down_workers()
+    getattr(batches._iterator, "_shutdown_workers", lambda: None)()
 
 
 class ThreadWorkers:

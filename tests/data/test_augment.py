@@ -37,7 +37,7 @@ TORCHVISIONS = ["autoaugment", "randaugment", "trivialaugment"]
 
 
 def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
-    """Draw smooth colours: uint8 (3, side, side)."""
+    """Draw smooth colors: uint8 (3, side, side)."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     smooth = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(smooth)).permute(2, 0, 1)
@@ -105,22 +105,22 @@ def test_torchvisions_names_give_what_torchvision_gives(text, theirs):
 def test_jitter_is_torchvisions(strengths, theirs):
     augmented, reference = AugmentedCrop(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
     for index in range(10):
-        draws = SampleRNG(3, index)
-        whole()(LazyImage(scene()), draws)
-        draws.seed()
-        torch.manual_seed(draws.seed())
+        rng = SampleRNG(3, index)
+        whole()(LazyImage(scene()), rng)
+        rng.seed()
+        torch.manual_seed(rng.seed())
         expected = pil_to_tensor(reference(image_of(scene())))
         assert torch.equal(augmented(LazyImage(scene()), SampleRNG(3, index)), expected)
 
 
-def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
-    chosen, counts = policy("3augment"), {"grey": 0, "solarized": 0, "blurred": 0}
+def test_3augment_is_gray_solarized_or_blurred_one_as_likely_as_the_other():
+    chosen, counts = policy("3augment"), {"gray": 0, "solarized": 0, "blurred": 0}
     original = scene().int()
     inverted = torch.where(original >= 128, 255 - original, original)
     for seed in range(600):
         pixels = pil_to_tensor(chosen(image_of(scene()), seed)).int()
         if (pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all():
-            counts["grey"] += 1
+            counts["gray"] += 1
         elif torch.equal(pixels, inverted):
             counts["solarized"] += 1
         else:
@@ -129,10 +129,10 @@ def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
     assert all(150 <= count <= 250 for count in counts.values()), counts
 
 
-def test_what_timms_policies_uncover_becomes_the_mean_colour():
+def test_what_timms_policies_uncover_becomes_the_mean_color():
     chosen, white = policy("rand-m10-n1-p1-mstd0", mean=(0.2, 0.4, 0.6)), Image.new("RGB", (48, 48), "white")
-    colours = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
-    assert (51, 102, 153) in colours and (128, 128, 128) not in colours
+    colors = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
+    assert (51, 102, 153) in colors and (128, 128, 128) not in colors
 
 
 @pytest.mark.parametrize("text", ["rand-m10-inc1-p1", "rand-m0-p1", "v0"])
@@ -209,7 +209,7 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
     assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
 
 
-def test_what_is_erased_is_nothing_once_it_is_normalised():
+def test_what_is_erased_is_nothing_once_it_is_normalized():
     ((pixels, hit),) = erased_boxes(Erasing(1.0, MEAN), 1)
     assert Normalizer(CPU, MEAN, STD, False)(pixels[None])[0][:, hit].abs().max() < 0.01
 

@@ -48,7 +48,7 @@ def decoder(request) -> str:
 
 
 def scene(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Draw something like a photograph: smooth colours, edges and a little noise."""
+    """Draw something like a photograph: smooth colors, edges and a little noise."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -117,7 +117,7 @@ def rotated(kind: str) -> bytes:
 FILES = {
     **{f"jpeg {name}": encode(SCENE, subsampling=name) for name in SUBSAMPLINGS},
     **{f"progressive {name}": encode(SCENE, subsampling=name, progressive=True) for name in SUBSAMPLINGS},
-    "grey jpeg": encode(SCENE.convert("L")),
+    "gray jpeg": encode(SCENE.convert("L")),
     "restart markers": encode(SCENE, restart_marker_rows=1),
     "jpeg with orientation": rotated("JPEG"),
     "png": PNG,
@@ -222,7 +222,7 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:2:0", "progressive 4:2:0", "grey jpeg", "restart markers"])
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "progressive 4:2:0", "gray jpeg", "restart markers"])
 def test_a_jpeg_that_claims_to_be_huge_is_refused_before_memory_is_taken(name, decoder, little_memory):
     assert_refused(with_jpeg_size(FILES[name], 65535, 65535), decoder, "pixels")
     with pytest.raises(Exception, match="pixels"):
@@ -345,10 +345,10 @@ def test_exif_orientation_is_applied_if_asked(kind, orientation, decoder):
     data, options = oriented(orientation, kind), DecodeOptions(exif_rotate=True)
     expected = tensor_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert difference(decode(data, decoder, options), expected) <= 0.1
-    picture = EncodedImage(data, decoder, options)
-    assert picture.size == tuple(expected.shape[1:])
+    lazy_image = EncodedImage(data, decoder, options)
+    assert lazy_image.size == tuple(expected.shape[1:])
     box = Box(8, 4, 30, 20)
-    assert difference(picture.crop(box, 30), box.crop(expected)) <= 0.1
+    assert difference(lazy_image.crop(box, 30), box.crop(expected)) <= 0.1
     upright = open_lazy_image(Image.open(io.BytesIO(data)), decoder, options).pixels()
     assert difference(upright, expected) <= 0.1
     assert kind == "TIFF" or decode(data, decoder).shape == (3, 44, 60)
@@ -373,7 +373,7 @@ def data_begins(data: bytes) -> int:
     return header.scan_at if header else len(data)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers"])
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "gray jpeg", "restart markers"])
 def test_a_jpeg_that_is_cut_is_refused_or_complete(name, decoder):
     data = FILES[name]
     full, begins = decode(data, decoder), data_begins(FILES[name])
@@ -442,7 +442,7 @@ def corrupt(data: bytes, number: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "progressive 4:4:4", "grey jpeg"])
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "progressive 4:4:4", "gray jpeg"])
 def test_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_that_it_says(name, decoder):
     num_read = 0
     for number in range(200):
@@ -461,9 +461,9 @@ def test_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_that_it_says(name, 
 def test_a_crop_of_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_of_the_box(decoder):
     for number in range(200):
         try:
-            picture = EncodedImage(corrupt(FILES["restart markers"], number), decoder)
-            box = random_resized_box(SampleRNG(0, number), *picture.size, (0.08, 0.3))
-            pixels = picture.crop(box, 64)
+            lazy_image = EncodedImage(corrupt(FILES["restart markers"], number), decoder)
+            box = random_resized_box(SampleRNG(0, number), *lazy_image.size, (0.08, 0.3))
+            pixels = lazy_image.crop(box, 64)
         except Exception as error:
             assert "object at" not in str(error)
         else:
@@ -505,12 +505,12 @@ def crop_differences(files: list[bytes], decoder: str) -> dict[int, list[float]]
     """Return by how much crops of one size or another differ from PIL's, by the factor of scaling while decoding."""
     found: dict[int, list[float]] = {1: [], 2: [], 4: []}
     for number, data in enumerate(files):
-        picture, size = EncodedImage(data, decoder), (160, 96, 32, 16)[number % 4]
-        box = random_resized_box(SampleRNG(1, number), *picture.size, (0.3, 1))
+        lazy_image, size = EncodedImage(data, decoder), (160, 96, 32, 16)[number % 4]
+        box = random_resized_box(SampleRNG(1, number), *lazy_image.size, (0.3, 1))
         factor = _scale_factor(box, size) if decoder == "simplejpeg" else 1
         snapped = Box(*(value // factor * factor for value in box))
         expected = pil_crop(Image.open(io.BytesIO(data)), snapped, size)
-        found[factor].append(difference(resize(picture.crop(box, size), size, size), expected))
+        found[factor].append(difference(resize(lazy_image.crop(box, size), size, size), expected))
     return found
 
 
@@ -518,7 +518,7 @@ def assert_close_to_pil(files: list[bytes], decoder: str, when_scaled: float) ->
     found = crop_differences(files, decoder)
     assert all(bool(found[factor]) == (factor == 1 or decoder == "simplejpeg") for factor in found)
     assert np.mean(found[1]) <= 0.1 and max(found[1]) <= 0.5
-    # Scaling is another filter than resizing; what it does to a photograph is a quarter of a grey level.
+    # Scaling is another filter than resizing; what it does to a photograph is a quarter of a gray level.
     assert all(np.mean(found[factor]) <= when_scaled for factor in (2, 4) if found[factor])
 
 
@@ -564,13 +564,13 @@ def rows_of(data: bytes, top: int, bottom: int) -> tuple[torch.Tensor, bool]:
 SIZES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
 
 
-@pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "grey"])
+@pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "gray"])
 def test_the_rows_of_a_cut_jpeg_are_those_of_the_whole(mode):
-    words = {} if mode == "grey" else {"subsampling": mode}
+    words = {} if mode == "gray" else {"subsampling": mode}
     num_cut, draw = 0, random.Random(mode)
     for height in SIZES + (97, 130):
         for width in SIZES:
-            image = scene(width, height, height).convert("L" if mode == "grey" else "RGB")
+            image = scene(width, height, height).convert("L" if mode == "gray" else "RGB")
             data = encode(image, restart_marker_rows=1, quality=85, **words)
             full = pil_pixels(data)
             some = sorted(draw.sample(range(height + 1), 2))
@@ -617,7 +617,7 @@ def test_a_part_is_smaller_than_the_file():
     assert width == 90 and 32 <= height <= 80
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers", "20,000 px wide"])
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "gray jpeg", "restart markers", "20,000 px wide"])
 def test_the_header_says_what_pil_says(name):
     header, image = read_jpeg_header(FILES[name]), Image.open(io.BytesIO(FILES[name]))
     assert (header.width, header.height, header.channels) == (*image.size, len(image.getbands()))

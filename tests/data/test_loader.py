@@ -106,7 +106,7 @@ def test_repeats_depend_on_no_number_of_processes_and_can_be_entered_anywhere(wo
     assert repeated_steps(world_size, batch_size, first_step=2) == expected[2:]
 
 
-def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_picture(small_cfg):
+def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_image(small_cfg):
     expected = None
     for way in (
         (),
@@ -167,7 +167,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(small_cfg):
     assert not torch.equal(here[0][0], first_batches(small_cfg(), epoch=2)[0][0])
 
 
-def test_images_are_normalised_as_usual(small_cfg):
+def test_images_are_normalized_as_usual(small_cfg):
     loader = build_loader(small_cfg(), ALONE, CPU, train=False)
     images, labels = next(iter(loader))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
@@ -186,10 +186,10 @@ def test_mean_and_std_can_be_overridden(small_cfg):
 @pytest.mark.parametrize("size", [(40, 36), (16, 16), (200, 8), (1, 1)])
 @pytest.mark.parametrize("crop", [ResizedCrop, PaddedCrop])
 def test_transforms_take_any_image_and_honour_the_sizes(size, crop):
-    picture = lazy_image_of(Image.new("RGB", size))
-    pixels = crop(24)(picture, SampleRNG(0, 0))
+    lazy_image = lazy_image_of(Image.new("RGB", size))
+    pixels = crop(24)(lazy_image, SampleRNG(0, 0))
     assert pixels.shape == (3, 24, 24) and pixels.dtype == torch.uint8
-    assert CenterCrop(30, 24)(picture, SampleRNG(0, 0)).shape == (3, 24, 24)
+    assert CenterCrop(30, 24)(lazy_image, SampleRNG(0, 0)).shape == (3, 24, 24)
 
 
 def test_the_folder_lists_what_torchvision_lists(tmp_path):
@@ -253,7 +253,7 @@ def test_a_skipped_image_is_replaced_the_same_way_each_time_and_counted(small_cf
 
 def test_when_nothing_can_be_read_skipping_stops_too(small_cfg, broken_folder):
     for path in (broken_folder / "train").rglob("*.jpg"):
-        path.write_bytes(b"not a picture")
+        path.write_bytes(b"not an image")
     words = ("TRAIN.DATASET", broken_folder, "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip")
     with pytest.raises(BadImageError, match="broken image"):
         first_batches(small_cfg(*words))

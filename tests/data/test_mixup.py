@@ -30,14 +30,14 @@ def mixed(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
 
 
 def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mix image by image with numpy, as the papers' formulas say, from what the mixer draws."""
-    drawn, pictures = mix.draw(*position[:3]), images.double().numpy()
-    height, width = pictures.shape[2:]
+    """Mix image by image with numpy, as the papers' formulas say, with the parameters that the mixer draws."""
+    drawn, arrays = mix.draw(*position[:3]), images.double().numpy()
+    height, width = arrays.shape[2:]
     results, targets = [], []
-    for place, picture in enumerate(pictures):
-        pair = 0 if mix.by_step else place // 2
-        partner, kept = place ^ 1, float(drawn.lam[pair])
-        result = picture.copy()
+    for number, array in enumerate(arrays):
+        pair = 0 if mix.by_step else number // 2
+        partner, kept = number ^ 1, float(drawn.lam[pair])
+        result = array.copy()
         if not drawn.mixed[pair]:
             kept = 1.0
         elif drawn.use_cutmix[pair]:
@@ -45,12 +45,12 @@ def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
             middle = int(drawn.row[pair] * height), int(drawn.column[pair] * width)
             top, bottom = max(middle[0] - cut_height // 2, 0), min(middle[0] + cut_height // 2, height)
             left, right = max(middle[1] - cut_width // 2, 0), min(middle[1] + cut_width // 2, width)
-            result[:, top:bottom, left:right] = pictures[partner][:, top:bottom, left:right]
+            result[:, top:bottom, left:right] = arrays[partner][:, top:bottom, left:right]
             kept = 1 - (bottom - top) * (right - left) / (height * width)
         else:
-            result = kept * picture + (1 - kept) * pictures[partner]
+            result = kept * array + (1 - kept) * arrays[partner]
         target = np.zeros(NUM_CLASSES)
-        target[labels[place]] += kept
+        target[labels[number]] += kept
         target[labels[partner]] += 1 - kept
         results.append(result)
         targets.append(target)

@@ -52,7 +52,7 @@ class Counted(SampleRNG):
 
 
 def scene(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Draw smooth colours with a little noise."""
+    """Draw smooth colors with a little noise."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -73,20 +73,20 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.int() - other.int()).abs().float().mean())
 
 
-# draws
+# Random numbers
 
 
 def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
     positions = [(key, index) for key in (0, 1, 2**63 - 1) for index in (0, 1, 7, 1_281_166)]
     batch, single = BatchRNG(positions), [SampleRNG(key, index) for key, index in positions]
     for _ in range(50):
-        assert batch.uniform().tolist() == [draws.uniform() for draws in single]
+        assert batch.uniform().tolist() == [rng.uniform() for rng in single]
 
 
 def test_draws_are_uniform():
-    draws = BatchRNG([(7, index) for index in range(5000)])
+    rng = BatchRNG([(7, index) for index in range(5000)])
     for _ in range(4):
-        numbers = draws.uniform()
+        numbers = rng.uniform()
         assert numbers.dtype == np.float64 and numbers.min() >= 0 and numbers.max() < 1
         counts = np.bincount((numbers * 20).astype(int), minlength=20)
         assert ((counts - 250) ** 2 / 250).sum() < 45  # chi-square of 19 degrees of freedom: beyond it, 1 in 1,500
@@ -94,7 +94,7 @@ def test_draws_are_uniform():
 
 def test_draws_are_independent_over_index_key_and_number():
     by_key = [BatchRNG([(key, index) for index in range(4000)]) for key in range(3)]
-    numbers = [draws.uniform() for _ in range(3) for draws in by_key]
+    numbers = [rng.uniform() for _ in range(3) for rng in by_key]
     correlations = np.corrcoef(np.array(numbers)) - np.eye(9)
     assert np.abs(correlations).max() < 0.06
     for column in numbers:
@@ -174,12 +174,12 @@ def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width,
 
 
 def test_a_box_that_does_not_fit_is_drawn_again():
-    draws = Counted(0, 0)
-    random_resized_box(draws, 10, 3000, (1.0, 1.0))
-    assert draws.num == 2 + 2 * ATTEMPTS
-    draws = Counted(0, 0)
-    random_resized_box(draws, 400, 400, (0.1, 0.2))
-    assert draws.num == 4
+    rng = Counted(0, 0)
+    random_resized_box(rng, 10, 3000, (1.0, 1.0))
+    assert rng.num == 2 + 2 * ATTEMPTS
+    rng = Counted(0, 0)
+    random_resized_box(rng, 400, 400, (0.1, 0.2))
+    assert rng.num == 4
 
 
 def test_the_whole_image_can_be_the_crop():
@@ -197,9 +197,9 @@ def test_a_resized_crop_is_that_of_pil():
 
 
 def _after_flip(index: int) -> SampleRNG:
-    draws = SampleRNG(5, index)
-    draws.uniform()
-    return draws
+    rng = SampleRNG(5, index)
+    rng.uniform()
+    return rng
 
 
 # Flips
@@ -207,16 +207,16 @@ def _after_flip(index: int) -> SampleRNG:
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_a_flip_is_never_or_always(crop):
-    picture = lazy_image_of(scene(40, 40))
+    lazy_image = lazy_image_of(scene(40, 40))
     for index in range(20):
-        never = CROPS[crop](24, flip=0.0)(picture, SampleRNG(0, index))
-        always = CROPS[crop](24, flip=1.0)(picture, SampleRNG(0, index))
+        never = CROPS[crop](24, flip=0.0)(lazy_image, SampleRNG(0, index))
+        always = CROPS[crop](24, flip=1.0)(lazy_image, SampleRNG(0, index))
         assert torch.equal(never.flip(-1), always) and not torch.equal(never, always)
 
 
-def flips_of(transform, picture: LazyImage, indices) -> list[bool]:
+def flips_of(transform, lazy_image: LazyImage, indices) -> list[bool]:
     """Return which images are flipped: they are darker on the left."""
-    results = [transform(picture, SampleRNG(4, index)).float() for index in indices]
+    results = [transform(lazy_image, SampleRNG(4, index)).float() for index in indices]
     return [bool(pixels[..., : pixels.shape[-1] // 2].mean() > pixels[..., pixels.shape[-1] // 2 :].mean())
             for pixels in results]  # fmt: skip
 
@@ -252,9 +252,9 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, p
     resized = theirs.Resize(size)(image) if min(height, width) != size else image
     padded = theirs.Pad(padding)(resized)
     for index in range(25):
-        draws = SampleRNG(9, index)
-        draws.uniform()
-        top, left = random_padded_corner(draws, resized.height, resized.width, size, padding)
+        rng = SampleRNG(9, index)
+        rng.uniform()
+        top, left = random_padded_corner(rng, resized.height, resized.width, size, padding)
         assert -padding <= top <= resized.height + padding - size
         assert -padding <= left <= resized.width + padding - size
         corner = (int(top) + padding, int(left) + padding)
@@ -329,16 +329,16 @@ def test_a_strip_without_its_ends_is_evaluated_in_the_same_place(height, width):
 
 @pytest.mark.parametrize("height, width", [(3, 20000), (20000, 3), (1, 1), (1, 5000)])
 def test_odd_shapes_are_evaluated_and_trained_on(height, width):
-    picture = LazyImage(torch.full((3, height, width), 77, dtype=torch.uint8))
+    lazy_image = LazyImage(torch.full((3, height, width), 77, dtype=torch.uint8))
     for transform in (CenterCrop(40, 32), ResizedCrop(32)):
-        pixels = transform(picture, SampleRNG(0, 1))
+        pixels = transform(lazy_image, SampleRNG(0, 1))
         assert pixels.shape == (3, 32, 32) and (pixels == 77).all()
 
 
 def test_evaluation_does_not_draw():
-    draws = Counted(0, 0)
-    CenterCrop(18, 16)(lazy_image_of(scene(30, 40)), draws)
-    assert draws.num == 0
+    rng = Counted(0, 0)
+    CenterCrop(18, 16)(lazy_image_of(scene(30, 40)), rng)
+    assert rng.num == 0
 
 
 # Resizing and cutting
@@ -410,9 +410,9 @@ def test_a_ratio_that_cannot_be_is_an_error(value):
 
 
 def test_grey_images_are_resized_as_three_channels():
-    grey = np.array(scene(57, 83).convert("L"))
-    expected = tensor_of(Image.fromarray(grey).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
-    for array in (grey, grey[:, :, None]):
+    gray = np.array(scene(57, 83).convert("L"))
+    expected = tensor_of(Image.fromarray(gray).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
+    for array in (gray, gray[:, :, None]):
         assert difference(resize(open_lazy_image(array, "auto").pixels(), 20, 30), expected) <= 0.3
 
 
@@ -426,7 +426,7 @@ def test_a_square_beyond_the_image_is_black_there():
             assert int((square == 9).sum()) == 3 * rows * columns
 
 
-def test_a_transform_leaves_the_picture_as_it_is():
+def test_a_transform_leaves_the_image_as_it_is():
     pixels = tensor_of(scene(40, 40)).contiguous()
     before = pixels.clone()
     for transform in (ResizedCrop(40), PaddedCrop(40), CenterCrop(40, 40)):

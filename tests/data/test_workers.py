@@ -42,7 +42,7 @@ def way_words(kind: str, num: int) -> tuple:
 
 
 class Squares(ImageDataset):
-    """Grey squares, each of its number."""
+    """Gray squares, each of its number."""
 
     classes = ("even", "odd")
 
@@ -529,7 +529,7 @@ def truncate(path: Path) -> None:
 BREAKS = {
     "cut": truncate,
     "zero bytes": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_text("not a picture\n" * 30),
+    "text": lambda path: path.write_text("not an image\n" * 30),
     "deleted": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "unreadable": lambda path: path.chmod(0),
@@ -588,8 +588,8 @@ def odd_images() -> dict[str, bytes]:
     see_through = image.convert("RGBA")
     see_through.putalpha(image.convert("L"))
     files = {}
-    for name, picture, kind, words in [
-        ("cmyk", image.convert("CMYK"), "JPEG", {}), ("grey", image.convert("L"), "JPEG", {}),
+    for name, converted, kind, words in [
+        ("cmyk", image.convert("CMYK"), "JPEG", {}), ("gray", image.convert("L"), "JPEG", {}),
         ("rgba", see_through, "PNG", {}), ("animated", image, "GIF", {"save_all": True, "append_images": [image] * 2}),
         ("wide", image.resize((20000, 3)), "JPEG", {}), ("high", image.resize((2, 20000)), "JPEG", {}),
         ("progressive", image, "JPEG", {"progressive": True}), ("sixteen", image.convert("I;16"), "PNG", {}),
@@ -597,7 +597,7 @@ def odd_images() -> dict[str, bytes]:
         ("palette", image.quantize(8), "PNG", {}), ("restarts", image, "JPEG", {"restart_marker_rows": 1}),
     ]:  # fmt: skip
         buffer = io.BytesIO()
-        picture.save(buffer, kind, **words)
+        converted.save(buffer, kind, **words)
         files[name] = buffer.getvalue()
     return files
 
@@ -643,7 +643,7 @@ class Items(ImageDataset):
 
 
 DRAWN = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-GREY = DRAWN[:, :, 0].copy()
+GRAY = DRAWN[:, :, 0].copy()
 
 
 def one_batch(kind: str, num: int, *items):
@@ -653,12 +653,12 @@ def one_batch(kind: str, num: int, *items):
 
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_pixels_of_any_kind_are_taken(kind, num):
-    image, grey = Image.fromarray(DRAWN), Image.fromarray(GREY)
+    image, gray = Image.fromarray(DRAWN), Image.fromarray(GRAY)
     planes = torch.from_numpy(DRAWN).permute(2, 0, 1)
     pixels, _, broken = one_batch(kind, num, DRAWN, image, planes, image.convert("RGBA"))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
     assert torch.equal(pixels[0], planes[:, :, 5:25])
-    pixels, _, broken = one_batch(kind, num, GREY, GREY[:, :, None], grey, np.stack([GREY] * 3, axis=2))
+    pixels, _, broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
 
 
@@ -722,7 +722,7 @@ def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_any_layout_of_bytes_is_normalised_alike(last):
+def test_any_layout_of_bytes_is_normalized_alike(last):
     pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     normalize = Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last)
     expected = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(
