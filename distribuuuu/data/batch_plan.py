@@ -51,8 +51,9 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
         return plan
     fitting = [str(size) for size in _nearest_that_fit(batch_size, global_batch_size, world_size)]
     raise ConfigError(
-        f"TRAIN.GLOBAL_BATCH_SIZE: got {global_batch_size}; expected a multiple of {counted(world_size, 'process')} and"
-        f" of micro-batches of about TRAIN.BATCH_SIZE {batch_size}; fix: set it to {' or '.join(fitting)}"
+        f"TRAIN.GLOBAL_BATCH_SIZE: got {global_batch_size} on {counted(world_size, 'process')}; expected a multiple of"
+        f" {world_size} that divides into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images;"
+        f" fix: set it to {' or '.join(fitting)}"
     )
 
 
