@@ -137,7 +137,7 @@ def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_p
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
     assert find_run_problems(cfg, train=True, nproc=2) == []
     [problem] = find_run_problems(cfg, train=True, nproc=1)
-    assert problem.startswith("MODEL.COMPILE (command line): reduce-overhead replays CUDA graphs")
+    assert problem.startswith("MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs")
     assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words[:3], "default"))
     assert find_run_problems(cfg, train=True, nproc=1) == []
@@ -192,11 +192,12 @@ def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
 def test_a_step_of_more_images_than_there_are_is_told(image_folder, tmp_path):
     own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*own, "TRAIN.BATCH_SIZE", 25, nproc=2)
-    assert problem.startswith("TRAIN.BATCH_SIZE (command line): one step takes 50 images (global batch 50 = ")
+    assert problem.startswith("TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ")
     assert problem.endswith("expected at most 48, the size of the training set; fix: lower it")
     assert problems_of(*own, "TRAIN.BATCH_SIZE", 24, nproc=2) == []
     (problem,) = problems_of("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024)
-    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): one step takes 1024") and "has 1000" in problem
+    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step")
+    assert "at most 1000" in problem
     shapes = ("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001)
     assert problems_of(*shapes) == [] and "at most 2000, the" in problems_of(*shapes, nproc=2)[0]
     (tmp_path / "train.csv").write_text("image,labels\n1.jpg,a\n2.jpg,b\n")
