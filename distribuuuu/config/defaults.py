@@ -133,6 +133,8 @@ _C.AUG = CfgNode()
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
+# Operations after the color jitter, in this order: names registered in AUGMENTATIONS, e.g. [grayscale]; empty: none.
+_C.AUG.OPERATIONS = ()
 # Random erasing: probability that a rectangle of 2 % to 33 % of the image is erased, 0 to 1.
 _C.AUG.ERASING = 0.0
 # Content of an erased rectangle: const (the mean color) or pixel (normal noise around it, clipped to valid pixels).

@@ -98,6 +98,7 @@ MODELS = Registry("MODELS", "model", "distribuuuu.models")
 DATASETS = Registry("DATASETS", "data set", "distribuuuu.data.datasets")
 SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
+AUGMENTATIONS = Registry("AUGMENTATIONS", "augmentation", "distribuuuu.data")
 
 
 def dataset_class(cfg: Config) -> Any:

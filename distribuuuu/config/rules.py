@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
-from distribuuuu.config.registry import DATASETS, LOSSES, SCHEDULES, dataset_class
+from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, SCHEDULES, dataset_class
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
@@ -13,7 +13,7 @@ NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
 # Options that are lists of strings; all other lists are lists of numbers.
-TEXT_LISTS = ("FINETUNE.FREEZE",)
+TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE")
 
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
@@ -40,8 +40,8 @@ CHOICES = {
     "TRAIN.ON_NAN": ("stop", "rollback"),
 }
 
-# Options whose values are the names in a registry.
-REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES}
+# Options whose values are names in a registry, or lists of such names.
+REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "AUG.OPERATIONS": AUGMENTATIONS}
 
 # Minimum and maximum; None: no maximum.
 RANGES = {

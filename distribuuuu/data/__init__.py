@@ -1,1 +1,1 @@
-"""Data loading: data sets, decoding, transforms, samplers, workers."""
+"""Data loading: data sets, samplers, decoding, transforms, augmentation, mixup, workers. Entry: loader.build_loader."""

@@ -1,105 +1,119 @@
-"""What happens to a training image after its crop and flip: a policy, colour jitter, erasing.
+"""Augmentation of a training image after its crop and flip: policy, color jitter, registered operations, erasing.
 
-All of it is torchvision's or timm's. They draw from global generators; what they get is seeded here from the draws of
-the sample.
+Policies and jitter are torchvision's or timm's. They draw from global generators, which are seeded here from the
+random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.data.draws import SampleRNG
-from distribuuuu.data.picture import Box, LazyImage
-from distribuuuu.data.seeding import OwnGenerator, seeded_generators
-from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
+from distribuuuu.config.registry import AUGMENTATIONS
+from distribuuuu.data.decode import Box, LazyImage
+from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
+from distribuuuu.data.transforms import Transform
 
-# Share of the image that an erased rectangle takes, and its height over its width, least and greatest.
+# Least and greatest fraction of the image that an erased rectangle covers, and its height over its width.
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_RATIO = (0.3, 3.3)
-# Names of torchvision's policies, and their classes and settings.
-TORCHVISIONS = {
+# torchvision's policies: class name and arguments.
+TORCHVISION_POLICIES = {
     "autoaugment": ("AutoAugment", {}),  # of ImageNet
     "randaugment": ("RandAugment", {"num_ops": 2, "magnitude": 9}),
     "trivialaugment": ("TrivialAugmentWide", {}),
 }
-# timm passes over a setting without a number and over an unknown set of operations, so these are checked here.
-SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
-RAND_SETS = ("weights", "3a", "3aw")
-# A policy of timm's is tried so often before the start.
-TRIALS = 4
+# Checked here because timm ignores a setting without a number and an unknown set of operations.
+TIMM_SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
+TIMM_OPERATION_SETS = ("weights", "3a", "3aw")
+# How often a policy of timm is tried before training.
+_NUM_TRIALS = 4
 
-Change = Callable[[Image.Image], Image.Image]
+ImageOp = Callable[[Image.Image], Image.Image]
+PixelOp = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A random change of an image, and the context that seeds what it draws.
+    """A random operation on an image, and the context that seeds its generators.
 
-    torchvision draws with torch, in any number of threads at a time; timm with numpy and random, one after the other.
+    torchvision draws with torch, in many threads at a time; timm draws with numpy and random, one thread at a time.
     """
 
-    change: Change
+    operation: ImageOp
     seeded: Callable[[int], contextlib.AbstractContextManager]
 
     def __call__(self, image: Image.Image, seed: int) -> Image.Image:
-        """Return the changed image; a function of the image and the seed."""
+        """Return the changed image, a function of the image and the seed."""
         with self.seeded(seed):
-            return self.change(image)
+            return self.operation(image)
 
 
 @dataclass(frozen=True)
-class Augmented:
-    """A crop, and what comes after it, of a picture on the CPU.
+class AugmentedCrop(Transform):
+    """A crop on the CPU followed by augmentation.
 
     Attributes:
-        crop: gives uint8 (3, H, W), flipped or not.
-        policy: comes next; None: nothing.
-        jitter: then the colours; None: nothing.
-        erase: then a rectangle, of uint8 (3, H, W); None: nothing.
+        crop: returns uint8 (3, H, W), randomly flipped.
+        policy: applied next; None: skipped.
+        jitter: of the colors, applied next; None: skipped.
+        operations: applied next, in this order; from uint8 (3, H, W) to the same. What they draw from torch, numpy or
+            random is seeded per sample. A function of any module of this package becomes available to AUG.OPERATIONS
+            under its name by the decorator `@AUGMENTATIONS.register`.
+        erase: applied last, to uint8 (3, H, W); None: skipped.
     """
 
-    crop: ResizedCrop | PaddedCrop
+    crop: Transform
     policy: Policy | None = None
-    jitter: Change | None = None
-    erase: Callable[[torch.Tensor], torch.Tensor] | None = None
+    jitter: ImageOp | None = None
+    operations: tuple[PixelOp, ...] = ()
+    erase: PixelOp | None = None
 
-    def __call__(self, picture: LazyImage, draws: SampleRNG) -> torch.Tensor:
-        """Return uint8 (3, H, W)."""
-        pixels = self.crop(picture, draws)
-        policy_seed, colour_seed, place_seed = draws.seed(), draws.seed(), draws.seed()
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
+        pixels = self.crop(image, rng)
+        policy_seed, jitter_seed, erase_seed = rng.seed(), rng.seed(), rng.seed()
         if self.policy or self.jitter:
-            image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            pil_image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
             if self.policy:
-                image = self.policy(image, policy_seed)
+                pil_image = self.policy(pil_image, policy_seed)
             if self.jitter:
-                with OwnGenerator(colour_seed):
-                    image = self.jitter(image)
-            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+                with LocalGenerator(jitter_seed):
+                    pil_image = self.jitter(pil_image)
+            pixels = torch.from_numpy(np.array(pil_image)).permute(2, 0, 1)
+        for operation in self.operations:
+            with seeded_generators(rng.seed()):
+                pixels = operation(pixels)
         if self.erase:
-            with OwnGenerator(place_seed):
+            with LocalGenerator(erase_seed):
                 pixels = self.erase(pixels)
         return pixels
 
-    def at_size(self, size: int) -> "Augmented":
-        """Return the same for results of another size."""
-        return dataclasses.replace(self, crop=self.crop.at_size(size))
+    def at_size(self, size: int) -> "AugmentedCrop":
+        """Return the same transform with an output of another size."""
+        return replace(self, crop=self.crop.at_size(size))
+
+
+@AUGMENTATIONS.register
+def grayscale(pixels: torch.Tensor) -> torch.Tensor:
+    """Convert one image in five to gray, as SimCLR does (Chen et al., arXiv 2002.05709)."""
+    from torchvision.transforms.v2 import functional
+
+    return functional.rgb_to_grayscale(pixels, 3) if torch.rand(()) < 0.2 else pixels
 
 
 @dataclass(frozen=True)
 class Erasing:
-    """A rectangle erased at random (Zhong et al., arXiv 1708.04896), its place and size drawn by torchvision.
+    """Random erasing (Zhong et al., arXiv 1708.04896); torchvision draws the rectangle.
 
     Attributes:
-        probability: of an image to lose one.
-        mean: colour of the rectangle, of 1.0.
-        std: of normal noise around it, of 1.0, clipped to what bytes hold; None: no noise.
+        probability: that an image loses a rectangle.
+        mean: color of the rectangle, in [0, 1].
+        std: of normal noise around it, in [0, 1], clipped to the range of uint8; None: no noise.
     """
 
     probability: float
@@ -107,32 +121,30 @@ class Erasing:
     std: Sequence[float] | None = None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return uint8 (3, H, W), made from uint8 (3, H, W), which stays what it is."""
+        """Return uint8 (3, H, W) from uint8 (3, H, W), which is not modified."""
         from torchvision.transforms import RandomErasing
 
         if torch.rand(()) >= self.probability:
             return pixels
-        colour = None if self.std else list(self.mean)
-        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ERASED_RATIO, colour)
-        if value is pixels:  # nothing fitted into the image
+        color = None if self.std else list(self.mean)
+        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ERASED_RATIO, color)
+        if value is pixels:  # no rectangle fitted into the image
             return pixels
         if self.std:
             mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
         erased = pixels.clone()
-        Box(*box).of(erased)[:] = (value * 255).round().clamp(0, 255).to(torch.uint8)
+        Box(*box).crop(erased)[:] = (value * 255).round().clamp(0, 255).to(torch.uint8)
         return erased
 
 
-def build_augmentation(
-    cfg, crop: ResizedCrop | PaddedCrop, mean: Sequence[float], std: Sequence[float]
-) -> Augmented | ResizedCrop | PaddedCrop:
-    """Return the crop with what the config puts after it; the crop itself when that is nothing.
+def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:
+    """Return the crop followed by the config's augmentation; the crop itself if there is none.
 
     Args:
         cfg: the config.
         crop: crop and flip.
-        mean, std: of each channel, of 1.0, as images are normalised.
+        mean, std: per channel, in [0, 1], as images are normalized.
 
     Raises:
         ConfigError: AUG.POLICY is not understood.
@@ -143,66 +155,61 @@ def build_augmentation(
     except ValueError as error:
         raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None
+    operations = tuple(AUGMENTATIONS.get(name) for name in aug.OPERATIONS)
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
     erase = Erasing(aug.ERASING, tuple(mean), noise) if aug.ERASING else None
-    return Augmented(crop, policy, jitter, erase) if policy or jitter or erase else crop
+    is_plain = not (policy or jitter or operations or erase)
+    return crop if is_plain else AugmentedCrop(crop, policy, jitter, operations, erase)
 
 
-def make_jitter(strengths: Sequence[float]) -> Change:
-    """Return the jitter of brightness, contrast, saturation and, if there are four strengths, hue, in random order."""
+def make_jitter(strengths: Sequence[float]) -> ImageOp:
+    """Return the jitter of brightness, contrast, saturation and, with four strengths, hue, in random order."""
     from torchvision.transforms import v2
 
     return v2.ColorJitter(*(strengths if len(strengths) > 1 else [strengths[0]] * 3))
 
 
 def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> Policy | None:
-    """Return the policy that AUG.POLICY names; None for "none".
+    """Return the policy of AUG.POLICY; None for "none".
 
     Args:
-        text: the name, with the settings of one of timm's.
-        interpolation: how images are turned and sheared, "bilinear" or "bicubic".
-        mean: of each channel, of 1.0; the colour of what timm's policies uncover. torchvision's leave it black.
-        im_size: side of the image in pixels, for timm's shifts.
+        text: the name, with the settings of a policy of timm.
+        interpolation: of rotations and shears, "bilinear" or "bicubic".
+        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black.
+        im_size: side of the image in pixels, for timm's translations.
 
     Raises:
         ValueError: it is not understood; says why.
     """
     name, *settings = text.split("-")
-    if settings and (name in ("none", "3augment") or name in TORCHVISIONS):
+    if settings and (name in ("none", "3augment") or name in TORCHVISION_POLICIES):
         raise ValueError(f"has settings, which {name} does not take")
     if name == "none":
         return None
-    if name in TORCHVISIONS:
+    if name in TORCHVISION_POLICIES:
         from torchvision.transforms import v2
 
-        kind, options = TORCHVISIONS[name]
-        return Policy(getattr(v2, kind)(**options, interpolation=v2.InterpolationMode(interpolation)), OwnGenerator)
-    # DeiT III (arXiv 2204.07118): grey, solarized or blurred, one as likely as the other; its code is timm's "3a".
-    change = _make_timms("3a" if name == "3augment" else text, interpolation, mean, im_size)
-    policy = Policy(change, seeded_generators)
+        class_name, options = TORCHVISION_POLICIES[name]
+        policy_class = getattr(v2, class_name)
+        return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), LocalGenerator)
+    # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
+    operation = _make_timm_policy("3a" if name == "3augment" else text, interpolation, mean, im_size)
+    policy = Policy(operation, seeded_generators)
     try:
-        for seed in range(TRIALS):
+        for seed in range(_NUM_TRIALS):
             policy(Image.new("RGB", (im_size, im_size)), seed)
     except Exception as error:  # nearly anything, for numbers that make no sense
         raise ValueError(f"cannot be applied: {error}") from error
     return policy
 
 
-def _make_timms(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> Change:
-    """Return the policy that timm makes of a text, with the options that timm's own training script gives."""
+def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> ImageOp:
+    """Return timm's policy for a text, with the options of timm's training script."""
     from timm.data import auto_augment
 
     name, *settings = text.split("-")
+    _check_timm_settings(name, settings)
     make = {"rand": auto_augment.rand_augment_transform, "augmix": auto_augment.augment_and_mix_transform}
-    known = SETTINGS.get(name, ("mstd",))
-    for setting in settings:
-        key, number = re.fullmatch(r"(\D*)(.*)", setting).groups()
-        if name == "rand" and setting.startswith("t"):
-            if setting[1:] not in RAND_SETS:
-                raise ValueError(f"names no operations that timm knows: t{', t'.join(RAND_SETS)}")
-        elif key not in known or not number:
-            allowed = ", ".join([f"{word}NUMBER" for word in known] + ["tNAME"] * (name == "rand"))
-            raise ValueError(f"has a setting that timm does not know, {setting!r}; {name} takes {allowed}")
     hparams = {
         "translate_const": int(im_size * 0.45),
         "img_mean": tuple(round(255 * value) for value in mean),
@@ -210,16 +217,28 @@ def _make_timms(text: str, interpolation: str, mean: Sequence[float], im_size: i
         **({"translate_pct": 0.3} if name == "augmix" else {}),
     }
     try:
-        change = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
+        policy = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"is refused by timm: {error}") from error
-    operations = change.ops if hasattr(change, "ops") else [op for several in change.policy for op in several]
+        raise ValueError(f"is rejected by timm: {error}") from error
+    operations = policy.ops if hasattr(policy, "ops") else [op for several in policy.policy for op in several]
     for operation in operations:
         if operation.aug_fn is auto_augment.posterize:
             operation.aug_fn = _posterize
-    return change
+    return policy
+
+
+def _check_timm_settings(name: str, settings: Sequence[str]) -> None:
+    known = TIMM_SETTINGS.get(name, ("mstd",))
+    for setting in settings:
+        key = re.split(r"\d", setting, maxsplit=1)[0]
+        if name == "rand" and setting.startswith("t"):
+            if setting[1:] not in TIMM_OPERATION_SETS:
+                raise ValueError(f"names no operations that timm knows: t{', t'.join(TIMM_OPERATION_SETS)}")
+        elif key not in known or key == setting:
+            allowed = ", ".join([f"{word}NUMBER" for word in known] + ["tNAME"] * (name == "rand"))
+            raise ValueError(f"has a setting that timm does not know, {setting!r}; {name} takes {allowed}")
 
 
 def _posterize(image: Image.Image, bits: int, **options) -> Image.Image:
-    """Keep so many bits of each channel; none leaves black, as it was until Pillow 13, which refuses timm's 0 bits."""
+    """Keep this many bits per channel; with 0 the result is black, as before Pillow 13, which rejects timm's 0 bits."""
     return ImageOps.posterize(image, min(bits, 8)) if bits > 0 else Image.new(image.mode, image.size)

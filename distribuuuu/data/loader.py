@@ -1,4 +1,7 @@
-"""The loader: from an ImageDataset to normalised batches on the device."""
+"""Loaders: from a config to normalized batches on the device.
+
+`build_loader` assembles the pipeline: data set -> sampler -> samples (decode, crop, augment) -> workers -> normalizer.
+"""
 
 import itertools
 import logging
@@ -8,19 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.augment import Augmented, build_augmentation
+from distribuuuu.data.augment import AugmentedCrop, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
-from distribuuuu.data.class_balance import build_balance
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
-from distribuuuu.data.decode import build_decode_options
+from distribuuuu.data.decode import LazyImage, build_decode_options
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
-from distribuuuu.data.draws import SampleRNG
-from distribuuuu.data.image_size import build_im_size
-from distribuuuu.data.picture import LazyImage
-from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
 from distribuuuu.data.samples import Batch, Samples
-from distribuuuu.data.transforms import CentreCrop, Transform, train_transform
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
 from distribuuuu.data.workers import count_workers, start_workers
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
@@ -35,13 +35,7 @@ class BadImageError(ConfigError):
 
 
 class Normalizer:
-    """Moves uint8 batches to the device and makes them what a model takes.
-
-    Args:
-        device: where to.
-        mean, std: of each channel, of 1.0.
-        channels_last: lay the result out as (N, H, W, C) in memory.
-    """
+    """Moves uint8 batches to the device and normalizes them there; mean and std are per channel, in [0, 1]."""
 
     def __init__(self, device: torch.device, mean: Sequence[float], std: Sequence[float], channels_last: bool):
         self.device = device
@@ -50,33 +44,27 @@ class Normalizer:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return float32 (N, 3, H, W) on the device, made from uint8 (N, 3, H, W) anywhere."""
+        """Return float32 (N, 3, H, W) on the device from uint8 (N, 3, H, W) on any device."""
         pixels = pixels.to(self.device, non_blocking=True)
         images = self.empty(pixels.shape)
-        # One image at a time stays in a CPU's cache: that takes half the time.
+        # One image at a time stays in a CPU's cache, which halves the time.
         num = 1 if self.device.type == "cpu" else max(1, len(pixels))
         for part, image in zip(pixels.split(num), images.split(num), strict=True):
             image.copy_(part).sub_(self._mean).mul_(self._scale)
         return images
 
     def empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return memory for a batch of (N, 3, H, W)."""
+        """Return uninitialized memory for a batch of (N, 3, H, W)."""
         return torch.empty(shape, dtype=torch.float32, device=self.device, memory_format=self._format)
 
 
 class Loader:
-    """Batches of normalised images on the device.
-
-    Args:
-        samples: what the batches are made of.
-        sampler: which samples, in which order.
-        batches: the uint8 batches of the sampler, as workers make them.
-        normalize: what brings them to the device.
-        notes: what a run should warn of at its start.
+    """Batches of normalized images on the device.
 
     Attributes:
-        images: the ImageDataset behind it.
-        num_broken: broken images met so far on this process.
+        images: the ImageDataset.
+        notes: warnings about the data, to be logged when the run starts.
+        num_broken: broken images so far on this process.
     """
 
     def __init__(
@@ -98,20 +86,22 @@ class Loader:
         self._stream = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
-            # It reads what the current stream has yet to compute: the constants of `normalize`.
+            # The constants of `normalize` may still be pending on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._wait_s = 0.0
+        self._data_time_s = 0.0
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     @property
     def max_num_batches(self) -> int:
-        """The most batches that any process has."""
+        """The largest number of batches of any process."""
         return self.sampler.max_num_batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (float32 (N, 3, H, W), targets) on the device: int64 (N,), or of a multilabel set float32 (N, classes).
+        """Yield (float32 (N, 3, H, W), targets) on the device.
+
+        The targets are int64 (N,), or for a multilabel set float32 (N, classes).
 
         Raises:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
@@ -124,15 +114,20 @@ class Loader:
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self._wait_s += time.perf_counter() - start
+            self._data_time_s += time.perf_counter() - start
             if batch is None:
                 return
             pixels, labels, broken = batch
-            self._report(broken, substituted=pixels is not None)
+            if pixels is None:
+                fix = "repair or remove it, or set DATA.ON_BAD_IMAGE skip"
+                raise BadImageError(f"broken image: {broken[-1]}; fix: {fix}")
+            for message in broken:
+                self.num_broken += 1
+                logger.warning("broken image (%d so far), substituted: %s", self.num_broken, message)
             yield pixels, labels
 
     def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize a batch on the device; from the host to CUDA on a side stream, while the last step is computed.
+        """Normalize a batch on the device; from the host to CUDA on a side stream, concurrently with the last step.
 
         Pixels that are on CUDA come from the current stream, so they stay on it.
         """
@@ -141,94 +136,99 @@ class Loader:
             return self._normalize(pixels), copy_to_device(labels, self.device)
         with torch.cuda.stream(self._stream):
             moved = self._normalize(pixels), copy_to_device(labels, self.device)
-        main = torch.cuda.current_stream(self.device)
-        main.wait_stream(self._stream)
-        for tensor in moved:  # taken from the side stream's memory, used on the main one
-            tensor.record_stream(main)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for tensor in moved:  # allocated on the side stream, used on the current one
+            tensor.record_stream(current)
         return moved
 
     def zero_images(self, num: int) -> torch.Tensor:
-        """Return black images of the shape of those to come: float32 (num, 3, H, W) on the device."""
-        picture = LazyImage(torch.zeros(3, 64, 64, dtype=torch.uint8))
-        shape = self.samples.transform(picture, SampleRNG(0, 0)).shape
+        """Return zeros in the shape of `num` images of this loader: float32 (num, 3, H, W) on the device."""
+        image = LazyImage(torch.zeros(3, 64, 64, dtype=torch.uint8))
+        shape = self.samples.transform(image, SampleRNG(0, 0)).shape
         return self._normalize.empty((num, *shape)).zero_()
 
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
-        wait_s, self._wait_s = self._wait_s, 0.0
-        return wait_s
-
-    def _report(self, broken: tuple[str, ...], substituted: bool) -> None:
-        if not substituted:
-            raise BadImageError(f"broken image: {broken[-1]}; mend or remove it, or set DATA.ON_BAD_IMAGE skip")
-        for message in broken:
-            self.num_broken += 1
-            logger.warning("broken image no. %d, another in its place: %s", self.num_broken, message)
+        data_time_s, self._data_time_s = self._data_time_s, 0.0
+        return data_time_s
 
 
 class TrainLoader(Loader):
-    """A loader whose steps can be entered anywhere."""
+    """A loader that can start at any step of any epoch."""
 
     sampler: ResumableDistributedSampler
 
     @property
     def plan(self) -> BatchPlan:
-        """How a step falls into processes and micro-batches."""
+        """How a step is divided into processes and micro-batches."""
         return self.sampler.plan
 
     @property
     def num_steps(self) -> int:
-        """Steps of a whole epoch."""
+        """Steps per epoch."""
         return self.sampler.num_steps
 
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return an iterator over this process's micro-batches from a step of an epoch on."""
+        """Return an iterator over this process's micro-batches, starting at a step of an epoch."""
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
 
     def dummy_batch(self) -> torch.Tensor:
-        """Return black images of the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
+        """Return zeros in the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
         return self.zero_images(self.plan.micro_batch)
 
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
-        """Yield the images (N, 3, H, W) of this process of an epoch's first steps, those of at least `num` in all."""
+        """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images."""
         num_steps = -(-num // self.plan.global_batch)
         for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
             yield images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
-        """Return the first images of a run as they are trained on: uint8 (at most num, 3, H, W)."""
+        """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W)."""
         self.sampler.set_position(seed, epoch=0, first_step=0)
-        samples = [self.samples[where] for where in next(iter(self.sampler))[:num]]
+        samples = [self.samples[key] for key in next(iter(self.sampler))[:num]]
         return torch.stack([sample.pixels for sample in samples if sample.pixels is not None]).cpu()
 
 
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
-    """Return the training or the evaluation loader of a config; call it before the process group is joined.
+    """Return the training or the evaluation loader of a config; to be called before the process group is created.
 
     Raises:
         ConfigError: the data contradicts the config.
     """
     images = build_images(cfg, train)
     notes = list(find_notes(cfg, images, launch, train))
-    sampler, transform = build_sampler(cfg, images, launch, train), build_transform(cfg, images, train)
+    mean, std = statistics_of(cfg, images)
+    sampler = build_sampler(cfg, images, launch, train)
+    transform = build_transform(cfg, images, train)
     num_workers, options = count_workers(cfg.TRAIN.WORKERS, launch), build_decode_options(cfg)
     if cfg.DATA.LOADER == "device":
-        # Augmentations are computed on the host, so a copy on the device would come back image by image.
-        place = torch.device("cpu") if isinstance(transform, Augmented) else device
-        images = DeviceDataset(images, cfg.DATA.DECODER, place, num_workers, options)
+        # Augmentation runs on the host, so pixels on the device would be copied back image by image.
+        pixel_device = torch.device("cpu") if isinstance(transform, AugmentedCrop) else device
+        images = DeviceDataset(images, cfg.DATA.DECODER, pixel_device, num_workers, options)
     samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
     if cfg.DATA.LOADER == "device":
-        batches = DeviceLoader(samples, sampler)
+        batches: Iterable[Batch] = DeviceLoader(samples, sampler)
     else:
         pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
         batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
-    normalize = Normalizer(device, *statistics_of(cfg, images), cfg.MODEL.CHANNELS_LAST)
+    normalize = Normalizer(device, mean, std, cfg.MODEL.CHANNELS_LAST)  # after the workers have been forked
     return (TrainLoader if train else Loader)(samples, sampler, batches, normalize, notes)
 
 
+def build_images(cfg, train: bool) -> ImageDataset:
+    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES."""
+    family = get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)
+    images = family.from_cfg(cfg, train)
+    if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+        mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
+        raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
+    return images
+
+
 def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterator[str]:
-    """Yield what a run should warn of at its start.
+    """Yield warnings about the data.
 
     Raises:
         BadImageError: files are broken, and DATA.ON_BAD_IMAGE is not skip.
@@ -237,67 +237,48 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterat
     yield from (f"{key}: {note}" for note in images.notes())
     broken, unknown = check_images(cfg, images, train)
     if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
-        error = BadImageError(f"{key}: {broken}; mend or remove them, or set DATA.ON_BAD_IMAGE skip")
-        error.one_process = launch.local_rank == 0  # the disk may be this machine's own
+        error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
+        error.one_process = launch.local_rank == 0  # the disk may be local to this machine
         raise error
     yield from (f"{key}: {note}" for note in (broken, unknown) if note)
     if train and len(images.classes) == 1:
-        yield f"{key}: there is one class only, {images.classes[0]}: every model has a top-1 of 100"
+        yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if not train and not images.multilabel:
-        seen = set(map(images.label, range(len(images))))
-        if missing := [name for label, name in enumerate(images.classes) if label not in seen]:
-            named = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+        present = set(map(images.label, range(len(images))))
+        if missing := [name for label, name in enumerate(images.classes) if label not in present]:
+            named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
 
 
 def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
-    """Return which images this process takes in which step.
-
-    Raises:
-        ConfigError: a step takes more images than there are.
-    """
+    """Return the sampler of this process; raise ConfigError if a step takes more images than there are."""
     num_images = len(images)
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
-    balance, im_size_at = build_balance(cfg, images), build_im_size(cfg)
+    balance, im_size_at = build_class_balance(cfg, images), build_im_size(cfg)
     return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
 
 
-def build_images(cfg, train: bool) -> ImageDataset:
-    """Return the ImageDataset of a config."""
-    images = get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME).from_cfg(cfg, train)
-    if len(images.classes) != cfg.MODEL.NUM_CLASSES:
-        where = f"DATA.NAME {cfg.DATA.NAME}"
-        raise ConfigError(
-            f"MODEL.NUM_CLASSES: {class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), where)}"
-        )
-    return images
-
-
-def statistics_of(cfg, images: ImageDataset) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and the standard deviation of each channel that images are normalised with, of 1.0."""
-    return cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
-
-
 def build_transform(cfg, images: ImageDataset, train: bool) -> Transform:
-    """Return the transform from a picture to uint8 (3, H, W).
+    """Return the transform from an image to uint8 (3, H, W).
 
     Raises:
         ConfigError: AUG.POLICY is not understood.
     """
-    if not train:
-        return CentreCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE, cfg.TEST.INTERPOLATION)
     data = cfg.DATA
-    kind = images.crop if data.CROP == "auto" else data.CROP
-    crop = train_transform(
-        cfg.TRAIN.IM_SIZE,
-        kind,
-        data.CROP_SCALE,
-        data.CROP_PADDING,
-        data.FLIP,
-        data.CROP_RATIO,
-        data.INTERPOLATION,
-    )
+    im_size = cfg.TRAIN.IM_SIZE
+    if not train:
+        return CenterCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or im_size, cfg.TEST.INTERPOLATION)
+    crop: Transform
+    if (images.crop if data.CROP == "auto" else data.CROP) == "resized":
+        crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION)
+    else:
+        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION)
     return build_augmentation(cfg, crop, *statistics_of(cfg, images))
+
+
+def statistics_of(cfg, images: ImageDataset) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation per channel, in [0, 1], that images are normalized with."""
+    return cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std

@@ -1,8 +1,8 @@
-"""Images of a batch blended in pairs: mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899).
+"""Mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) of the images of a batch, in pairs.
 
-The partner of the image at place p of a step's global batch is the one at place p ^ 1. The order of an epoch is random,
-so partners are; and how the batch is cut into processes and micro-batches changes nothing. Both of a pair have the same
-share and the same box, each from the other.
+The image at position p of a step's global batch is mixed with the one at p ^ 1. The order of an epoch is random, so the
+pairs are; and the division into processes and micro-batches does not change them. Both images of a pair have the same
+lambda and the same box, each filled from the other.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from distribuuuu.launch.host import copy_to_device
 
 # (images, labels, seed, epoch, step, micro) -> (images, targets)
 Mixer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# Sets the draws of the mixing apart from others of the same step.
+# Separates the random numbers of mixing from others of the same step.
 _STREAM = 0x6D69786564
 
 
 @dataclass(frozen=True)
 class MixParams:
-    """What is drawn for pairs: arrays (pairs,), or (1,) for all of them.
+    """Random parameters of pairs: arrays (pairs,), or (1,) for all of them.
 
     Attributes:
-        lam: the share of an image that stays, lambda.
-        use_cutmix: whether the rest comes as a box, by cutmix; else all over, by mixup.
-        mixed: whether anything is mixed.
-        row, column: where the middle of the box is, of 1.0.
+        lam: lambda, the fraction of an image that is kept.
+        use_cutmix: replace a box (CutMix) instead of blending the full image (mixup).
+        mixed: whether the pair is mixed at all.
+        row, column: center of the box, in [0, 1).
     """
 
     lam: np.ndarray
@@ -40,38 +40,37 @@ class MixParams:
     column: np.ndarray
 
     def weights(self, height: int, width: int) -> np.ndarray:
-        """Return float32 (pairs, 6): the partner's weight in the box, the box's four edges, the partner's whole share.
+        """Return float32 (pairs, 6): the partner's weight in the box, the box's edges, the partner's total weight.
 
-        The edges are top, bottom, left and right, in pixels; for mixup those of the image.
-        A box reaches as far to all sides of its middle and is cut off at the borders, as in the paper's code; so the
-        share is that of its real area.
+        The edges are top, bottom, left and right, in pixels; for mixup those of the image. A box is clipped at the
+        borders, as in the paper's code, so the total weight is that of its clipped area.
         """
         edges = []
         for side, middle in ((height, self.row), (width, self.column)):
             half = (side * np.sqrt(1 - self.lam)).astype(np.int64) // 2
-            centre = (middle * side).astype(np.int64)
+            center = (middle * side).astype(np.int64)
             edges += [
-                np.where(self.use_cutmix, np.maximum(centre - half, 0), 0),
-                np.where(self.use_cutmix, np.minimum(centre + half, side), side),
+                np.where(self.use_cutmix, np.maximum(center - half, 0), 0),
+                np.where(self.use_cutmix, np.minimum(center + half, side), side),
             ]
         top, bottom, left, right = edges
         inside = np.where(self.use_cutmix, 1.0, 1 - self.lam) * self.mixed
-        share = inside * (bottom - top) * (right - left) / (height * width)
-        return np.stack([inside, *edges, share], axis=1).astype(np.float32)
+        total = inside * (bottom - top) * (right - left) / (height * width)
+        return np.stack([inside, *edges, total], axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class PairMixer:
-    """Mixes each pair of neighbours.
+    """Mixes each pair of neighbors.
 
     Attributes:
-        plan: how a step falls into processes and micro-batches, which are even.
-        rank: this process's number.
+        plan: how a step is divided into processes and micro-batches, whose size is even.
+        rank: this process's rank.
         num_classes: of the targets.
         mixup, cutmix: the alpha of each; 0: off.
-        probability: share of what is mixed at all.
-        cutmix_share: share of cutmix when both are on.
-        by_step: one draw for all pairs of a step instead of one for each.
+        probability: fraction of the pairs, or steps, that are mixed.
+        cutmix_share: fraction of CutMix when both are on.
+        by_step: draw parameters once per step instead of once per pair.
     """
 
     plan: BatchPlan
@@ -86,28 +85,29 @@ class PairMixer:
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, seed: int, epoch: int, step: int, micro: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix a micro-batch in place; return it with soft targets, which are not smoothed. Waits for nothing.
+        """Mix a micro-batch in place and return it with soft targets, which are not smoothed. Does not synchronize.
 
         Args:
-            images: any float type (N, C, H, W), N the plan's micro_batch; changed.
+            images: any float type (N, C, H, W), N the plan's micro_batch; modified.
             labels: int64 (N,), or soft targets (N, classes).
-            seed, epoch, step, micro: where the batch stands in the run.
+            seed, epoch, step, micro: the position of the batch in the run.
 
         Returns:
             The images, and float32 (N, classes).
         """
+        height, width = images.shape[-2:]
         first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
-        weights = self.draw(seed, epoch, step).weights(*images.shape[-2:])
-        weights = weights if self.by_step else weights[first : first + len(images) // 2]
-        weights = copy_to_device(torch.from_numpy(weights), images.device)
-        inside = _spread(weights, *images.shape[-2:]) if self.cutmix else weights[:, :1, None, None]
+        of_step = self.draw(seed, epoch, step).weights(height, width)
+        of_pairs = of_step if self.by_step else of_step[first : first + len(images) // 2]
+        weights = copy_to_device(torch.from_numpy(of_pairs), images.device)
+        inside = _pixel_weights(weights, height, width) if self.cutmix else weights[:, :1, None, None]
         blend_pairs(images, inside.to(images.dtype))
         targets = soften(labels, self.num_classes)
         blend_pairs(targets, weights[:, 5:])
         return images, targets
 
     def draw(self, seed: int, epoch: int, step: int) -> MixParams:
-        """Return what is drawn for all pairs of a step, on any process."""
+        """Return the parameters of all pairs of a step, the same on every process."""
         generator = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch, step, _STREAM)))
         num = 1 if self.by_step else self.plan.global_batch // 2
         mixed, chosen, row, column = generator.random((4, num))
@@ -119,17 +119,17 @@ class PairMixer:
 
 
 def no_mix(images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images and labels as they are."""
+    """Return images and labels unchanged."""
     return images, labels
 
 
 def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
     """Return mixer(images, labels, seed, epoch, step, micro) -> (images, targets).
 
-    Without mixup and cutmix it returns what it is given. `rank` is this process's number, None: as the group says.
+    Without mixup and CutMix it returns its arguments. `rank` defaults to that of the process group.
 
     Raises:
-        ConfigError: a micro-batch is of an odd number of images.
+        ConfigError: a micro-batch has an odd number of images.
     """
     aug = cfg.AUG
     if not aug.MIXUP and not aug.CUTMIX:
@@ -148,26 +148,26 @@ def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
 
 
 def soften(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return labels (N,), or soft targets (N, classes), as new soft targets: float32 (N, classes)."""
+    """Return labels (N,), or soft targets (N, classes), as a new float32 (N, classes)."""
     if labels.ndim == 2:
         return labels.to(torch.float32, copy=True)
     return labels.unsqueeze(1).eq(torch.arange(num_classes, device=labels.device)).float()
 
 
 def blend_pairs(values: torch.Tensor, weights: torch.Tensor) -> None:
-    """Replace each of values[2 i] and values[2 i + 1] by its mean with the other, which has weights[i], in place.
+    """Blend values[2 i] and values[2 i + 1] in place; in each, the other one gets weights[i].
 
-    The weights of 0 and 1 are exact. It takes the memory of half of the values.
+    Weights of 0 and 1 are exact. The temporary memory is half that of the values.
     """
     pairs = values.unflatten(0, (-1, 2))
-    one, other = pairs[:, 0], pairs[:, 1]
-    mixed = torch.lerp(one, other, weights)
-    other.lerp_(one, weights)
-    one.copy_(mixed)
+    first, second = pairs[:, 0], pairs[:, 1]
+    blended = torch.lerp(first, second, weights)
+    second.lerp_(first, weights)
+    first.copy_(blended)
 
 
-def _spread(weights: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the partner's weight at each pixel, (pairs, 1, H, W): 0 outside the box."""
+def _pixel_weights(weights: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return the partner's weight at each pixel: (pairs, 1, H, W), 0 outside the box."""
     inside, top, bottom, left, right, _ = weights.view(-1, 6, 1, 1, 1).unbind(1)
     rows = torch.arange(height, device=weights.device).view(-1, 1)
     columns = torch.arange(width, device=weights.device)

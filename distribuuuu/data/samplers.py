@@ -1,71 +1,83 @@
-"""Which images a step takes: a function of position, never of what was drawn before.
+"""Samplers: which images a step takes, in which order, and at which size.
 
-Both samplers yield micro-batches as lists of positions: `key` seeds the augmentation together with the index. Workers
-are started once and for all, so a size of the image that changes with the epoch travels with its position.
+Both samplers yield micro-batches as lists of sample keys; a key identifies the image and seeds its augmentation.
+Workers are started once, so an image size that changes with the epoch travels in the key.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.utils.data import Sampler
 
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.class_balance import ClassBalance
-from distribuuuu.data.draws import SampleKey
-from distribuuuu.data.seeding import derive_seed
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.seeding import SampleKey, derive_seed
 
-Batch = list[SampleKey]
+# A class of n images is drawn in proportion to n to this power, by DATA.SAMPLING.
+CLASS_POWERS = {"balanced": 0.0, "sqrt": 0.5}
+
+BatchKeys = list[SampleKey]
 
 
-class ResumableDistributedSampler(Sampler[Batch]):
-    """The micro-batches of one process, from any step of any epoch on.
+class MicroBatchSampler(Protocol):
+    """The micro-batches of one process, as lists of sample keys."""
 
-    Step k takes the same images whatever the number of processes: the k-th piece of `plan.global_batch` images of
-    the epoch's order, dealt out by micro-batch, then by rank. The last incomplete piece of an epoch is left out.
+    def __len__(self) -> int: ...
 
-    With repeats (Hoffer et al., arXiv 1901.09335) a step has m = global_batch / repeats different images, rounded up,
-    and place p of it takes image p mod m, with another augmentation each time; so neighbours are different images.
-    Where repeats does not divide the global batch, some images come once less. An epoch has as many steps as without,
-    and sees 1 / repeats of the images.
+    def __iter__(self) -> Iterator[BatchKeys]: ...
 
-    Args:
-        num_images: images of the set.
-        plan: how a step falls into processes and micro-batches.
-        rank: this process's number.
-        repeats: how often an image comes in a step.
-        im_size_at: from an epoch to the side of its images, in pixels; None: the transform's own.
-        balance: draws the images of an epoch, as many as there are, with replacement; each time that an image comes it
-            is augmented otherwise. None: a permutation.
+
+@dataclass(eq=False)
+class ResumableDistributedSampler(Sampler[BatchKeys]):
+    """The micro-batches of one process, from any step of any epoch.
+
+    Step k takes the same images for any number of processes: the k-th chunk of `plan.global_batch` images of the
+    epoch's order, distributed by micro-batch, then by rank. The last incomplete chunk of an epoch is dropped.
+
+    With repeats (Hoffer et al., arXiv 1901.09335) a step has m = global_batch / repeats distinct images, rounded up,
+    and its position p takes image p mod m with an augmentation of its own; so neighbors are distinct images. Where
+    repeats does not divide the global batch, some images appear once less. The number of steps per epoch stays the
+    same, and an epoch covers 1 / repeats of the images.
+
+    Attributes:
+        num_images: images of the data set.
+        plan: how a step is divided into processes and micro-batches.
+        rank: this process's rank.
+        repeats: how often each image appears in a step.
+        im_size_at: maps an epoch to the side of its images, in pixels; None: the transform's own.
+        balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
+            its own; None: a permutation.
     """
 
-    def __init__(
-        self,
-        num_images: int,
-        plan: BatchPlan,
-        rank: int,
-        repeats: int = 1,
-        im_size_at: Callable[[int], int] | None = None,
-        balance: ClassBalance | None = None,
-    ):
-        self.num_images = num_images
-        self.plan = plan
-        self.rank = rank
-        self.repeats = repeats
-        self.im_size_at = im_size_at
-        self.balance = balance
+    num_images: int
+    plan: BatchPlan
+    rank: int
+    repeats: int = 1
+    im_size_at: Callable[[int], int] | None = None
+    balance: "ClassBalance | None" = None
+
+    def __post_init__(self):
         self.set_position(seed=0, epoch=0, first_step=0)
 
     @property
     def num_steps(self) -> int:
-        """Steps of a whole epoch."""
+        """Steps per epoch."""
         return self.num_images // self.plan.global_batch
 
+    @property
+    def max_num_batches(self) -> int:
+        """Micro-batches left in the epoch; all processes have equally many."""
+        return len(self)
+
     def set_position(self, seed: int, epoch: int, first_step: int) -> None:
-        """Say where the next iteration begins."""
+        """Set where the next iteration starts."""
         self.seed, self.epoch, self.first_step = seed, epoch, first_step
 
     def epoch_order(self) -> torch.Tensor:
-        """Return the epoch's images in their order: int64 (num_images,), a function of (seed, epoch)."""
+        """Return the image indices of the epoch in order: int64 (num_images,), a function of (seed, epoch)."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         if self.balance:
             return self.balance.draw(self.num_images, generator)
@@ -74,34 +86,104 @@ class ResumableDistributedSampler(Sampler[Batch]):
     def __len__(self) -> int:
         return max(0, self.num_steps - self.first_step) * self.plan.accum_steps
 
-    def __iter__(self) -> Iterator[Batch]:
-        plan, order, key = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
-        num_different = -(-plan.global_batch // self.repeats)
-        keys = [key, *(derive_seed(key, repeat) for repeat in range(1, self.repeats))]
+    def __iter__(self) -> Iterator[BatchKeys]:
+        plan, order, epoch_seed = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
+        num_distinct = -(-plan.global_batch // self.repeats)
+        repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
         size = (self.im_size_at(self.epoch),) if self.im_size_at else ()
         for step in range(self.first_step, self.num_steps):
             for micro in range(plan.accum_steps):
-                begin = (micro * plan.world_size + self.rank) * plan.micro_batch
-                places = torch.arange(begin, begin + plan.micro_batch)
-                draws = step * num_different + places % num_different
-                own = [keys[repeat] for repeat in (places // num_different).tolist()]
-                if self.balance:  # an image may come again
-                    own = [derive_seed(key, draw) for key, draw in zip(own, draws.tolist(), strict=True)]
-                yield [(key, index, *size) for key, index in zip(own, order[draws].tolist(), strict=True)]
+                start = (micro * plan.world_size + self.rank) * plan.micro_batch
+                positions = torch.arange(start, start + plan.micro_batch)
+                chosen = step * num_distinct + positions % num_distinct
+                seeds = [repeat_seeds[repeat] for repeat in (positions // num_distinct).tolist()]
+                if self.balance:  # the same image may be drawn again
+                    seeds = [derive_seed(seed, draw) for seed, draw in zip(seeds, chosen.tolist(), strict=True)]
+                yield [(seed, index, *size) for seed, index in zip(seeds, order[chosen].tolist(), strict=True)]
 
 
-class EvalSampler(Sampler[Batch]):
-    """Every `world_size`-th image from `rank` on, in order, without padding: each image once over all processes."""
+class EvalSampler(Sampler[BatchKeys]):
+    """Every `world_size`-th image from `rank`, in order, without padding: each image once over all processes."""
 
     def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int):
         self.indices = range(rank, num_images, world_size)
         self.batch_size = batch_size
-        # The most batches that any process has.
+        # The largest number of batches of any process.
         self.max_num_batches = -(-len(range(0, num_images, world_size)) // batch_size)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for begin in range(0, len(self.indices), self.batch_size):
-            yield [(0, index) for index in self.indices[begin : begin + self.batch_size]]
+    def __iter__(self) -> Iterator[BatchKeys]:
+        for start in range(0, len(self.indices), self.batch_size):
+            yield [(0, index) for index in self.indices[start : start + self.batch_size]]
+
+
+class ClassBalance:
+    """Class-balanced sampling with replacement (Kang et al., arXiv 1910.09217).
+
+    A class is drawn in proportion to its weight, and the images of a class are equally likely.
+
+    Args:
+        labels: the class of each image, from 0.
+        power: a class of n images has the weight `n ** power`, or 0 if n is 0; a power of 0 makes all classes equally
+            likely, 1 all images.
+    """
+
+    def __init__(self, labels: Sequence[int], power: float):
+        classes = torch.as_tensor(labels, dtype=torch.int64)
+        self._counts = torch.bincount(classes)
+        weights = torch.where(self._counts > 0, self._counts.double() ** power, 0.0)
+        bounds = weights.cumsum(0)
+        self._bounds = bounds / bounds[-1]
+        # The images sorted by class, and the offset of each class among them.
+        self._images = classes.argsort(stable=True)
+        self._offsets = self._counts.cumsum(0) - self._counts
+
+    def draw(self, num: int, generator: torch.Generator) -> torch.Tensor:
+        """Return the indices of `num` images: int64 (num,)."""
+        for_class, for_image = torch.rand(2, num, dtype=torch.float64, generator=generator)
+        chosen = torch.searchsorted(self._bounds, for_class, right=True)  # skips classes of weight 0
+        counts = self._counts[chosen]
+        within = torch.minimum((for_image * counts).long(), counts - 1)
+        return self._images[self._offsets[chosen] + within]
+
+
+def build_class_balance(cfg, images: ImageDataset) -> ClassBalance | None:
+    """Return the class balance of DATA.SAMPLING; None for `uniform`, where each image appears once per epoch."""
+    if cfg.DATA.SAMPLING not in CLASS_POWERS:
+        return None
+    assert not images.multilabel  # reported as a conflict in the config
+    labels = [int(images.label(index)) for index in range(len(images))]
+    return ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])
+
+
+def progressive_im_size(epoch: int, start: int, end: int, first: float, last: float, multiple: int) -> int:
+    """Return the side of an epoch's images, in pixels: linear in the epoch, to the nearest multiple (as in ffcv).
+
+    Args:
+        epoch: from 0.
+        start, end: the side up to epoch `first`, and from epoch `last`.
+        first, last: epochs between which the side grows.
+        multiple: sides in between are multiples of it, within `start` and `end`.
+    """
+    progress = min(1.0, max(0.0, (epoch - first) / (last - first)))
+    if progress in (0.0, 1.0):
+        return end if progress else start
+    return min(end, max(start, round((start + (end - start) * progress) / multiple) * multiple))
+
+
+def build_im_size(cfg) -> Callable[[int], int] | None:
+    """Return a function from the epoch to the side of its images; None if it is always TRAIN.IM_SIZE."""
+    train = cfg.TRAIN
+    if not train.IM_SIZE_START:
+        return None
+    first, last = train.IM_SIZE_EPOCHS
+    return functools.partial(
+        progressive_im_size,
+        start=train.IM_SIZE_START,
+        end=train.IM_SIZE,
+        first=first,
+        last=last,
+        multiple=train.IM_SIZE_MULTIPLE,
+    )

@@ -1,5 +1,6 @@
-"""One sample: read, decoded, transformed; and what becomes of a broken one."""
+"""Samples: images read, decoded and transformed, with substitutes for broken ones."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,91 +8,88 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions
-from distribuuuu.data.draws import SampleKey, SampleRNG
-from distribuuuu.data.picture import open_lazy_image
-from distribuuuu.data.seeding import derive_seed
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
+from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 from distribuuuu.data.transforms import Transform
 
-# How many other images a broken one may be replaced by before the data counts as broken.
+# How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
+
+# What a worker returns: images, targets, and a message for each broken image; see `collate`.
+Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image on its way to a batch: uint8 (3, H, W), what `ImageDataset.label` says, and what went wrong before."""
+    """One sample of a batch.
+
+    Attributes:
+        pixels: uint8 (3, H, W); None: no image could be read.
+        label: see `ImageDataset.label`.
+        broken: a message for each image that could not be read.
+    """
 
     pixels: torch.Tensor | None
-    label: "int | np.ndarray"
+    label: int | np.ndarray
     broken: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Samples(Dataset):
-    """The images of a set by position, which all randomness follows from: the same in any worker or none.
+    """Samples of a data set by their key, on which all randomness depends: the same in every worker.
 
-    Args:
-        images: the set.
-        transform: from a picture and its draws to uint8 (3, H, W).
+    Attributes:
+        images: the data set.
+        transform: from an image and its random numbers to uint8 (3, H, W).
         decoder: see `decode`.
-        skip_broken: take another image in the place of one that cannot be read, the same one each time.
+        skip_broken: substitute another image for one that cannot be read, always the same one.
         options: see `decode`.
     """
 
-    def __init__(
-        self,
-        images: ImageDataset,
-        transform: Transform,
-        decoder: str,
-        skip_broken: bool,
-        options: DecodeOptions = DEFAULTS,
-    ):
-        self.images = images
-        self.transform = transform
-        self.decoder = decoder
-        self.skip_broken = skip_broken
-        self.options = options
+    images: ImageDataset
+    transform: Transform
+    decoder: str
+    skip_broken: bool
+    options: DecodeOptions = DEFAULTS
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, where: SampleKey) -> Sample:
-        key, index, *size = where
+    def __getitem__(self, key: SampleKey) -> Sample:
+        seed, index, *size = key
         transform = self.transform.at_size(*size) if size else self.transform
         broken: list[str] = []
         for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
-            chosen = index if attempt == 0 else derive_seed(key, index, attempt) % len(self.images)
+            chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
-                picture = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
-                return Sample(transform(picture, SampleRNG(key, index)), self.images.label(chosen), tuple(broken))
-            except MemoryError as error:  # the lack of memory is no fault of the image
+                image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
+                return Sample(transform(image, SampleRNG(seed, index)), self.images.label(chosen), tuple(broken))
+            except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
-            except Exception as error:  # decoders raise nearly anything; the loader names the file and the cause
+            except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
         return Sample(None, -1, tuple(broken))
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, without the path, which is named before it."""
+    """Return the message of an error, without the path of an OSError."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
-
-
 def collate(samples: list[Sample]) -> Batch:
-    """Return (uint8 (N, 3, H, W), targets, messages); no images when one of them could not be had.
+    """Return (uint8 (N, 3, H, W), targets, messages); None for the images if one of them could not be read.
 
-    The channels of a pixel lie side by side in memory, as decoders and resizing leave them.
+    The channels of a pixel are adjacent in memory, as decoders and resizing return them.
     """
     broken = tuple(message for sample in samples for message in sample.broken)
-    if any(sample.pixels is None for sample in samples):
+    images = [sample.pixels.permute(1, 2, 0) for sample in samples if sample.pixels is not None]
+    if len(images) < len(samples):
         return None, torch.empty(0), broken
-    # In a worker process this stacks right into the memory that it shares.
-    pixels = default_collate([sample.pixels.permute(1, 2, 0) for sample in samples]).permute(0, 3, 1, 2)
-    return pixels, as_targets([sample.label for sample in samples]), broken
+    # In a worker process default_collate stacks directly into shared memory.
+    return default_collate(images).permute(0, 3, 1, 2), as_targets([sample.label for sample in samples]), broken
 
 
-def as_targets(labels: "list[int] | list[np.ndarray]") -> torch.Tensor:
-    """Return what `ImageDataset.label` says of N images: int64 (N,), or of a multilabel set float32 (N, classes)."""
+def as_targets(labels: Sequence[int | np.ndarray]) -> torch.Tensor:
+    """Return the labels of N images as targets: int64 (N,), or for a multilabel set float32 (N, classes)."""
     targets = np.array(labels)
     return torch.from_numpy(targets if targets.ndim == 2 else targets.astype(np.int64, copy=False))

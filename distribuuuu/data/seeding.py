@@ -1,66 +1,109 @@
-"""Randomness from position: every generator is seeded from (seed, epoch, sample or step), so none has to be saved."""
+"""Random numbers as functions of position, so that no generator's state has to be saved.
+
+Seeds derive from (run seed, epoch, sample or step). The n-th number of a sample depends on its seed, its index and n
+only, so it is the same in every worker. All mixing is SplitMix64's (Steele et al., OOPSLA 2014).
+"""
 
 import contextlib
 import random
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+# Identifies a sample and seeds its augmentation: (seed, index), or (seed, index, side of the image in pixels).
+SampleKey = tuple[int, ...]
+
+# Constants of SplitMix64.
 _MASK = (1 << 64) - 1
-# What draws with torch, by the name of the function; each takes a generator.
-_DRAWING = {
+_STEP = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# torch's random functions; each takes a generator.
+_RANDOM_FUNCTIONS = {
     *("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
 }
-_TURN = threading.Lock()
+_GLOBAL_GENERATORS = threading.Lock()
 
 
 def derive_seed(*parts: int) -> int:
-    """Return 63 well-mixed bits from whole numbers, e.g. (RNG_SEED, epoch, sample index).
-
-    Each part goes through the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
-    """
+    """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index)."""
     state = 0
     for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + part + _STEP) & _MASK
+        state = ((state ^ (state >> 30)) * _MIX_1) & _MASK
+        state = ((state ^ (state >> 27)) * _MIX_2) & _MASK
         state ^= state >> 31
     return state >> 1
 
 
+class SampleRNG:
+    """The random numbers of one sample.
+
+    The object holds all of its state, so threads can draw at the same time. A number takes a microsecond; seeding a
+    generator of numpy or torch takes ten.
+    """
+
+    def __init__(self, seed: int, index: int):
+        self._state = derive_seed(seed, index)
+
+    def uniform(self) -> float:
+        """Return the next number in [0, 1)."""
+        self._state = (self._state + _STEP) & _MASK
+        mixed = ((self._state ^ (self._state >> 30)) * _MIX_1) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
+        return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
+
+    def seed(self) -> int:
+        """Return a 53-bit integer to seed another generator with."""
+        return int(self.uniform() * 2**53)
+
+
+class BatchRNG:
+    """The same random numbers for many samples at a time, as arrays: float64 (N,)."""
+
+    def __init__(self, keys: Sequence[SampleKey]):
+        self._state = np.array([derive_seed(*key[:2]) for key in keys], dtype=np.uint64)
+
+    def uniform(self) -> np.ndarray:
+        """Return the next number of each sample."""
+        self._state = self._state + np.uint64(_STEP)
+        mixed = (self._state ^ (self._state >> np.uint64(30))) * np.uint64(_MIX_1)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
+        return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
 def draw_seed() -> int:
-    """Return a fresh seed, for a run whose config names none."""
+    """Return a fresh seed, for a run whose config sets none."""
     return secrets.randbits(31)
 
 
-def seed_cpu(value: int) -> None:
+def seed_cpu(seed: int) -> None:
     """Seed torch's CPU generator, numpy and random.
 
     The generator's own `manual_seed` takes 1 us; `torch.manual_seed` visits every device and takes 64 us.
     """
-    torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
-def seed_step(value: int, device: torch.device) -> None:
-    """Seed what a model draws from inside a step (dropout, drop path): the generators of the CPU and of `device`."""
-    torch.default_generator.manual_seed(value)
+def seed_step(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`, from which a model draws in a step (dropout, drop path)."""
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(value)
+        torch.cuda.default_generators[device.index].manual_seed(seed)
     elif device.type == "mps":
-        torch.mps.manual_seed(value)
+        torch.mps.manual_seed(seed)
 
 
-class OwnGenerator(TorchFunctionMode):
-    """Within it, what this thread draws with torch on the CPU comes from a generator of its own.
+class LocalGenerator(TorchFunctionMode):
+    """Context in which torch's random functions on the CPU, called by this thread, use a generator seeded here.
 
-    torch's default generator belongs to the steps (see `seed_step`), which another thread may be computing.
+    torch's default generator belongs to the training step (see `seed_step`), which another thread may be computing.
     """
 
     def __init__(self, seed: int):
@@ -69,24 +112,24 @@ class OwnGenerator(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") in _DRAWING:
+        if getattr(function, "__name__", "") in _RANDOM_FUNCTIONS:
             kwargs = {"generator": self._generator, **kwargs}
         return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Let what this thread draws with torch, numpy and random follow from `seed`, and put everything back.
+    """Seed torch, numpy and random for this thread within the context, and restore them afterwards.
 
-    All threads share the generators of numpy and random, so only one at a time is let in.
+    The generators of numpy and random are global, so one thread at a time enters.
     """
-    with _TURN:
-        of_numpy, of_python = np.random.get_state(), random.getstate()
+    with _GLOBAL_GENERATORS:
+        numpy_state, python_state = np.random.get_state(), random.getstate()
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:
-            with OwnGenerator(seed):
+            with LocalGenerator(seed):
                 yield
         finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_python)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

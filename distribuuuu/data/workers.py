@@ -1,4 +1,4 @@
-"""Loader workers: processes, threads, or the training process itself. All make the same batches."""
+"""Loader workers: processes, threads or none; batches are identical either way."""
 
 import atexit
 import contextlib
@@ -15,53 +15,52 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.samplers import Batch as Positions
+from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
 from distribuuuu.data.samples import Batch, Samples, collate
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals
 
-# Batches that each worker is ahead; more than two change nothing but the memory.
+# Batches that each worker prepares ahead; more than two cost memory and gain nothing.
 PREFETCH = 2
-# Seconds until the system reports that a process has died whose connection is closed already.
+# Seconds within which the system reports the death of a process whose connection is closed.
 _DEATH_S = 1.0
 
 _LESS_MEMORY = "set fewer TRAIN.WORKERS, DATA.WORKER_KIND thread or a smaller TRAIN.BATCH_SIZE"
-# What a signal that ends a worker means, and what helps; any other one is a crash in native code.
+# Likely cause of each signal that ends a worker, and the fix; any other signal is a crash in native code.
 _MEANINGS = {
     "SIGKILL": f"the system may have run out of memory; fix: {_LESS_MEMORY}",
     "SIGBUS": "the shared memory in /dev/shm may be too small; fix: enlarge it (docker run --shm-size 8g), or set"
     " DATA.WORKER_KIND thread",
-    "SIGTERM": "another program ended it",
+    "SIGTERM": "another program terminated it",
 }
 _CRASH = "native code crashed, e.g. an image decoder; fix: set DATA.DECODER pil, or TRAIN.WORKERS 0 to find the image"
 
 
 class LoaderWorkerError(ConfigError):
-    """A worker was killed, crashed or ran out of memory; says by what, and what helps."""
+    """A worker was killed, crashed or ran out of memory; the message names the cause and the fix."""
 
     one_process = True
     status = 1
 
 
 def count_workers(chosen: int, launch: Launch) -> int:
-    """Return TRAIN.WORKERS, or, for -1, the cores that this process may use, shared with the others of its machine."""
+    """Return TRAIN.WORKERS; for -1, this process's share of the cores available on its machine."""
     return chosen if chosen >= 0 else max(1, count_cores() // launch.local_world_size)
 
 
 def start_workers(
-    samples: Samples, sampler: Sampler[Positions], kind: str, num_workers: int, pin_memory: bool
+    samples: Samples, sampler: MicroBatchSampler, kind: str, num_workers: int, pin_memory: bool
 ) -> Iterable[Batch]:
-    """Return the batches of a sampler; each iteration starts over at the sampler's position.
+    """Return an iterable over the batches of a sampler; each iteration starts at the sampler's position.
 
     Args:
-        samples: what the batches are made of.
-        sampler: gives the positions of each batch.
-        kind: "process": forked here and now, and there to stay; "thread".
-        num_workers: how many; 0: the process makes its batches by itself.
+        samples, sampler: the samples, and the keys of each batch.
+        kind: "process" (forked now, kept until the end) or "thread".
+        num_workers: 0: this process makes the batches itself.
         pin_memory: put the batches into page-locked memory.
     """
     if kind == "thread" and num_workers:
@@ -69,26 +68,26 @@ def start_workers(
     return ProcessWorkers(samples, sampler, num_workers, pin_memory)
 
 
-class _Gate:
-    """A sampler that yields nothing until it is opened, so that workers can be started without work."""
+class _GatedSampler:
+    """A sampler that yields nothing until it is opened, so that idle workers can be started."""
 
-    def __init__(self, sampler: Sampler[Positions]):
+    def __init__(self, sampler: MicroBatchSampler):
         self.sampler = sampler
         self.is_open = False
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Positions]:
+    def __iter__(self) -> Iterator[BatchKeys]:
         return iter(self.sampler if self.is_open else ())
 
 
 class ProcessWorkers:
-    """Processes, forked here and now, that make batches ahead and stay until this object goes."""
+    """Processes, forked on construction, that prepare batches ahead and live as long as this object."""
 
-    def __init__(self, samples: Samples, sampler: Sampler[Positions], num_workers: int, pin_memory: bool):
-        gate = _Gate(sampler)
-        # More workers than cores are the user's choice; the log says how long the batches were waited for.
+    def __init__(self, samples: Samples, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool):
+        gate = _GatedSampler(sampler)
+        # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(
             samples,
@@ -99,18 +98,18 @@ class ProcessWorkers:
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCH if num_workers else None,
             worker_init_fn=functools.partial(set_up_worker_signals, parent=os.getpid()),
-            # From Python 3.14 on a fork has to be asked for.
+            # From Python 3.14, fork is not the default.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         )
         with _without_sigchld_handler():
             iter(self._batches)
         gate.is_open = True
-        self._processes = list(self._batches._iterator._workers) if num_workers else []
+        self._processes = list(getattr(self._batches._iterator, "_workers", ()))
         if thread := getattr(self._batches._iterator, "_pin_memory_thread", None):
             threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self._processes)
-        # The workers do not hear the SIGTERM that multiprocessing's exit handler and a DataLoader that the garbage
-        # collector has taken apart would send them, so they are told to end before either.
-        atexit.register(weakref.finalize(self, _end_processes, self._batches))
+        # The workers ignore the SIGTERM that multiprocessing's exit handler, or a garbage-collected DataLoader, would
+        # send them, so they are shut down before either.
+        atexit.register(weakref.finalize(self, _shut_down, self._batches))
 
     def __iter__(self) -> Iterator[Batch]:
         with _failures_explained(self._processes):
@@ -119,10 +118,10 @@ class ProcessWorkers:
 
 @contextlib.contextmanager
 def _without_sigchld_handler() -> Iterator[None]:
-    """Keep the SIGCHLD handler from before the block, which DataLoader replaces by one that raises.
+    """Restore the SIGCHLD handler after the block, in which DataLoader replaces it by one that raises.
 
-    It would raise wherever the main thread is when a worker dies, e.g. within a library that catches the error. Without
-    it the wait for the next batch of that worker fails.
+    It would raise anywhere in the main thread when a worker dies, e.g. in a library that catches the error. Without it,
+    waiting for the next batch of that worker fails.
     """
     is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
     before = signal.getsignal(signal.SIGCHLD) if is_main else None
@@ -133,20 +132,20 @@ def _without_sigchld_handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> Iterator[None]:
-    """Raise LoaderWorkerError in place of an error in the block that comes from a dead worker or from lack of memory.
+    """Raise LoaderWorkerError for an error in the block that a dead worker or a lack of memory has caused.
 
-    The other workers are killed: one that died with a lock of their queue would keep them from ending.
+    The other workers are killed: if the dead one holds a lock of their queue, they cannot exit.
     """
     try:
         yield
     except Exception as error:
-        may_follow = isinstance(error, (RuntimeError, OSError, EOFError))
-        if dead := _find_dead(processes, _DEATH_S if may_follow else 0):
+        may_be_death = isinstance(error, (RuntimeError, OSError, EOFError))
+        if dead := _find_dead(processes, _DEATH_S if may_be_death else 0):
             for process in processes:
                 if process is not dead:
                     process.kill()
             dead.join()
-            raise LoaderWorkerError(_describe_death(dead.pid, dead.exitcode)) from error
+            raise LoaderWorkerError(_describe_death(dead.pid, dead.exitcode or 0)) from error
         if isinstance(error, MemoryError):
             what = str(error).strip().rpartition("\n")[2].removeprefix("MemoryError: ")
             raise LoaderWorkerError(f"loading {what} ran out of memory; fix: {_LESS_MEMORY}") from error
@@ -154,76 +153,79 @@ def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> It
 
 
 def _find_dead(processes: Sequence[multiprocessing.Process], wait_s: float) -> multiprocessing.Process | None:
-    """Return a process that has ended, or ends within some seconds.
+    """Return a process that has ended, or ends within `wait_s`.
 
-    Its exit code is left to one thread: of two that ask at once, one is told that there is none.
+    The exit code is read by one thread only: of two that read it at once, one gets None.
     """
     ended = multiprocessing.connection.wait([process.sentinel for process in processes], wait_s) if processes else ()
     return next((process for process in processes if process.sentinel in ended), None)
 
 
-def _describe_death(pid: int, exitcode: int) -> str:
+def _describe_death(pid: int | None, exitcode: int) -> str:
     if exitcode >= 0:
         return f"loader worker (pid {pid}) ended with status {exitcode}; fix: set TRAIN.WORKERS 0 to find the cause"
     name = signal.Signals(-exitcode).name
     return f"loader worker (pid {pid}) was killed by {name}: {_MEANINGS.get(name, _CRASH)}"
 
 
-def _hide_consequence(before, thread: threading.Thread, processes: Sequence, problem: threading.ExceptHookArgs) -> None:
-    """Print what a thread died of, unless it is the thread that pins memory, after a worker has died."""
-    if problem.thread is not thread or not _find_dead(processes, _DEATH_S):
-        before(problem)
+def _hide_consequence(hook, thread: threading.Thread, processes: Sequence, failure: threading.ExceptHookArgs) -> None:
+    """Call the previous excepthook, unless the thread that pins memory failed because a worker died."""
+    if failure.thread is not thread or not _find_dead(processes, _DEATH_S):
+        hook(failure)
 
 
-def _end_processes(batches: DataLoader) -> None:
-    if batches._iterator is not None:
-        batches._iterator._shutdown_workers()
+def _shut_down(batches: DataLoader) -> None:
+    getattr(batches._iterator, "_shutdown_workers", lambda: None)()
 
 
 class ThreadWorkers:
-    """Threads that make batches ahead: decoding and resizing leave Python's lock, and no batch changes processes."""
+    """Threads that prepare batches ahead: decoding and resizing release the GIL, and no batch crosses processes."""
 
-    def __init__(self, samples: Samples, sampler: Sampler[Positions], num_workers: int, pin_memory: bool):
+    def __init__(self, samples: Samples, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool):
         self._samples = samples
         self._sampler = sampler
         self._pin_memory = pin_memory
-        self._ahead = PREFETCH * num_workers
+        self._max_pending = PREFETCH * num_workers
         self._pool = ThreadPoolExecutor(num_workers, "loader")
-        self._compute_alone(num_workers)
+        self._use_one_core_per_thread(num_workers)
 
-    def _compute_alone(self, num_workers: int) -> None:
-        """Use one thread for the tensors of each worker: the cores belong to the other workers and to the model.
+    def _use_one_core_per_thread(self, num_workers: int) -> None:
+        """Let torch use one thread within each worker: the other cores belong to the other workers and to the model.
 
-        torch keeps the number for each thread that has set it, and the last one set for all others.
+        torch stores the number per thread that has set it, and the last number set for all others.
         """
-        own, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
+        num_threads, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
+
+        def use_one_thread() -> None:
+            torch.get_num_threads()  # read first, or torch resets this thread to the number of all others
+            torch.set_num_threads(1)
+            started.wait()
+
         for _ in range(num_workers):
-            # Asked for first: torch sets the number of a thread that has not asked to that of all others.
-            self._pool.submit(lambda: (torch.get_num_threads(), torch.set_num_threads(1), started.wait()))
+            self._pool.submit(use_one_thread)
         started.wait()
-        torch.set_num_threads(own)
+        torch.set_num_threads(num_threads)
 
     def __iter__(self) -> Iterator[Batch]:
-        positions = iter(self._sampler)
-        waiting: deque[Future] = deque()
+        pending: deque[Future] = deque()
         try:
-            for batch in positions:
-                waiting.append(self._pool.submit(self._make, batch))
-                if len(waiting) > self._ahead:
-                    yield _take(waiting)
-            while waiting:
-                yield _take(waiting)
-        finally:  # also where an epoch is left early
-            for future in waiting:
+            for keys in self._sampler:
+                pending.append(self._pool.submit(self._make_batch, keys))
+                if len(pending) > self._max_pending:
+                    yield _next_batch(pending)
+            while pending:
+                yield _next_batch(pending)
+        finally:  # also if the epoch is left early
+            for future in pending:
                 future.cancel()
 
-    def _make(self, positions: Positions) -> Batch:
-        pixels, labels, broken = collate([self._samples[position] for position in positions])
-        if self._pin_memory and pixels is not None:
-            pixels, labels = pixels.pin_memory(), labels.pin_memory()
-        return pixels, labels, broken
+    def _make_batch(self, keys: BatchKeys) -> Batch:
+        images, targets, broken = collate([self._samples[key] for key in keys])
+        if self._pin_memory and images is not None:
+            images, targets = images.pin_memory(), targets.pin_memory()
+        return images, targets, broken
 
 
-def _take(waiting: deque[Future]) -> Batch:
+def _next_batch(pending: deque[Future]) -> Batch:
     with _failures_explained():
-        return waiting.popleft().result()
+        return pending.popleft().result()

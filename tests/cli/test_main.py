@@ -27,7 +27,7 @@ WRONG = {
     "an unknown model": (["MODEL.ARCH", "resnet5O"], "did you mean resnet56, resnet50"),
     "unknown arguments of the model": (["MODEL.KWARGS.widht", 3], "did you mean width"),
     "a refused argument of the model": (["MODEL.KWARGS.norm", "bach"], "did you mean batch"),
-    "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "would fit"),
+    "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "fix: set it to"),
     "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file: /no/such.pth"),
     "an output folder that is a file": (["OUT_DIR", "/etc/hostname/x"], "/etc/hostname is a file"),
 }

@@ -134,7 +134,7 @@ def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_pa
     for said in (
         "MODEL.KWARGS.widht (command line): resnet8 has no such parameter; did you mean width?",
         "OPTIM.NAME (command line): unknown optimizer 'adamv'; did you mean adam",
-        "TRAIN.BATCH_SIZE (command line): one step takes 999 images",
+        "TRAIN.BATCH_SIZE (command line): got 999 images per step",
         "DISTILL.TEACHER (command line): unknown model 'resnet5O'; did you mean resnet56, resnet50",
         "OUT_DIR (command line): /proc cannot be written to",
     ):

@@ -13,11 +13,19 @@ from timm.data import auto_augment
 from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.augment import Augmented, Erasing, Policy, build_augmentation, make_jitter, make_policy
-from distribuuuu.data.draws import SampleRNG
+from distribuuuu.config.registry import AUGMENTATIONS
+from distribuuuu.data.augment import (
+    AugmentedCrop,
+    Erasing,
+    Policy,
+    build_augmentation,
+    grayscale,
+    make_jitter,
+    make_policy,
+)
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import Normalizer, build_loader
-from distribuuuu.data.picture import LazyImage
-from distribuuuu.data.seeding import OwnGenerator, seeded_generators
+from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 from distribuuuu.launch.detect import Launch
 
@@ -29,7 +37,7 @@ TORCHVISIONS = ["autoaugment", "randaugment", "trivialaugment"]
 
 
 def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
-    """Draw smooth colours: uint8 (3, side, side)."""
+    """Draw smooth colors: uint8 (3, side, side)."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     smooth = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(smooth)).permute(2, 0, 1)
@@ -39,7 +47,7 @@ def image_of(pixels: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
-def pixels_of(image: Image.Image) -> torch.Tensor:
+def pil_to_tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -70,8 +78,8 @@ def test_timms_text_gives_what_timm_gives(text):
     for seed in range(40):
         random.seed(seed)
         np.random.seed(seed)
-        expected = pixels_of(theirs(image))
-        assert torch.equal(pixels_of(mine(image, seed)), expected)
+        expected = pil_to_tensor(theirs(image))
+        assert torch.equal(pil_to_tensor(mine(image, seed)), expected)
         changed += not torch.equal(expected, scene())
     assert changed > 20
 
@@ -88,31 +96,31 @@ def test_torchvisions_names_give_what_torchvision_gives(text, theirs):
     mine, image = policy(text), image_of(scene())
     for seed in range(40):
         torch.manual_seed(seed)
-        assert torch.equal(pixels_of(mine(image, seed)), pixels_of(theirs(image)))
+        assert torch.equal(pil_to_tensor(mine(image, seed)), pil_to_tensor(theirs(image)))
 
 
 @pytest.mark.parametrize(
     "strengths, theirs", [((0.4,), (0.4, 0.4, 0.4)), ((0.1, 0.2, 0.3, 0.1),) * 2, ((0.3,) * 3,) * 2]
 )
 def test_jitter_is_torchvisions(strengths, theirs):
-    augmented, reference = Augmented(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
+    augmented, reference = AugmentedCrop(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
     for index in range(10):
-        draws = SampleRNG(3, index)
-        whole()(LazyImage(scene()), draws)
-        draws.seed()
-        torch.manual_seed(draws.seed())
-        expected = pixels_of(reference(image_of(scene())))
+        rng = SampleRNG(3, index)
+        whole()(LazyImage(scene()), rng)
+        rng.seed()
+        torch.manual_seed(rng.seed())
+        expected = pil_to_tensor(reference(image_of(scene())))
         assert torch.equal(augmented(LazyImage(scene()), SampleRNG(3, index)), expected)
 
 
-def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
-    chosen, counts = policy("3augment"), {"grey": 0, "solarized": 0, "blurred": 0}
+def test_3augment_is_gray_solarized_or_blurred_one_as_likely_as_the_other():
+    chosen, counts = policy("3augment"), {"gray": 0, "solarized": 0, "blurred": 0}
     original = scene().int()
     inverted = torch.where(original >= 128, 255 - original, original)
     for seed in range(600):
-        pixels = pixels_of(chosen(image_of(scene()), seed)).int()
+        pixels = pil_to_tensor(chosen(image_of(scene()), seed)).int()
         if (pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all():
-            counts["grey"] += 1
+            counts["gray"] += 1
         elif torch.equal(pixels, inverted):
             counts["solarized"] += 1
         else:
@@ -121,10 +129,10 @@ def test_3augment_is_grey_solarized_or_blurred_one_as_likely_as_the_other():
     assert all(150 <= count <= 250 for count in counts.values()), counts
 
 
-def test_what_timms_policies_uncover_becomes_the_mean_colour():
+def test_what_timms_policies_uncover_becomes_the_mean_color():
     chosen, white = policy("rand-m10-n1-p1-mstd0", mean=(0.2, 0.4, 0.6)), Image.new("RGB", (48, 48), "white")
-    colours = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
-    assert (51, 102, 153) in colours and (128, 128, 128) not in colours
+    colors = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
+    assert (51, 102, 153) in colors and (128, 128, 128) not in colors
 
 
 @pytest.mark.parametrize("text", ["rand-m10-inc1-p1", "rand-m0-p1", "v0"])
@@ -132,7 +140,7 @@ def test_no_image_is_refused_by_the_operation_that_leaves_no_bits(text):
     """Posterize to 0 bits, which is black, was an error from Pillow 13 on."""
     chosen, black = policy(text), 0
     for seed in range(300):
-        black += not pixels_of(chosen(image_of(scene(16)), seed)).any()
+        black += not pil_to_tensor(chosen(image_of(scene(16)), seed)).any()
     assert black > 2
 
 
@@ -141,7 +149,7 @@ def test_no_image_is_refused_by_the_operation_that_leaves_no_bits(text):
     [
         ("rand-m9-inc", r"'inc'; rand takes mNUMBER, nNUMBER"),
         ("rand-m9-foo3", "'foo3'"),
-        ("rand-m9.5", "refused by timm"),
+        ("rand-m9.5", "rejected by timm"),
         ("rand-m9-tweight", "no operations that timm knows: tweights"),
         ("augmix-q3", "'q3'; augmix takes mNUMBER"),
         ("v0-m5", "'m5'; v0 takes mstdNUMBER"),
@@ -180,7 +188,7 @@ def erased_boxes(erase: Erasing, num: int, side: int = 64) -> list[tuple[torch.T
     """Return (pixels, which of them were erased) of black images."""
     results = []
     for seed in range(num):
-        with OwnGenerator(seed):
+        with LocalGenerator(seed):
             pixels = erase(torch.zeros(3, side, side, dtype=torch.uint8))
         results.append((pixels, pixels.amax(0) > 0))
     return results
@@ -201,7 +209,7 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
     assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
 
 
-def test_what_is_erased_is_nothing_once_it_is_normalised():
+def test_what_is_erased_is_nothing_once_it_is_normalized():
     ((pixels, hit),) = erased_boxes(Erasing(1.0, MEAN), 1)
     assert Normalizer(CPU, MEAN, STD, False)(pixels[None])[0][:, hit].abs().max() < 0.01
 
@@ -218,7 +226,7 @@ def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
 def test_erasing_leaves_what_it_was_given():
     pixels = scene()
     before = pixels.clone()
-    with OwnGenerator(0):
+    with LocalGenerator(0):
         assert not torch.equal(Erasing(1.0, MEAN)(pixels), before)
     assert torch.equal(pixels, before)
 
@@ -232,20 +240,22 @@ def test_images_too_small_for_a_rectangle_stay_whole_or_lose_one(side):
 # The order, and nothing where nothing is asked for
 
 
-def test_the_policy_comes_first_then_the_jitter_then_the_erasing():
+def test_the_policy_comes_first_then_the_jitter_the_operations_and_the_erasing():
     steps = []
 
     def note(name: str):
         return lambda value: (steps.append(name), value)[1]
 
-    chosen = Policy(note("policy"), OwnGenerator)
-    Augmented(whole(), chosen, note("jitter"), note("erase"))(LazyImage(scene()), SampleRNG(0, 0))
-    assert steps == ["policy", "jitter", "erase"]
+    chosen = Policy(note("policy"), LocalGenerator)
+    AugmentedCrop(whole(), chosen, note("jitter"), (note("one"), note("two")), note("erase"))(
+        LazyImage(scene()), SampleRNG(0, 0)
+    )
+    assert steps == ["policy", "jitter", "one", "two", "erase"]
 
 
 def test_a_step_draws_the_same_whatever_the_others_are():
-    alone = Augmented(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
-    jittered = Augmented(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
+    alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
+    jittered = AugmentedCrop(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
     assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
 
 
@@ -262,6 +272,46 @@ def test_evaluation_is_not_augmented(small_cfg):
     assert all(torch.equal(one[0], two[0]) for one, two in zip(plain, other, strict=True))
 
 
+# Registered operations
+
+
+def test_a_registered_function_is_an_operation_whose_random_numbers_follow_from_the_sample(small_cfg, monkeypatch):
+    monkeypatch.setattr(AUGMENTATIONS, "_table", {})
+
+    @AUGMENTATIONS.register
+    def add_noise(pixels: torch.Tensor) -> torch.Tensor:
+        """Draw from all generators that an operation may use."""
+        noise = random.random() + np.random.rand() + torch.rand(3, 1, 1)
+        return (pixels * 0.5 + 20 * noise).to(torch.uint8)
+
+    transform = build_loader(small_cfg("AUG.OPERATIONS", "add_noise"), ALONE, CPU, train=True).samples.transform
+    results = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = states()
+        results.append(torch.stack([transform(LazyImage(scene()), SampleRNG(7, index)) for index in range(4)]))
+        assert states() == before
+    plain = torch.stack([transform.crop(LazyImage(scene()), SampleRNG(7, index)) for index in range(4)])
+    assert torch.equal(*results) and not torch.equal(results[0], plain)
+
+
+def test_grayscale_converts_one_image_in_five():
+    transform = AugmentedCrop(whole(), operations=(grayscale,))
+    images = [transform(LazyImage(scene()), SampleRNG(0, index)) for index in range(500)]
+    is_gray = [bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all()) for pixels in images]
+    assert 70 <= sum(is_gray) <= 130
+    assert all(torch.equal(pixels, scene()) for pixels, gray in zip(images, is_gray, strict=True) if not gray)
+
+
+@pytest.mark.parametrize("value", ["grayscal", "[grayscale, grayscal]"])
+def test_an_unknown_operation_is_an_error_that_names_near_ones(value):
+    with pytest.raises(ConfigError, match=r"AUG.OPERATIONS .*: 'grayscal' is not .*did you mean grayscale"):
+        load_cfg(None, ["AUG.OPERATIONS", value])
+    assert load_cfg(None, ["AUG.OPERATIONS", "grayscale"]).AUG.OPERATIONS == ("grayscale",)
+
+
 # Where the numbers come from
 
 
@@ -274,7 +324,7 @@ def test_a_policy_is_a_function_of_its_seed_and_leaves_the_generators_alone(text
         np.random.seed(around)
         torch.manual_seed(around)
         before = states()
-        results.append([pixels_of(chosen(image, seed)) for seed in range(12)])
+        results.append([pil_to_tensor(chosen(image, seed)) for seed in range(12)])
         assert states() == before
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert len({bytes(pixels.numpy()) for pixels in results[0]}) > 3
@@ -326,6 +376,7 @@ WAYS = [("process", 1), ("process", 3), ("thread", 1), ("thread", 3)]
 MIXES = {
     "timm": ("AUG.POLICY", "rand-m9-mstd0.5-inc1", "AUG.ERASING", 0.5, "AUG.ERASING_MODE", "pixel"),
     "torchvision": ("AUG.POLICY", "trivialaugment", "AUG.COLOR_JITTER", [0.4, 0.4, 0.4, 0.1], "AUG.ERASING", 0.5),
+    "operations": ("AUG.OPERATIONS", "[grayscale]", "AUG.ERASING", 0.5),
     "3augment": ("AUG.POLICY", "3augment", "AUG.COLOR_JITTER", 0.3, "DATA.INTERPOLATION", "bicubic"),
 }
 

@@ -19,12 +19,22 @@ from support.runs import ROOT
 from torchvision import transforms as torchvision_transforms
 
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import DEFAULTS, FORMATS, DecodeOptions, decode, open_image, pixels_of
-from distribuuuu.data.draws import SampleRNG
-from distribuuuu.data.jpeg import cut_rows, read_jpeg_header
-from distribuuuu.data.picture import Box, EncodedPicture, _scale_factor, open_lazy_image
+from distribuuuu.data.decode import (
+    DEFAULTS,
+    FORMATS,
+    Box,
+    DecodeOptions,
+    EncodedImage,
+    _scale_factor,
+    decode,
+    open_image,
+    open_lazy_image,
+    pil_to_tensor,
+)
+from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
 from distribuuuu.data.samples import Samples
-from distribuuuu.data.transforms import CentreCrop, resize, resized_box
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 
 DECODERS = ("auto", "torchvision", "pil", "simplejpeg")
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
@@ -38,7 +48,7 @@ def decoder(request) -> str:
 
 
 def scene(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Draw something like a photograph: smooth colours, edges and a little noise."""
+    """Draw something like a photograph: smooth colors, edges and a little noise."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -107,7 +117,7 @@ def rotated(kind: str) -> bytes:
 FILES = {
     **{f"jpeg {name}": encode(SCENE, subsampling=name) for name in SUBSAMPLINGS},
     **{f"progressive {name}": encode(SCENE, subsampling=name, progressive=True) for name in SUBSAMPLINGS},
-    "grey jpeg": encode(SCENE.convert("L")),
+    "gray jpeg": encode(SCENE.convert("L")),
     "restart markers": encode(SCENE, restart_marker_rows=1),
     "jpeg with orientation": rotated("JPEG"),
     "png": PNG,
@@ -169,17 +179,17 @@ def test_of_an_animation_the_first_image_is_taken(decoder):
 
 def test_the_name_of_a_file_does_not_matter(tmp_path):
     (tmp_path / "x.JPEG").write_bytes(PNG)
-    assert torch.equal(EncodedPicture((tmp_path / "x.JPEG").read_bytes(), "auto").pixels(), tensor_of(SCENE))
+    assert torch.equal(EncodedImage((tmp_path / "x.JPEG").read_bytes(), "auto").pixels(), tensor_of(SCENE))
 
 
 def test_orientation_is_not_applied(decoder):
     assert decode(rotated("JPEG"), decoder).shape == (3, 44, 60)
-    assert EncodedPicture(rotated("JPEG"), decoder).size == (44, 60)
+    assert EncodedImage(rotated("JPEG"), decoder).size == (44, 60)
 
 
 def test_floating_point_pixels_are_refused():
     with pytest.raises(ValueError, match="floating-point"):
-        pixels_of(Image.new("F", (4, 4)))
+        pil_to_tensor(Image.new("F", (4, 4)))
 
 
 @pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "png", "animated gif"])
@@ -188,7 +198,7 @@ def test_any_buffer_is_read_and_left_as_it_is(name, decoder):
     expected = decode(data, decoder)
     for buffer in (bytearray(data), memoryview(data), memoryview(bytearray(data)), memoryview(b"x" + data)[1:]):
         assert torch.equal(decode(buffer, decoder), expected)
-        EncodedPicture(buffer, decoder).crop(Box(16, 4, 10, 12), 4)
+        EncodedImage(buffer, decoder).crop(Box(16, 4, 10, 12), 4)
         assert bytes(buffer) == data
 
 
@@ -212,11 +222,11 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:2:0", "progressive 4:2:0", "grey jpeg", "restart markers"])
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "progressive 4:2:0", "gray jpeg", "restart markers"])
 def test_a_jpeg_that_claims_to_be_huge_is_refused_before_memory_is_taken(name, decoder, little_memory):
     assert_refused(with_jpeg_size(FILES[name], 65535, 65535), decoder, "pixels")
     with pytest.raises(Exception, match="pixels"):
-        EncodedPicture(with_jpeg_size(FILES[name], 65535, 65535), decoder).crop(Box(0, 0, 9, 9), 4)
+        EncodedImage(with_jpeg_size(FILES[name], 65535, 65535), decoder).crop(Box(0, 0, 9, 9), 4)
 
 
 def test_other_files_that_claim_to_be_huge_are_refused_too(little_memory):
@@ -283,7 +293,7 @@ def test_a_large_image_within_the_limit_makes_no_warning():
     data = encode(Image.new("1", (12000, 8000)), "PNG")  # above PIL's threshold of a warning
     with warnings.catch_warnings(record=True) as seen:
         warnings.resetwarnings()
-        decode.__globals__["_quieten"].__wrapped__()
+        decode.__globals__["_silence_decoders"].__wrapped__()
         open_image(data)
     assert not seen
 
@@ -305,7 +315,7 @@ def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_pat
     started.unlink()
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "train" / "a" / "x.jpg").write_bytes(EPS)
-    sample = Samples(ImageFolder(tmp_path, "train"), CentreCrop(8, 8), decoder, skip_broken=False)[0, 0]
+    sample = Samples(ImageFolder(tmp_path, "train"), CenterCrop(8, 8), decoder, skip_broken=False)[0, 0]
     assert sample.pixels is None and not started.exists()
     assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
 
@@ -335,10 +345,10 @@ def test_exif_orientation_is_applied_if_asked(kind, orientation, decoder):
     data, options = oriented(orientation, kind), DecodeOptions(exif_rotate=True)
     expected = tensor_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert difference(decode(data, decoder, options), expected) <= 0.1
-    picture = EncodedPicture(data, decoder, options)
-    assert picture.size == tuple(expected.shape[1:])
+    lazy_image = EncodedImage(data, decoder, options)
+    assert lazy_image.size == tuple(expected.shape[1:])
     box = Box(8, 4, 30, 20)
-    assert difference(picture.crop(box, 30), box.of(expected)) <= 0.1
+    assert difference(lazy_image.crop(box, 30), box.crop(expected)) <= 0.1
     upright = open_lazy_image(Image.open(io.BytesIO(data)), decoder, options).pixels()
     assert difference(upright, expected) <= 0.1
     assert kind == "TIFF" or decode(data, decoder).shape == (3, 44, 60)
@@ -363,7 +373,7 @@ def data_begins(data: bytes) -> int:
     return header.scan_at if header else len(data)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers"])
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "gray jpeg", "restart markers"])
 def test_a_jpeg_that_is_cut_is_refused_or_complete(name, decoder):
     data = FILES[name]
     full, begins = decode(data, decoder), data_begins(FILES[name])
@@ -382,7 +392,7 @@ def test_a_crop_of_a_jpeg_that_is_cut_is_refused_too(decoder):
     begins = data_begins(data)
     for end in (*range(begins - 20, begins + 20), *range(begins + 20, len(data) - 9, 29)):
         with pytest.raises(Exception, match="."):
-            EncodedPicture(data[:end], decoder).crop(Box(0, 0, 9, 9), 9)
+            EncodedImage(data[:end], decoder).crop(Box(0, 0, 9, 9), 9)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Truncated File Read")
@@ -418,7 +428,7 @@ NO_IMAGES = {
 def test_what_is_no_image_is_refused(name, decoder):
     assert_refused(NO_IMAGES[name], decoder)
     with pytest.raises(Exception, match="."):
-        EncodedPicture(NO_IMAGES[name], decoder).crop(Box(0, 0, 1, 1), 4)
+        EncodedImage(NO_IMAGES[name], decoder).crop(Box(0, 0, 1, 1), 4)
 
 
 def test_an_empty_file_is_called_so(decoder):
@@ -432,7 +442,7 @@ def corrupt(data: bytes, number: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "progressive 4:4:4", "grey jpeg"])
+@pytest.mark.parametrize("name", ["jpeg 4:2:0", "restart markers", "progressive 4:4:4", "gray jpeg"])
 def test_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_that_it_says(name, decoder):
     num_read = 0
     for number in range(200):
@@ -451,9 +461,9 @@ def test_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_that_it_says(name, 
 def test_a_crop_of_a_jpeg_with_a_wrong_byte_is_refused_or_has_the_size_of_the_box(decoder):
     for number in range(200):
         try:
-            picture = EncodedPicture(corrupt(FILES["restart markers"], number), decoder)
-            box = resized_box(SampleRNG(0, number), *picture.size, (0.08, 0.3))
-            pixels = picture.crop(box, 64)
+            lazy_image = EncodedImage(corrupt(FILES["restart markers"], number), decoder)
+            box = random_resized_box(SampleRNG(0, number), *lazy_image.size, (0.08, 0.3))
+            pixels = lazy_image.crop(box, 64)
         except Exception as error:
             assert "object at" not in str(error)
         else:
@@ -480,7 +490,7 @@ def test_a_jpeg_with_bytes_too_many_is_read_by_every_decoder(decoder):
     data = JPEG[:-2] + b"\x11" * 20 + JPEG[-2:]
     assert torch.equal(decode(data, decoder), pil_pixels(JPEG))
     assert torch.equal(decode(JPEG + b"\x00" * 9, decoder), pil_pixels(JPEG))
-    assert EncodedPicture(data, decoder).crop(Box(0, 0, 44, 60), 5).shape[0] == 3
+    assert EncodedImage(data, decoder).crop(Box(0, 0, 44, 60), 5).shape[0] == 3
 
 
 # Crops
@@ -495,12 +505,12 @@ def crop_differences(files: list[bytes], decoder: str) -> dict[int, list[float]]
     """Return by how much crops of one size or another differ from PIL's, by the factor of scaling while decoding."""
     found: dict[int, list[float]] = {1: [], 2: [], 4: []}
     for number, data in enumerate(files):
-        picture, size = EncodedPicture(data, decoder), (160, 96, 32, 16)[number % 4]
-        box = resized_box(SampleRNG(1, number), *picture.size, (0.3, 1))
+        lazy_image, size = EncodedImage(data, decoder), (160, 96, 32, 16)[number % 4]
+        box = random_resized_box(SampleRNG(1, number), *lazy_image.size, (0.3, 1))
         factor = _scale_factor(box, size) if decoder == "simplejpeg" else 1
         snapped = Box(*(value // factor * factor for value in box))
         expected = pil_crop(Image.open(io.BytesIO(data)), snapped, size)
-        found[factor].append(difference(resize(picture.crop(box, size), size, size), expected))
+        found[factor].append(difference(resize(lazy_image.crop(box, size), size, size), expected))
     return found
 
 
@@ -508,7 +518,7 @@ def assert_close_to_pil(files: list[bytes], decoder: str, when_scaled: float) ->
     found = crop_differences(files, decoder)
     assert all(bool(found[factor]) == (factor == 1 or decoder == "simplejpeg") for factor in found)
     assert np.mean(found[1]) <= 0.1 and max(found[1]) <= 0.5
-    # Scaling is another filter than resizing; what it does to a photograph is a quarter of a grey level.
+    # Scaling is another filter than resizing; what it does to a photograph is a quarter of a gray level.
     assert all(np.mean(found[factor]) <= when_scaled for factor in (2, 4) if found[factor])
 
 
@@ -529,15 +539,15 @@ def test_a_crop_that_is_scaled_while_it_is_decoded_stays_close_to_the_box():
     data = encode(Image.fromarray(ramp.astype(np.uint8)), quality=95)
     image = Image.open(io.BytesIO(data))
     for number in range(40):
-        box = resized_box(SampleRNG(2, number), 360, 480, (0.08, 1))
-        pixels = resize(EncodedPicture(data, "simplejpeg").crop(box, 20), 20, 20)
+        box = random_resized_box(SampleRNG(2, number), 360, 480, (0.08, 1))
+        pixels = resize(EncodedImage(data, "simplejpeg").crop(box, 20), 20, 20)
         assert difference(pixels, pil_crop(image, box, 20)) <= 4
 
 
 def test_crops_of_files_that_are_no_jpegs_are_pils(decoder):
     image = scene(333, 257)
     box = Box(31, 17, 160, 200)
-    pixels = resize(EncodedPicture(encode(image, "PNG"), decoder).crop(box, 20), 20, 20)
+    pixels = resize(EncodedImage(encode(image, "PNG"), decoder).crop(box, 20), 20, 20)
     assert difference(pixels, pil_crop(image, box, 20)) <= 0.1
 
 
@@ -554,13 +564,13 @@ def rows_of(data: bytes, top: int, bottom: int) -> tuple[torch.Tensor, bool]:
 SIZES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
 
 
-@pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "grey"])
+@pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "gray"])
 def test_the_rows_of_a_cut_jpeg_are_those_of_the_whole(mode):
-    words = {} if mode == "grey" else {"subsampling": mode}
+    words = {} if mode == "gray" else {"subsampling": mode}
     num_cut, draw = 0, random.Random(mode)
     for height in SIZES + (97, 130):
         for width in SIZES:
-            image = scene(width, height, height).convert("L" if mode == "grey" else "RGB")
+            image = scene(width, height, height).convert("L" if mode == "gray" else "RGB")
             data = encode(image, restart_marker_rows=1, quality=85, **words)
             full = pil_pixels(data)
             some = sorted(draw.sample(range(height + 1), 2))
@@ -576,8 +586,8 @@ def test_every_crop_of_a_jpeg_with_restarts_is_that_of_the_whole(decoder):
     data = encode(image, restart_marker_rows=1, subsampling="4:2:0")
     full = decode(data, decoder)
     for number in range(40):
-        box = resized_box(SampleRNG(0, number), 150, 70, (0.01, 1))
-        assert torch.equal(EncodedPicture(data, decoder).crop(box, 999), box.of(full))
+        box = random_resized_box(SampleRNG(0, number), 150, 70, (0.01, 1))
+        assert torch.equal(EncodedImage(data, decoder).crop(box, 999), box.crop(full))
 
 
 def test_what_cannot_be_cut_comes_back_whole():
@@ -607,7 +617,7 @@ def test_a_part_is_smaller_than_the_file():
     assert width == 90 and 32 <= height <= 80
 
 
-@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "grey jpeg", "restart markers", "20,000 px wide"])
+@pytest.mark.parametrize("name", ["jpeg 4:4:4", "progressive 4:2:0", "gray jpeg", "restart markers", "20,000 px wide"])
 def test_the_header_says_what_pil_says(name):
     header, image = read_jpeg_header(FILES[name]), Image.open(io.BytesIO(FILES[name]))
     assert (header.width, header.height, header.channels) == (*image.size, len(image.getbands()))
@@ -643,6 +653,6 @@ def test_photographs_are_evaluated_as_torchvision_does(photographs, decoder):
     theirs = torchvision_transforms.Compose([torchvision_transforms.Resize(64), torchvision_transforms.CenterCrop(56)])
     differences = []
     for data in photographs[:100]:
-        pixels = CentreCrop(64, 56)(EncodedPicture(data, decoder), SampleRNG(0, 0))
+        pixels = CenterCrop(64, 56)(EncodedImage(data, decoder), SampleRNG(0, 0))
         differences.append(difference(pixels, tensor_of(theirs(Image.open(io.BytesIO(data)).convert("RGB")))))
     assert np.mean(differences) <= 0.1 and max(differences) <= 0.5

@@ -16,13 +16,13 @@ from distribuuuu.data.loader import BadImageError, build_loader
 
 
 class Pixels(ImageDataset):
-    """Forty images in memory, of one size and grey, of one size in colour, or of many sizes."""
+    """Forty images in memory, of one size and gray, of one size in color, or of many sizes."""
 
     classes = ("a", "b", "c")
 
     def __init__(self, kind: str):
         random = np.random.default_rng(0)
-        shapes = {"grey": [(20, 20)], "colour": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
+        shapes = {"gray": [(20, 20)], "color": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
         self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(40)]
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Pixels(ImageDataset):
         return index % 3
 
 
-@pytest.fixture(params=["grey", "colour", "sizes"])
+@pytest.fixture(params=["gray", "color", "sizes"])
 def pixel_set(request, monkeypatch):
     """Register Pixels as the set `pixels` for the length of a test."""
 
@@ -106,7 +106,7 @@ def folder_and_packs(tmp_path_factory):
     for split in ("train", "val"):
         draw_folder(root / "folder", split, {"ant": 14, "bee": 13, "cat": 14}, (50, 44))
         image = Image.open(root / "folder" / split / "ant" / "000.jpg")
-        image.convert("L").save(root / "folder" / split / "bee" / "grey.jpg")
+        image.convert("L").save(root / "folder" / split / "bee" / "gray.jpg")
         image.convert("CMYK").save(root / "folder" / split / "cat" / "cmyk.jpg")
         image.convert("RGBA").save(root / "folder" / split / "cat" / "alpha.png")
     for name, flags in {"files": [], "pixels": ["--format", "raw"]}.items():

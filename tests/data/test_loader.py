@@ -14,12 +14,11 @@ from torchvision import datasets as torchvision_datasets
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.draws import SampleRNG
+from distribuuuu.data.decode import LazyImage, open_lazy_image
 from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.data.picture import LazyImage, open_lazy_image
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.seeding import derive_seed
-from distribuuuu.data.transforms import CentreCrop, train_transform
+from distribuuuu.data.seeding import SampleRNG, derive_seed
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.launch.detect import Launch, detect_launch
 
@@ -107,7 +106,7 @@ def test_repeats_depend_on_no_number_of_processes_and_can_be_entered_anywhere(wo
     assert repeated_steps(world_size, batch_size, first_step=2) == expected[2:]
 
 
-def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_picture(small_cfg):
+def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_image(small_cfg):
     expected = None
     for way in (
         (),
@@ -168,11 +167,11 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(small_cfg):
     assert not torch.equal(here[0][0], first_batches(small_cfg(), epoch=2)[0][0])
 
 
-def test_images_are_normalised_as_usual(small_cfg):
+def test_images_are_normalized_as_usual(small_cfg):
     loader = build_loader(small_cfg(), ALONE, CPU, train=False)
     images, labels = next(iter(loader))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
-    pixels = CentreCrop(18, 16)(lazy_image_of(folder[0][0]), SampleRNG(0, 0)).float() / 255
+    pixels = CenterCrop(18, 16)(lazy_image_of(folder[0][0]), SampleRNG(0, 0)).float() / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     torch.testing.assert_close(images[0], (pixels - mean) / std, atol=1e-5, rtol=1e-5)
     assert labels.tolist() == [folder[index][1] for index in range(16)]
@@ -185,12 +184,12 @@ def test_mean_and_std_can_be_overridden(small_cfg):
 
 
 @pytest.mark.parametrize("size", [(40, 36), (16, 16), (200, 8), (1, 1)])
-@pytest.mark.parametrize("crop", ["resized", "pad"])
+@pytest.mark.parametrize("crop", [ResizedCrop, PaddedCrop])
 def test_transforms_take_any_image_and_honour_the_sizes(size, crop):
-    picture = lazy_image_of(Image.new("RGB", size))
-    pixels = train_transform(24, crop)(picture, SampleRNG(0, 0))
+    lazy_image = lazy_image_of(Image.new("RGB", size))
+    pixels = crop(24)(lazy_image, SampleRNG(0, 0))
     assert pixels.shape == (3, 24, 24) and pixels.dtype == torch.uint8
-    assert CentreCrop(30, 24)(picture, SampleRNG(0, 0)).shape == (3, 24, 24)
+    assert CenterCrop(30, 24)(lazy_image, SampleRNG(0, 0)).shape == (3, 24, 24)
 
 
 def test_the_folder_lists_what_torchvision_lists(tmp_path):
@@ -254,7 +253,7 @@ def test_a_skipped_image_is_replaced_the_same_way_each_time_and_counted(small_cf
 
 def test_when_nothing_can_be_read_skipping_stops_too(small_cfg, broken_folder):
     for path in (broken_folder / "train").rglob("*.jpg"):
-        path.write_bytes(b"not a picture")
+        path.write_bytes(b"not an image")
     words = ("TRAIN.DATASET", broken_folder, "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip")
     with pytest.raises(BadImageError, match="broken image"):
         first_batches(small_cfg(*words))
@@ -307,7 +306,7 @@ def test_the_evaluation_folder_is_its_own(small_cfg, tmp_path):
 
 
 def test_a_step_larger_than_the_set_is_an_error(small_cfg):
-    with pytest.raises(ConfigError, match="takes 96 images .* has 48"):
+    with pytest.raises(ConfigError, match="got 96 images per step .* at most 48,"):
         build_loader(small_cfg("TRAIN.BATCH_SIZE", 96), ALONE, CPU, train=True)
 
 

@@ -30,27 +30,27 @@ def mixed(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
 
 
 def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mix image by image with numpy, as the papers' formulas say, from what the mixer draws."""
-    drawn, pictures = mix.draw(*position[:3]), images.double().numpy()
-    height, width = pictures.shape[2:]
+    """Mix image by image with numpy, as the papers' formulas say, with the parameters that the mixer draws."""
+    drawn, arrays = mix.draw(*position[:3]), images.double().numpy()
+    height, width = arrays.shape[2:]
     results, targets = [], []
-    for place, picture in enumerate(pictures):
-        pair = 0 if mix.by_step else place // 2
-        partner, kept = place ^ 1, float(drawn.lam[pair])
-        result = picture.copy()
+    for number, array in enumerate(arrays):
+        pair = 0 if mix.by_step else number // 2
+        partner, kept = number ^ 1, float(drawn.lam[pair])
+        result = array.copy()
         if not drawn.mixed[pair]:
             kept = 1.0
-        elif drawn.cuts[pair]:
+        elif drawn.use_cutmix[pair]:
             cut_height, cut_width = (int(side * math.sqrt(1 - kept)) for side in (height, width))
             middle = int(drawn.row[pair] * height), int(drawn.column[pair] * width)
             top, bottom = max(middle[0] - cut_height // 2, 0), min(middle[0] + cut_height // 2, height)
             left, right = max(middle[1] - cut_width // 2, 0), min(middle[1] + cut_width // 2, width)
-            result[:, top:bottom, left:right] = pictures[partner][:, top:bottom, left:right]
+            result[:, top:bottom, left:right] = arrays[partner][:, top:bottom, left:right]
             kept = 1 - (bottom - top) * (right - left) / (height * width)
         else:
-            result = kept * picture + (1 - kept) * pictures[partner]
+            result = kept * array + (1 - kept) * arrays[partner]
         target = np.zeros(NUM_CLASSES)
-        target[labels[place]] += kept
+        target[labels[number]] += kept
         target[labels[partner]] += 1 - kept
         results.append(result)
         targets.append(target)
@@ -142,9 +142,9 @@ def test_the_share_is_drawn_from_beta(alpha):
 def test_cutmix_and_mixup_and_what_is_not_mixed_have_their_shares():
     mix = mixer(20000, 1, 20000, mixup=0.2, cutmix=1.0, cutmix_share=0.3, probability=0.8)
     drawn = mix.draw(0, 0, 0)
-    assert abs(drawn.cuts.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
-    assert abs(drawn.lam[drawn.cuts].var() - 1 / 12) < 0.01  # Beta(1, 1)
-    assert abs(drawn.lam[~drawn.cuts].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
+    assert abs(drawn.use_cutmix.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
+    assert abs(drawn.lam[drawn.use_cutmix].var() - 1 / 12) < 0.01  # Beta(1, 1)
+    assert abs(drawn.lam[~drawn.use_cutmix].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
     assert abs(np.corrcoef(drawn.row, drawn.column)[0, 1]) < 0.04
 
 
@@ -213,7 +213,7 @@ def test_the_config_says_how_to_mix():
 
 @pytest.mark.parametrize("key", ["MIXUP", "CUTMIX"])
 def test_an_odd_micro_batch_is_an_error_that_says_so(key):
-    with pytest.raises(ConfigError, match=rf"AUG.{key} \(command line\): .* in pairs, but 5 at a time are odd .*TRAIN"):
+    with pytest.raises(ConfigError, match=rf"AUG.{key} \(command line\): got micro-batches of 5 images .* fix: "):
         build_mixer(make_cfg(f"AUG.{key}", 0.5), plan_batches(5, 10, 2), rank=0)
 
 

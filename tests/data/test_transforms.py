@@ -12,22 +12,23 @@ from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.draws import BatchRNG, SampleRNG
+from distribuuuu.data.decode import Box, EncodedImage, LazyImage, open_lazy_image
 from distribuuuu.data.loader import build_transform
-from distribuuuu.data.picture import Box, EncodedPicture, LazyImage, open_lazy_image
+from distribuuuu.data.seeding import BatchRNG, SampleRNG
 from distribuuuu.data.transforms import (
     ATTEMPTS,
-    CentreCrop,
+    CenterCrop,
     PaddedCrop,
     ResizedCrop,
-    cut,
-    padded_corner,
+    crop_square,
+    random_padded_corner,
+    random_resized_box,
     resize,
-    resized_box,
-    train_transform,
 )
 
 SCALE = (0.08, 1.0)
+CROPS = {"resized": ResizedCrop, "pad": PaddedCrop}
+WIDE_CROPS = {"resized": ResizedCrop(32, (0.5, 1.0)), "pad": PaddedCrop(32, 0)}
 
 
 class Fixed:
@@ -51,7 +52,7 @@ class Counted(SampleRNG):
 
 
 def scene(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Draw smooth colours with a little noise."""
+    """Draw smooth colors with a little noise."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
@@ -72,20 +73,20 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.int() - other.int()).abs().float().mean())
 
 
-# draws
+# Random numbers
 
 
 def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
     positions = [(key, index) for key in (0, 1, 2**63 - 1) for index in (0, 1, 7, 1_281_166)]
     batch, single = BatchRNG(positions), [SampleRNG(key, index) for key, index in positions]
     for _ in range(50):
-        assert batch.uniform().tolist() == [draws.uniform() for draws in single]
+        assert batch.uniform().tolist() == [rng.uniform() for rng in single]
 
 
 def test_draws_are_uniform():
-    draws = BatchRNG([(7, index) for index in range(5000)])
+    rng = BatchRNG([(7, index) for index in range(5000)])
     for _ in range(4):
-        numbers = draws.uniform()
+        numbers = rng.uniform()
         assert numbers.dtype == np.float64 and numbers.min() >= 0 and numbers.max() < 1
         counts = np.bincount((numbers * 20).astype(int), minlength=20)
         assert ((counts - 250) ** 2 / 250).sum() < 45  # chi-square of 19 degrees of freedom: beyond it, 1 in 1,500
@@ -93,7 +94,7 @@ def test_draws_are_uniform():
 
 def test_draws_are_independent_over_index_key_and_number():
     by_key = [BatchRNG([(key, index) for index in range(4000)]) for key in range(3)]
-    numbers = [draws.uniform() for _ in range(3) for draws in by_key]
+    numbers = [rng.uniform() for _ in range(3) for rng in by_key]
     correlations = np.corrcoef(np.array(numbers)) - np.eye(9)
     assert np.abs(correlations).max() < 0.06
     for column in numbers:
@@ -115,7 +116,7 @@ ODD_SIZES = [(1, 1), (1, 5000), (5000, 1), (2, 3), (1, 2), (7, 7), (500, 375), (
 @pytest.mark.parametrize("height, width", ODD_SIZES)
 def test_a_box_is_always_within_the_image(height, width):
     for index in range(400):
-        box = resized_box(SampleRNG(1, index), height, width, SCALE)
+        box = random_resized_box(SampleRNG(1, index), height, width, SCALE)
         assert box.height >= 1 and box.width >= 1 and box.top >= 0 and box.left >= 0
         assert box.top + box.height <= height and box.left + box.width <= width
         assert all(type(value) is int for value in box)
@@ -125,14 +126,14 @@ def test_a_box_is_within_images_of_any_size():
     sizes = random.Random(0)
     for index in range(3000):
         height, width = sizes.randint(1, 60), sizes.randint(1, 60)
-        box = resized_box(SampleRNG(2, index), height, width, (0.01, 1.0))
+        box = random_resized_box(SampleRNG(2, index), height, width, (0.01, 1.0))
         assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
         assert box.height >= 1 and box.width >= 1
 
 
 @pytest.mark.parametrize("extreme", [0.0, 1 - 2**-53])
 def test_the_first_and_the_last_place_are_both_within_the_image(extreme):
-    box = resized_box(Fixed(extreme, extreme, 0.2, 0.5), 100, 80, SCALE)
+    box = random_resized_box(Fixed(extreme, extreme, 0.2, 0.5), 100, 80, SCALE)
     expected = (0, 0) if extreme == 0 else (100 - box.height, 80 - box.width)
     assert (box.top, box.left) == expected
 
@@ -151,7 +152,9 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
     num = 4000
     pairs = [theirs.RandomResizedCrop.get_params(image, SCALE, (3 / 4, 4 / 3)) for _ in range(num)]
     other = np.array(pairs, dtype=float)
-    mine = np.array([resized_box(SampleRNG(0, index), height, width, SCALE) for index in range(num)], dtype=float)
+    mine = np.array(
+        [random_resized_box(SampleRNG(0, index), height, width, SCALE) for index in range(num)], dtype=float
+    )
     measures = {
         "area": lambda box: box[:, 2] * box[:, 3] / (height * width),
         "ratio": lambda box: np.log(box[:, 3] / box[:, 2]),
@@ -167,36 +170,36 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
 def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle(height, width, ratios):
     torch.manual_seed(0)
     expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), ratios)
-    assert resized_box(SampleRNG(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
+    assert random_resized_box(SampleRNG(0, 0), height, width, (1.0, 1.0), ratios) == Box(*expected)
 
 
 def test_a_box_that_does_not_fit_is_drawn_again():
-    draws = Counted(0, 0)
-    resized_box(draws, 10, 3000, (1.0, 1.0))
-    assert draws.num == 2 + 2 * ATTEMPTS
-    draws = Counted(0, 0)
-    resized_box(draws, 400, 400, (0.1, 0.2))
-    assert draws.num == 4
+    rng = Counted(0, 0)
+    random_resized_box(rng, 10, 3000, (1.0, 1.0))
+    assert rng.num == 2 + 2 * ATTEMPTS
+    rng = Counted(0, 0)
+    random_resized_box(rng, 400, 400, (0.1, 0.2))
+    assert rng.num == 4
 
 
 def test_the_whole_image_can_be_the_crop():
-    assert resized_box(SampleRNG(0, 0), 300, 300, (1.0, 1.0)).height <= 300
-    assert resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
+    assert random_resized_box(SampleRNG(0, 0), 300, 300, (1.0, 1.0)).height <= 300
+    assert random_resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
 
 
 def test_a_resized_crop_is_that_of_pil():
     for index in range(30):
         image = scene(100 + 7 * index, 150, index)
-        box = resized_box(_after_flip(index), *image.size[::-1], SCALE)
+        box = random_resized_box(_after_flip(index), *image.size[::-1], SCALE)
         part = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
         expected = tensor_of(part.resize((48, 48), Image.Resampling.BILINEAR))
         assert difference(ResizedCrop(48, SCALE, flip=0)(lazy_image_of(image), SampleRNG(5, index)), expected) <= 0.3
 
 
 def _after_flip(index: int) -> SampleRNG:
-    draws = SampleRNG(5, index)
-    draws.uniform()
-    return draws
+    rng = SampleRNG(5, index)
+    rng.uniform()
+    return rng
 
 
 # Flips
@@ -204,16 +207,16 @@ def _after_flip(index: int) -> SampleRNG:
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_a_flip_is_never_or_always(crop):
-    picture = lazy_image_of(scene(40, 40))
+    lazy_image = lazy_image_of(scene(40, 40))
     for index in range(20):
-        never = train_transform(24, crop, flip=0.0)(picture, SampleRNG(0, index))
-        always = train_transform(24, crop, flip=1.0)(picture, SampleRNG(0, index))
+        never = CROPS[crop](24, flip=0.0)(lazy_image, SampleRNG(0, index))
+        always = CROPS[crop](24, flip=1.0)(lazy_image, SampleRNG(0, index))
         assert torch.equal(never.flip(-1), always) and not torch.equal(never, always)
 
 
-def flips_of(transform, picture: LazyImage, indices) -> list[bool]:
+def flips_of(transform, lazy_image: LazyImage, indices) -> list[bool]:
     """Return which images are flipped: they are darker on the left."""
-    results = [transform(picture, SampleRNG(4, index)).float() for index in indices]
+    results = [transform(lazy_image, SampleRNG(4, index)).float() for index in indices]
     return [bool(pixels[..., : pixels.shape[-1] // 2].mean() > pixels[..., pixels.shape[-1] // 2 :].mean())
             for pixels in results]  # fmt: skip
 
@@ -225,7 +228,7 @@ def ramp(height: int, width: int) -> LazyImage:
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_half_of_the_images_are_flipped_whatever_their_size(crop):
-    transform = train_transform(32, crop, crop_scale=(0.5, 1.0), crop_padding=0)
+    transform = WIDE_CROPS[crop]
     flips = flips_of(transform, ramp(64, 64), range(300))
     assert 120 <= sum(flips) <= 180
     for size in ((32, 32), (200, 60), (40, 300)):
@@ -233,9 +236,7 @@ def test_half_of_the_images_are_flipped_whatever_their_size(crop):
 
 
 def test_both_crops_flip_the_same_images():
-    flips = [
-        flips_of(train_transform(32, crop, (0.5, 1.0), 0), ramp(64, 64), range(100)) for crop in ("resized", "pad")
-    ]
+    flips = [flips_of(WIDE_CROPS[crop], ramp(64, 64), range(100)) for crop in ("resized", "pad")]
     assert flips[0] == flips[1]
 
 
@@ -251,9 +252,9 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, p
     resized = theirs.Resize(size)(image) if min(height, width) != size else image
     padded = theirs.Pad(padding)(resized)
     for index in range(25):
-        draws = SampleRNG(9, index)
-        draws.uniform()
-        top, left = padded_corner(draws, resized.height, resized.width, size, padding)
+        rng = SampleRNG(9, index)
+        rng.uniform()
+        top, left = random_padded_corner(rng, resized.height, resized.width, size, padding)
         assert -padding <= top <= resized.height + padding - size
         assert -padding <= left <= resized.width + padding - size
         corner = (int(top) + padding, int(left) + padding)
@@ -263,7 +264,7 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, p
 
 
 def test_the_corners_of_padded_crops_are_torchvisions_range_and_equally_likely():
-    corners = np.array([padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
+    corners = np.array([random_padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
     for side in corners.T:
         values, counts = np.unique(side, return_counts=True)
         assert values.tolist() == [-2, -1, 0, 1, 2]
@@ -277,8 +278,8 @@ def test_a_batch_is_cropped_as_its_images_are(size, padding, channels):
         0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     positions = [(3, index) for index in range(20)]
-    for transform in (PaddedCrop(size, padding), CentreCrop(size + 4, size), CentreCrop(size, size + 9)):
-        together = transform.of_batch(pixels, BatchRNG(positions))
+    for transform in (PaddedCrop(size, padding), CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
+        together = transform.transform_batch(pixels, BatchRNG(positions))
         for image, position, result in zip(pixels, positions, together, strict=True):
             assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 
@@ -302,7 +303,7 @@ def test_a_padded_crop_of_a_strip_takes_little_memory(side, monkeypatch):
 def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an image as we evaluate it and as torchvision does."""
     other = tensor_of(theirs.CenterCrop(size)(theirs.Resize(resize_to)(image)))
-    return CentreCrop(resize_to, size)(lazy_image_of(image), SampleRNG(0, 0)), other
+    return CenterCrop(resize_to, size)(lazy_image_of(image), SampleRNG(0, 0)), other
 
 
 @pytest.mark.parametrize("resize_to, size", [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33), (21, 16)])
@@ -328,16 +329,16 @@ def test_a_strip_without_its_ends_is_evaluated_in_the_same_place(height, width):
 
 @pytest.mark.parametrize("height, width", [(3, 20000), (20000, 3), (1, 1), (1, 5000)])
 def test_odd_shapes_are_evaluated_and_trained_on(height, width):
-    picture = LazyImage(torch.full((3, height, width), 77, dtype=torch.uint8))
-    for transform in (CentreCrop(40, 32), ResizedCrop(32)):
-        pixels = transform(picture, SampleRNG(0, 1))
+    lazy_image = LazyImage(torch.full((3, height, width), 77, dtype=torch.uint8))
+    for transform in (CenterCrop(40, 32), ResizedCrop(32)):
+        pixels = transform(lazy_image, SampleRNG(0, 1))
         assert pixels.shape == (3, 32, 32) and (pixels == 77).all()
 
 
 def test_evaluation_does_not_draw():
-    draws = Counted(0, 0)
-    CentreCrop(18, 16)(lazy_image_of(scene(30, 40)), draws)
-    assert draws.num == 0
+    rng = Counted(0, 0)
+    CenterCrop(18, 16)(lazy_image_of(scene(30, 40)), rng)
+    assert rng.num == 0
 
 
 # Resizing and cutting
@@ -372,14 +373,14 @@ def test_bicubic_is_torchvisions_and_near_pils():
 
 def test_each_transform_resizes_as_it_is_told():
     image = scene(90, 120)
-    box = resized_box(_after_flip(3), 90, 120, SCALE)
+    box = random_resized_box(_after_flip(3), 90, 120, SCALE)
     part = tensor_of(image)[:, box.top : box.top + box.height, box.left : box.left + box.width]
     cropped = ResizedCrop(48, SCALE, flip=0, interpolation="bicubic")(lazy_image_of(image), SampleRNG(5, 3))
     assert torch.equal(cropped, resize(part, 48, 48, "bicubic"))
-    for transform in (PaddedCrop(32, 0, 0.0), CentreCrop(32, 32)):
+    for transform in (PaddedCrop(32, 0, 0.0), CenterCrop(32, 32)):
         bicubic = dataclasses.replace(transform, interpolation="bicubic")
         one, other = (some(lazy_image_of(image), SampleRNG(0, 0)) for some in (transform, bicubic))
-        together = bicubic.of_batch(tensor_of(image)[None], BatchRNG([(0, 0)]))[0]
+        together = bicubic.transform_batch(tensor_of(image)[None], BatchRNG([(0, 0)]))[0]
         assert not torch.equal(one, other) and torch.equal(other, together)
         assert any(torch.equal(other, resize(tensor_of(image), 32, 42, "bicubic")[:, :, left : left + 32])
                    for left in range(11))  # fmt: skip
@@ -387,7 +388,7 @@ def test_each_transform_resizes_as_it_is_told():
 
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])
 def test_boxes_keep_to_the_ratios_they_are_given(ratios):
-    boxes = [resized_box(SampleRNG(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
+    boxes = [random_resized_box(SampleRNG(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]
     found = [box.width / box.height for box in boxes]
     assert ratios[0] * 0.97 <= min(found) <= ratios[0] * 1.1 and ratios[1] * 0.9 <= max(found) <= ratios[1] * 1.03
 
@@ -398,7 +399,7 @@ def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
     expected = ResizedCrop(16, (0.08, 1.0), 0.5, (0.5, 2.0), "bicubic")
     assert build_transform(small_cfg(*words), images, train=True) == expected
     assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
-    assert build_transform(small_cfg(*words), images, train=False) == CentreCrop(18, 16, "bicubic")
+    assert build_transform(small_cfg(*words), images, train=False) == CenterCrop(18, 16, "bicubic")
     assert build_transform(small_cfg(), images, train=True) == ResizedCrop(16)
 
 
@@ -409,9 +410,9 @@ def test_a_ratio_that_cannot_be_is_an_error(value):
 
 
 def test_grey_images_are_resized_as_three_channels():
-    grey = np.array(scene(57, 83).convert("L"))
-    expected = tensor_of(Image.fromarray(grey).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
-    for array in (grey, grey[:, :, None]):
+    gray = np.array(scene(57, 83).convert("L"))
+    expected = tensor_of(Image.fromarray(gray).resize((30, 20), Image.Resampling.BILINEAR).convert("RGB"))
+    for array in (gray, gray[:, :, None]):
         assert difference(resize(open_lazy_image(array, "auto").pixels(), 20, 30), expected) <= 0.3
 
 
@@ -419,16 +420,16 @@ def test_a_square_beyond_the_image_is_black_there():
     pixels = torch.full((3, 4, 4), 9, dtype=torch.uint8)
     for top in range(-9, 10):
         for left in range(-9, 10):
-            square = cut(pixels, top, left, 6)
+            square = crop_square(pixels, top, left, 6)
             assert square.shape == (3, 6, 6), (top, left)
             rows, columns = (max(0, min(4, at + 6) - max(0, at)) for at in (top, left))
             assert int((square == 9).sum()) == 3 * rows * columns
 
 
-def test_a_transform_leaves_the_picture_as_it_is():
+def test_a_transform_leaves_the_image_as_it_is():
     pixels = tensor_of(scene(40, 40)).contiguous()
     before = pixels.clone()
-    for transform in (train_transform(40, "resized"), train_transform(40, "pad"), CentreCrop(40, 40)):
+    for transform in (ResizedCrop(40), PaddedCrop(40), CenterCrop(40, 40)):
         for index in range(5):
             transform(LazyImage(pixels), SampleRNG(0, index))
     assert torch.equal(pixels, before)
@@ -436,8 +437,8 @@ def test_a_transform_leaves_the_picture_as_it_is():
 
 def test_a_file_and_its_pixels_give_the_same_sample(tmp_path):
     scene(90, 120).save(tmp_path / "x.jpg", restart_marker_rows=1)
-    file = EncodedPicture((tmp_path / "x.jpg").read_bytes(), "auto")
+    file = EncodedImage((tmp_path / "x.jpg").read_bytes(), "auto")
     pixels = lazy_image_of(Image.open(tmp_path / "x.jpg"))
-    for transform in (train_transform(32, "resized"), train_transform(32, "pad"), CentreCrop(40, 32)):
+    for transform in (ResizedCrop(32), PaddedCrop(32), CenterCrop(40, 32)):
         for index in range(10):
             assert torch.equal(transform(file, SampleRNG(1, index)), transform(pixels, SampleRNG(1, index)))

@@ -25,7 +25,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples, collate
-from distribuuuu.data.transforms import CentreCrop, ResizedCrop
+from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.workers import LoaderWorkerError, count_workers, start_workers
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch, detect_launch
@@ -44,7 +44,7 @@ def way_words(kind: str, num: int) -> tuple:
 
 
 class Squares(ImageDataset):
-    """Grey squares, each of its number."""
+    """Gray squares, each of its number."""
 
     classes = ("even", "odd")
 
@@ -64,7 +64,7 @@ class Squares(ImageDataset):
 def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4):
     """Return the batches of an evaluation set, the sampler's position always at its beginning."""
     images = images or Squares()
-    samples = Samples(images, transform or CentreCrop(8, 8), "auto", skip_broken=False)
+    samples = Samples(images, transform or CenterCrop(8, 8), "auto", skip_broken=False)
     return start_workers(samples, EvalSampler(len(images), batch_size, 0, 1), kind, num, pin_memory=False)
 
 
@@ -256,7 +256,7 @@ def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypa
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    samples, dies = Samples(Squares(400), CentreCrop(8, 8), "auto", skip_broken=False), threading.Event()
+    samples, dies = Samples(Squares(400), CenterCrop(8, 8), "auto", skip_broken=False), threading.Event()
 
     def pin_one(source, target, *_):
         while not dies.is_set():
@@ -531,7 +531,7 @@ def truncate(path: Path) -> None:
 BREAKS = {
     "cut": truncate,
     "zero bytes": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_text("not a picture\n" * 30),
+    "text": lambda path: path.write_text("not an image\n" * 30),
     "deleted": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "unreadable": lambda path: path.chmod(0),
@@ -577,7 +577,7 @@ def test_a_bad_file_is_skipped_counted_and_replaced_alike(small_cfg, tmp_path, b
         here = list(loader.batches_from(3, 0, 0))
     warned = [record for record in caplog.records if record.levelname == "WARNING"]
     assert loader.num_broken == 1 and len(warned) == 1
-    assert "broken image no. 1" in caplog.text and "bee/005.jpg" in caplog.text
+    assert "broken image (1 so far)" in caplog.text and "bee/005.jpg" in caplog.text
     assert [len(images) for images, _ in here] == [6] * 4
     changed = [int((a != b).flatten(1).any(1).sum()) for (a, _), (b, _) in zip(whole, here, strict=True)]
     assert sum(changed) == 1
@@ -590,8 +590,8 @@ def odd_images() -> dict[str, bytes]:
     see_through = image.convert("RGBA")
     see_through.putalpha(image.convert("L"))
     files = {}
-    for name, picture, kind, words in [
-        ("cmyk", image.convert("CMYK"), "JPEG", {}), ("grey", image.convert("L"), "JPEG", {}),
+    for name, converted, kind, words in [
+        ("cmyk", image.convert("CMYK"), "JPEG", {}), ("gray", image.convert("L"), "JPEG", {}),
         ("rgba", see_through, "PNG", {}), ("animated", image, "GIF", {"save_all": True, "append_images": [image] * 2}),
         ("wide", image.resize((20000, 3)), "JPEG", {}), ("high", image.resize((2, 20000)), "JPEG", {}),
         ("progressive", image, "JPEG", {"progressive": True}), ("sixteen", image.convert("I;16"), "PNG", {}),
@@ -599,7 +599,7 @@ def odd_images() -> dict[str, bytes]:
         ("palette", image.quantize(8), "PNG", {}), ("restarts", image, "JPEG", {"restart_marker_rows": 1}),
     ]:  # fmt: skip
         buffer = io.BytesIO()
-        picture.save(buffer, kind, **words)
+        converted.save(buffer, kind, **words)
         files[name] = buffer.getvalue()
     return files
 
@@ -645,22 +645,22 @@ class Items(ImageDataset):
 
 
 DRAWN = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-GREY = DRAWN[:, :, 0].copy()
+GRAY = DRAWN[:, :, 0].copy()
 
 
 def one_batch(kind: str, num: int, *items):
-    batches = start(kind, num, Items(list(items)), CentreCrop(20, 20), batch_size=len(items))
+    batches = start(kind, num, Items(list(items)), CenterCrop(20, 20), batch_size=len(items))
     return next(iter(batches))
 
 
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_pixels_of_any_kind_are_taken(kind, num):
-    image, grey = Image.fromarray(DRAWN), Image.fromarray(GREY)
+    image, gray = Image.fromarray(DRAWN), Image.fromarray(GRAY)
     planes = torch.from_numpy(DRAWN).permute(2, 0, 1)
     pixels, _, broken = one_batch(kind, num, DRAWN, image, planes, image.convert("RGBA"))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
     assert torch.equal(pixels[0], planes[:, :, 5:25])
-    pixels, _, broken = one_batch(kind, num, GREY, GREY[:, :, None], grey, np.stack([GREY] * 3, axis=2))
+    pixels, _, broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
 
 
@@ -689,7 +689,7 @@ def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning():
         (None, "NoneType"), ("x.jpg", "str"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("transform", [CentreCrop(8, 8), ResizedCrop(8)])
+@pytest.mark.parametrize("transform", [CenterCrop(8, 8), ResizedCrop(8)])
 def test_what_is_no_image_says_what_it_is(wrong, said, transform):
     batches = start("thread", 0, Items([wrong]), transform, batch_size=1)
     pixels, _, broken = next(iter(batches))
@@ -707,7 +707,7 @@ def test_a_set_that_lacks_a_method_says_which():
 
 
 def test_no_batch_is_made_of_a_sample_that_is_missing():
-    samples = Samples(Items([DRAWN, None]), CentreCrop(8, 8), "auto", skip_broken=False)
+    samples = Samples(Items([DRAWN, None]), CenterCrop(8, 8), "auto", skip_broken=False)
     pixels, _, broken = collate([samples[(0, 0)], samples[(0, 1)]])
     assert pixels is None and len(broken) == 1
 
@@ -724,7 +724,7 @@ def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_any_layout_of_bytes_is_normalised_alike(last):
+def test_any_layout_of_bytes_is_normalized_alike(last):
     pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     normalize = Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last)
     expected = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(

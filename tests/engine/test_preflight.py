@@ -141,7 +141,7 @@ def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_p
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
     assert run_problems(cfg, train=True, nproc=2) == []
     [problem] = run_problems(cfg, train=True, nproc=1)
-    assert problem.startswith("MODEL.COMPILE (command line): reduce-overhead replays CUDA graphs")
+    assert problem.startswith("MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs")
     assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words[:3], "default"))
     assert run_problems(cfg, train=True, nproc=1) == []
@@ -153,7 +153,7 @@ def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tm
     assert run_problems(cfg, train=True, nproc=3) == []
     assert run_problems(load_cfg(None, [*words, *EVALUATED, "AUG.MIXUP", "0.2"]), train=False) == []
     [problem] = run_problems(cfg, train=True, nproc=2)
-    assert problem.startswith("AUG.MIXUP (command line): images are mixed in pairs, but 3 at a time are odd")
+    assert problem.startswith("AUG.MIXUP (command line): got micro-batches of 3 images")
 
 
 @pytest.mark.parametrize("key, others", [("MODEL.WEIGHTS", ()), ("DISTILL.WEIGHTS", ("DISTILL.TEACHER", "resnet18"))])
@@ -196,22 +196,23 @@ def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
 def test_a_step_of_more_images_than_there_are_is_told(image_folder, tmp_path):
     own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*own, "TRAIN.BATCH_SIZE", 25, nproc=2)
-    assert problem.startswith("TRAIN.BATCH_SIZE (command line): one step takes 50 images (global batch 50 = ")
-    assert problem.endswith("but the training set has 48; take fewer")
+    assert problem.startswith("TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ")
+    assert problem.endswith("expected at most 48, the size of the training set; fix: lower it")
     assert problems_of(*own, "TRAIN.BATCH_SIZE", 24, nproc=2) == []
     (problem,) = problems_of("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024)
-    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): one step takes 1024") and "has 1000" in problem
+    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step")
+    assert "at most 1000" in problem
     shapes = ("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001)
-    assert problems_of(*shapes) == [] and "has 2000; take fewer" in problems_of(*shapes, nproc=2)[0]
+    assert problems_of(*shapes) == [] and "at most 2000, the" in problems_of(*shapes, nproc=2)[0]
     (tmp_path / "train.csv").write_text("image,labels\n1.jpg,a\n2.jpg,b\n")
     for number in (1, 2):
         (tmp_path / f"{number}.jpg").touch()
     several = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "MODEL.NUM_CLASSES", 2, "TEST.SPLIT", "train")
-    assert "has 2; take fewer" in problems_of(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
+    assert "at most 2, the" in problems_of(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
     done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
     assert done.returncode == 0, done.stderr
     packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack", "MODEL.NUM_CLASSES", 3)
-    assert "has 48; take fewer" in problems_of(*packed, "TRAIN.BATCH_SIZE", 49)[0]
+    assert "at most 48, the" in problems_of(*packed, "TRAIN.BATCH_SIZE", 49)[0]
 
 
 def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypatch):

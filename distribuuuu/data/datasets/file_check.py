@@ -16,7 +16,7 @@ from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, 
 from distribuuuu.data.datasets.file_lock import take_turn
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, check_size, decode, open_image
-from distribuuuu.data.jpeg import read_jpeg_header
+from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.samples import reason_of
 
 KIND, VERSION = "checked files", 1

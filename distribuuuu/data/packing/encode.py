@@ -17,9 +17,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.packed_format import COLUMNS, describe_image, shard_name
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.packing.writer import Record
-from distribuuuu.data.picture import open_lazy_image
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_a_broken_evaluation_image_is_told_before_the_first_epoch(root, how):
     (root / "val/cat/000.jpg").symlink_to("nowhere.jpg")
     message = refusal(root)
     assert f"TEST.DATASET: 2 of 12 images are broken: {path}: " in message and "cat/000.jpg: FileNotFound" in message
-    assert "mend or remove them, or set DATA.ON_BAD_IMAGE skip" in message
+    assert "repair or remove them, or set DATA.ON_BAD_IMAGE skip" in message
     assert said in message
     notes = load(root, False, "DATA.ON_BAD_IMAGE", "skip").notes
     assert len(notes) == 1 and "2 of 12 images are broken" in notes[0]

@@ -1,12 +1,12 @@
-"""What a JPEG says of itself, and how to leave out the rows that a crop does not need (ITU-T T.81, annex B)."""
+"""JPEG headers, and JPEGs reduced to the rows that a crop needs (ITU-T T.81, annex B). Decoding is in decode.py."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Buffer = bytes | bytearray | memoryview
 
 _START, _END, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xD9, 0xDD, 0xDA
-# Markers C0 to CF begin a frame, but for these three: Huffman tables, an extension, arithmetic conditioning.
+# Markers C0 to CF start a frame, except these three: Huffman tables, an extension, arithmetic conditioning.
 _NO_FRAME = (0xC4, 0xC8, 0xCC)
 _BASELINE = (0xC0, 0xC1)
 _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
@@ -14,16 +14,16 @@ _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
 
 @dataclass
 class JpegHeader:
-    """The frame of a JPEG, and where its parts lie in the file.
+    """The frame of a JPEG, and the positions of its parts in the file.
 
     Attributes:
         height, width: in pixels.
-        bits: of a sample.
+        bits: per sample.
         sampling: (horizontal, vertical) sampling factors of each channel.
         frame_at: position of the frame's marker.
         is_baseline: sequential Huffman coding.
         restart_interval: blocks between two restart markers; 0: none.
-        scan_at: position of the first scan's data; 0: not looked for.
+        scan_at: position of the first scan's data; 0: not read yet.
         scan_channels: channels in the first scan.
     """
 
@@ -35,26 +35,26 @@ class JpegHeader:
     is_baseline: bool
     restart_interval: int = 0
     scan_at: int = 0
-    scan_channels: int = field(default=0)
+    scan_channels: int = 0
 
     @property
     def channels(self) -> int:
-        """How many channels the file has: 1 grey, 3 colour, 4 CMYK."""
+        """Number of channels: 1 gray, 3 color, 4 CMYK."""
         return len(self.sampling)
 
     @property
     def block_height(self) -> int:
-        """Height in pixels of the blocks that are coded together; of a single channel, of one block."""
+        """Height in pixels of the blocks that are coded together (one block if there is one channel)."""
         return 8 * max(vertical for _, vertical in self.sampling) if self.channels > 1 else 8
 
     @property
     def block_width(self) -> int:
-        """Width in pixels of the blocks that are coded together; of a single channel, of one block."""
+        """Width in pixels of the blocks that are coded together (one block if there is one channel)."""
         return 8 * max(horizontal for horizontal, _ in self.sampling) if self.channels > 1 else 8
 
 
 def read_jpeg_header(data: Buffer) -> JpegHeader | None:
-    """Return what is said before the first scan; None when the data is no JPEG or is cut before it."""
+    """Return the header up to the first scan; None if the data is no JPEG or ends before it."""
     if bytes(data[:2]) != bytes((0xFF, _START)):
         return None
     header, restart_interval, position, length = None, 0, 2, len(data)
@@ -89,13 +89,13 @@ def _read_frame(data: Buffer, at: int) -> JpegHeader:
 
 
 def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[Buffer, int]:
-    """Return a JPEG of some rows of another one, and which row it begins with.
+    """Return a JPEG that holds some rows of another one, and the number of its first row.
 
-    It decodes to the same pixels in the rows from `top` to before `bottom`. Rows can be left out where each row of
-    blocks ends in a restart marker, as in the files that `tools/pack_dataset.py` writes; other files come back whole.
+    It decodes to the same pixels in the rows [top, bottom). Rows can be dropped where each row of blocks ends in a
+    restart marker, as in the files that `tools/pack_dataset.py` writes; other files are returned unchanged.
     """
     rows = -(-header.height // header.block_height)
-    # The decoder mixes the colours of a pixel with those of the next one in the colour channels, which are coarser.
+    # The decoder interpolates the color channels, which are coarser, between neighboring pixels.
     margin = header.block_height // 8
     first = max(0, (top - margin) // header.block_height)
     last = min(rows, -(-(bottom + margin) // header.block_height))
@@ -107,12 +107,12 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     ends = [match.start() for match in _RESTARTS.finditer(data, header.scan_at)]
     if len(ends) != rows - 1:
         return data, 0
-    begins = [header.scan_at, *(end + 2 for end in ends)]
+    starts = [header.scan_at, *(end + 2 for end in ends)]
     ends.append(len(data) - 2)
     height = min(last * header.block_height, header.height) - first * header.block_height
     at = header.frame_at + 5
     parts = [data[:at], height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
     for number, row in enumerate(range(first, last)):
-        parts += [data[begins[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
+        parts += [data[starts[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
     parts[-1] = bytes((0xFF, _END))
     return b"".join(parts), first * header.block_height

@@ -1,0 +1,213 @@
+"""Samplers: class balance, its frequencies and runs with it; image sizes that grow over the epochs, in any worker."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import assert_close, assert_same_run, small_options, train_and_read, train_and_stop
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch_plan import plan_batches
+from distribuuuu.data.loader import build_loader
+from distribuuuu.data.samplers import (
+    CLASS_POWERS,
+    ClassBalance,
+    ResumableDistributedSampler,
+    build_class_balance,
+    build_im_size,
+    progressive_im_size,
+)  # fmt: skip
+from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.models import build_model, check_model
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+ALONE = Launch("alone")
+GROWING = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [1, 5], "TRAIN.IM_SIZE_MULTIPLE", 2)
+WAYS = [
+    ("TRAIN.WORKERS", 0),
+    ("TRAIN.WORKERS", 2),
+    ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"),
+    ("DATA.LOADER", "device"),
+]
+# Class 2 has no image, class 4 a single one.
+COUNTS = {0: 400, 1: 90, 2: 0, 3: 9, 4: 1}
+LABELS = [label for label, count in COUNTS.items() for _ in range(count)]
+
+
+def sampler(batch_size: int, world_size: int, rank: int, repeats: int = 1) -> ResumableDistributedSampler:
+    plan = plan_batches(batch_size, 20, world_size)
+    return ResumableDistributedSampler(500, plan, rank, repeats, balance=ClassBalance(LABELS, 0.0))
+
+
+def epoch_of(samplers, seed=3, epoch=1, first_step=0):
+    """Return the sample keys of each step over all processes, in the order of the global batch."""
+    for one in samplers:
+        one.set_position(seed, epoch, first_step)
+    plan = samplers[0].plan
+    micros = list(zip(*map(list, samplers), strict=True))
+    flat = [[key for part in micro for key in part] for micro in micros]
+    return [sum(flat[start : start + plan.accum_steps], []) for start in range(0, len(flat), plan.accum_steps)]
+
+
+@pytest.mark.parametrize("policy", CLASS_POWERS)
+def test_classes_come_as_often_as_their_weights_say_and_images_of_a_class_equally(policy):
+    num = 200_000
+    drawn = ClassBalance(LABELS, CLASS_POWERS[policy]).draw(num, torch.Generator().manual_seed(0))
+    weights = {label: count ** CLASS_POWERS[policy] if count else 0 for label, count in COUNTS.items()}
+    found = Counter(LABELS[index] for index in drawn.tolist())
+    for label, weight in weights.items():
+        share = weight / sum(weights.values())
+        assert abs(found[label] - num * share) <= 5 * math.sqrt(num * share * (1 - share))
+    of_class_3 = Counter(index for index in drawn.tolist() if LABELS[index] == 3)
+    assert len(of_class_3) == 9 and max(of_class_3.values()) < 1.2 * min(of_class_3.values())
+
+
+def test_labels_in_any_order_belong_to_their_images():
+    labels = torch.tensor([2, 0, 2, 1, 0, 2, 2])
+    drawn = ClassBalance(labels, 0.0).draw(9000, torch.Generator().manual_seed(1))
+    found = Counter(labels[drawn].tolist())
+    assert set(drawn.tolist()) == set(range(7)) and all(abs(found[label] - 3000) < 250 for label in range(3))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_draw_is_a_function_of_seed_and_epoch_whatever_the_processes(repeats):
+    whole = epoch_of([sampler(20, 1, 0, repeats)])
+    assert len(whole) == 25 and all(len(step) == 20 for step in whole)
+    for world_size, batch_size in ((2, 10), (2, 5), (4, 5), (1, 5)):
+        parts = [sampler(batch_size, world_size, rank, repeats) for rank in range(world_size)]
+        assert epoch_of(parts) == whole
+        assert epoch_of(parts, first_step=7) == whole[7:]
+    assert epoch_of([sampler(20, 1, 0, repeats)], epoch=2) != whole != epoch_of([sampler(20, 1, 0, repeats)], seed=4)
+
+
+def test_an_image_that_comes_again_is_augmented_otherwise():
+    keys = sum(epoch_of([sampler(20, 1, 0)]), [])
+    single = [key for key in keys if LABELS[key[1]] == 4]
+    assert len(single) > 50 and len(set(single)) == len(single)
+    twice = sum(epoch_of([sampler(20, 1, 0, repeats=2)]), [])
+    assert len(set(twice)) == len(twice) == 500
+
+
+def test_uniform_is_the_permutation_it_was(small_cfg):
+    cfg = small_cfg()
+    loader = build_loader(cfg, detect_launch(), CPU, train=True)
+    assert build_class_balance(cfg, loader.images) is None
+    assert sorted(loader.sampler.epoch_order().tolist()) == list(range(48))
+    with pytest.raises(ConfigError, match="DATA.SAMPLING .*did you mean balanced"):
+        small_cfg("DATA.SAMPLING", "balance")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    root = tmp_path_factory.mktemp("uneven")
+    draw_folder(root, "train", {"ant": 30, "bee": 5, "cat": 1})
+    draw_folder(root, "val", {"ant": 3, "bee": 3, "cat": 3})
+    return root
+
+
+def test_runs_on_draws_resume_and_do_not_depend_on_workers_processes_or_the_loader(uneven, tmp_path, monkeypatch):
+    def config(name, *words):
+        shared = ("DATA.SAMPLING", "balanced", "TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1)
+        return load_cfg(None, small_options(uneven, tmp_path / name, *shared, "MODEL.KWARGS.norm", "group", *words))
+
+    whole = train_and_read(config("whole"))
+    train_and_stop(config("parts"), (0, 2), monkeypatch)
+    train_model(config("parts", "TRAIN.WORKERS", 2))
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert_close(on_processes(2, train_and_read, config("two"))[0], whole, 1e-5)
+    assert_close(train_and_read(config("device", "DATA.LOADER", "device")), whole, 1e-5)
+    loader = build_loader(config("labels"), detect_launch(), CPU, train=True)
+    labels = Counter(
+        label for epoch in range(20) for _, batch in loader.batches_from(3, epoch, 0) for label in batch.tolist()
+    )
+    assert all(abs(labels[label] - 240) < 60 for label in range(3)) and loader.num_steps == 3
+
+
+# Progressive resizing
+
+
+@pytest.mark.parametrize("start, end, first, last", [(160, 192, 65, 76), (160, 192, 12, 14), (96, 224, 0, 33)])
+def test_sizes_are_those_of_ffcv(start, end, first, last):
+    for epoch in range(100):
+        line = np.interp([epoch], [first, last], [start, end])
+        assert progressive_im_size(epoch, start, end, first, last, 32) == int(np.round(line[0] / 32)) * 32
+
+
+def test_the_ends_are_what_they_were_set_to_and_the_sizes_between_are_multiples_that_never_shrink():
+    sizes = [progressive_im_size(epoch, 88, 176, 3, 20, 32) for epoch in range(30)]
+    assert sizes[:4] == [88] * 4 and sizes[20:] == [176] * 10 and sizes == sorted(sizes)
+    assert set(sizes) == {88, 96, 128, 160, 176}
+    assert {progressive_im_size(epoch, 100, 120, 0, 10, 64) for epoch in range(12)} <= {100, 120, 128 - 8}
+
+
+def test_without_a_start_nothing_grows():
+    assert build_im_size(load_cfg(None, [])) is None
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+@pytest.mark.parametrize("augment", [(), ("AUG.POLICY", "rand-m9-mstd0.5-inc1", "AUG.ERASING", 0.5)])
+def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cfg, crop, augment):
+    expected = None
+    for way in WAYS:
+        loader = build_loader(small_cfg(*GROWING, "DATA.CROP", crop, *augment, *way), ALONE, CPU, train=True)
+        epochs = [[images for images, _ in loader.batches_from(3, epoch, 0)] for epoch in (0, 2, 3, 5, 2)]
+        assert [batches[0].shape[-2:] for batches in epochs] == [(side, side) for side in (8, 10, 12, 16, 10)], way
+        expected = expected or epochs
+        for one, other in zip(sum(expected, []), sum(epochs, []), strict=True):
+            assert torch.equal(one, other), way
+        entered = [images for images, _ in loader.batches_from(3, 2, 2)]
+        assert all(torch.equal(one, other) for one, other in zip(entered, epochs[1][2:], strict=True))
+        assert loader.dummy_batch().shape == (12, 3, 16, 16)
+    assert loader.preview(3, 5).shape == (5, 3, 8, 8)
+
+
+def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):
+    plain, growing = (build_loader(small_cfg(*words), ALONE, CPU, train=True) for words in ((), GROWING))
+    for (images, labels), (others, other_labels) in zip(
+        plain.batches_from(3, 7, 0), growing.batches_from(3, 7, 0), strict=True
+    ):
+        assert torch.equal(images, others) and torch.equal(labels, other_labels)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("TRAIN.IM_SIZE_START", 256), "IM_SIZE_START .* got 256; expected at most TRAIN.IM_SIZE 224"),
+        (("TRAIN.IM_SIZE_START", 128), r"IM_SIZE_EPOCHS: got \[\]; expected the first and the last epoch"),
+        (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[9, 9]"), "first < last"),
+        (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[5]"), "first < last"),
+        (("TRAIN.IM_SIZE_MULTIPLE", 0), "IM_SIZE_MULTIPLE .* expected 1 or more"),
+    ],
+)
+def test_growth_that_cannot_be_is_an_error(words, said):
+    with pytest.raises(ConfigError, match=said):
+        load_cfg(None, [str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("MODEL.ARCH", "botnet50"), r"botnet50 takes images of one size only.*; set TRAIN.IM_SIZE_START 0$"),
+        (("MODEL.ARCH", "torchvision/vit_b_16", "MODEL.KWARGS.image_size", 224), "its image_size"),
+        (("MODEL.ARCH", "timm/vit_tiny_patch16_224"), "IM_SIZE_START 0, or MODEL.KWARGS.dynamic_img_size True$"),
+    ],
+)
+def test_a_model_for_one_size_only_is_an_error(words, said):
+    growing = ("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
+    for call in (check_model, build_model):
+        with pytest.raises(ConfigError, match=rf"^TRAIN.IM_SIZE_START \(command line\): .*{said}"):
+            call(load_cfg(None, [str(word) for word in (*growing, *words)]))
+
+
+def test_models_for_any_size_may_grow():
+    growing = ["TRAIN.IM_SIZE_START", "32", "TRAIN.IM_SIZE", "64", "TRAIN.IM_SIZE_EPOCHS", "[0, 5]"]
+    for words in (["MODEL.ARCH", "resnet18"],
+                  ["MODEL.ARCH", "timm/vit_tiny_patch16_224", "MODEL.KWARGS.dynamic_img_size", "True"]):  # fmt: skip
+        model = build_model(load_cfg(None, growing + words)).eval()
+        with torch.inference_mode():
+            assert all(model(torch.zeros(1, 3, side, side)).shape == (1, 1000) for side in (32, 64))
