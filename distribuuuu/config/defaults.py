@@ -223,7 +223,7 @@ _C.OPTIM.MIN_LR = 0.0
 _C.OPTIM.STEPS = ()
 # Factor of each step of `steps`.
 _C.OPTIM.LR_MULT = 0.1
-# Optimizer: sgd, or any name of timm's: adamw, lamb, lars, lion, adan, muon, rmsproptf, ...
+# Optimizer: sgd, one of your own (see optim/optimizer.py), or any of timm's: adamw, lamb, lars, lion, adan, muon, ...
 _C.OPTIM.NAME = "sgd"
 # The optimizer's betas, e.g. [0.9, 0.95]; empty: its own.
 _C.OPTIM.BETAS = ()
