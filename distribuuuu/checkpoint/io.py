@@ -42,12 +42,9 @@ def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str 
 
 
 def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable[[], bool] = lambda: False) -> bool:
-    """Write a file completely or not at all: temporary file, fsync, rename, fsync of the folder.
+    """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
 
-    Args:
-        path: the file.
-        content: input of `torch.save`.
-        is_abandoned: called during the write; once it returns True nothing is written, and False is returned.
+    `is_abandoned` is called during the write; once it returns True nothing is written, and False is returned.
 
     Raises:
         OSError: the file cannot be written.

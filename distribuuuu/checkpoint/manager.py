@@ -115,7 +115,13 @@ class CheckpointManager:
         Raises:
             CheckpointError: it cannot be written.
         """
-        if problem := dist.broadcast_object(self._find_write_problem() if dist.is_main() else None):
+        problem = None
+        if dist.is_main():
+            try:
+                self._writer.wait()
+            except CheckpointError as error:
+                problem = f"{error}; the newest one is {next(reversed(self.list()), 'none')}"
+        if problem := dist.broadcast_object(problem):
             raise CheckpointError(problem)
 
     def finish(self) -> None:
@@ -127,13 +133,6 @@ class CheckpointManager:
         self.wait()
         if problem := dist.broadcast_object(self._nonfinite):
             raise CheckpointError(problem)
-
-    def _find_write_problem(self) -> str | None:
-        try:
-            self._writer.wait()
-        except CheckpointError as error:
-            return f"{error}; the newest one is {next(reversed(self.list()), 'none')}"
-        return None
 
     def join_or_abandon(self) -> None:
         """Return when the last save is on disk or its write has failed; unlike `wait`, on one process alone."""
@@ -163,8 +162,8 @@ class CheckpointManager:
         own = [path for path in self.list() if path.name in self._own]
         for path in own:
             epoch, step = position_of(path)
-            every_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
-            if path not in (*own[-self.keep_last :], newest) and not every_kth:
+            is_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
+            if path not in (*own[-self.keep_last :], newest) and not is_kth:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

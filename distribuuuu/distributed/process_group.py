@@ -102,10 +102,7 @@ def process_group(
 def _join_group(
     launch: Launch, store: torch_dist.Store, backend: str, device: torch.device, timeout_s: float
 ) -> Iterator[None]:
-    """Initialize torch's process group for the length of the block.
-
-    After an exception on this process alone it is not destroyed: that could wait for the other processes forever.
-    """
+    """Initialize torch's process group for the length of the block."""
     # The watchdog ends a hanging run first, with a report; the backend's own timeout is the fallback.
     timeout = datetime.timedelta(seconds=timeout_s + 60)
     torch_dist.init_process_group(
@@ -125,7 +122,7 @@ def _join_group(
         raise
     finally:
         GroupState.host_group = None
-        if not is_abandoned:
+        if not is_abandoned:  # else it could wait for the other processes forever
             torch_dist.destroy_process_group()
 
 
@@ -203,32 +200,21 @@ class MissingProcessError(ConfigError):
 
 
 class _JoinTimeout:
-    """Timeout for the processes to join, with reports on the missing ranks.
-
-    Args:
-        launch: rank and world size of this process.
-        timeout_s: seconds until `check` raises.
-    """
+    """Timeout for the processes to join, with reports on the missing ranks."""
 
     def __init__(self, launch: Launch, timeout_s: float):
         self.launch, self.timeout_s = launch, timeout_s
         self._began = time.monotonic()
         self._next_report_s = FIRST_REPORT_S
 
-    @property
     def left_s(self) -> float:
-        """The seconds left."""
+        """Return the seconds left."""
         return self._began + self.timeout_s - time.monotonic()
 
     def check(self, find_missing: Callable[[], Sequence[int]], reason: str = "") -> None:
-        """Report the missing ranks from time to time: rank 0 does or, where it is missing, one process per node.
+        """Report the missing ranks and the reason from time to time; raise MissingProcessError when the time is over.
 
-        Args:
-            find_missing: returns the missing ranks; called before a report only.
-            reason: appended to the report.
-
-        Raises:
-            MissingProcessError: the time is over.
+        Rank 0 reports or, where it is missing, one process per node. `find_missing` is called before a report only.
         """
         waited_s = time.monotonic() - self._began
         if waited_s < min(self._next_report_s, self.timeout_s):
@@ -271,7 +257,7 @@ def _connect(address: str, port: int, timeout: _JoinTimeout, is_master: bool) ->
     problem = f"cannot connect to the rendezvous at {address}:{port}"
     while not is_master:  # torch's own attempts print warnings
         try:
-            socket.create_connection((address, port), timeout=max(1.0, min(timeout.left_s, 10.0))).close()
+            socket.create_connection((address, port), timeout=max(1.0, min(timeout.left_s(), 10.0))).close()
             break
         except OSError as error:
             timeout.check(lambda: [0], f": {problem}: {error}")  # noqa: B023
@@ -303,7 +289,7 @@ def _wait_for_all(store: torch_dist.Store, timeout: _JoinTimeout) -> None:
     if launch.rank == 0:
         store.set("all here", "yes")
     while not store.check(["all here"]):  # store.wait would print a warning on its timeout
-        if launch.address and timeout.left_s <= 0 and not store.check(["here"]):
+        if launch.address and timeout.left_s() <= 0 and not store.check(["here"]):
             raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is used by another run; set a free one")
         timeout.check(find_missing)
         time.sleep(max(POLL_S, launch.world_size / MAX_POLLS_PER_S))
@@ -338,13 +324,7 @@ def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -
 
 
 def check_one_process_per_gpu(store: torch_dist.Store, launch: Launch, device: str) -> None:
-    """Raise ConfigError on every process if two of them share a GPU, which nccl does not support.
-
-    Args:
-        store: of this start.
-        launch: rank and world size of this process.
-        device: a unique name of its GPU.
-    """
+    """Raise ConfigError on every process if two have the same `device`, a unique GPU name: nccl does not support it."""
     if store.add(f"device {device}", 1) > 1:
         store.set("shared device", device)
     if store.add("devices seen", 1) == launch.world_size:

@@ -28,8 +28,7 @@ UNREACHABLE_S = 15
 CAUSE_WAIT_S = 2.0
 # Seconds that the other processes get to exit before the one that failed prints its error.
 EXIT_GRACE_S = 3.0
-# Placeholder for the position of the process that logs the message: processes step together, and the last heartbeat of
-# a dead one is older.
+# Placeholder for the position of the process that logs the message: the last heartbeat of a dead one is older.
 LAST_STEP = "{last step}"
 # Seconds to authenticate, and unauthenticated connections allowed beside one for each process.
 AUTH_TIMEOUT_S = 10.0
@@ -293,10 +292,7 @@ class WatchdogServer(threading.Thread):
     def _end_run(self, culprit: _Peer, limit: tuple[float, str] | None = None, is_silent: bool = False) -> None:
         """End all processes, once: rank 0 last, except for a culprit that has an error to print.
 
-        Args:
-            culprit: the process that died, failed or, with a limit, stalled.
-            limit: the seconds without progress that were exceeded, and their option.
-            is_silent: the culprit sends no messages either.
+        The culprit died, failed or, with a limit (seconds and their option), stalled; a silent one sends no messages.
         """
         if self._is_over.is_set():
             return
