@@ -12,7 +12,7 @@ import stat
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str 
     None: there is no difference, or the file has no class names or another number of them.
     """
     saved = content.get("classes")
-    if not isinstance(saved, (list, tuple)) or not is_list_of(saved, str) or len(saved) != len(classes):
+    if not is_list_of(saved, str) or len(saved) != len(classes):
         return None
     pairs = zip(saved, classes, strict=True)
     return next((f"{other!r} where the data has {own!r}" for other, own in pairs if other != own), None)
@@ -125,7 +125,7 @@ def is_state_dict(value: Any) -> bool:
     )
 
 
-def is_list_of(value: Any, kind: type | tuple[type, ...]) -> bool:
+def is_list_of(value: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
     """Tell whether a value is a list or a tuple whose items are of a type."""
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 

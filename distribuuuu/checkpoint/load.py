@@ -41,24 +41,21 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+    state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
+    if not isinstance(state, dict) or not is_list_of(list(state.values()), dict) or not is_list_of(groups, dict):
         return False
-    state, groups = value["state"], value.get("param_groups")
-    entries = list(state.values())
-    if not is_list_of(entries, dict) or not isinstance(groups, (list, tuple)) or not is_list_of(groups, dict):
-        return False
-    has_text = any(isinstance(item, (str, bytes)) for entry in entries for item in entry.values())
-    if has_text or not all(_is_integer(index, 0) for index in state):
-        return False
-    return all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
+    has_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
+    is_valid = not has_text and all(_is_integer(index, 0) for index in state)
+    return is_valid and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
 
 
 # The values that a checkpoint must hold under its keys to be resumed: a test, and its description.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "epoch": (lambda value: _is_integer(value, -1), "an integer from -1"),
+    **dict.fromkeys(
+        ("epoch", "best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")
+    ),
     "optimizer": (_is_optimizer, "the state dict of an optimizer"),
     **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
-    **dict.fromkeys(("best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")),
     **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
     "seconds": (_is_duration, "a number from 0"),
     "seed": (_is_integer, "an integer"),

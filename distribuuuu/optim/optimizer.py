@@ -113,7 +113,10 @@ def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable)
     try:
         if hasattr(timm.optim, "get_optimizer_class"):
             optimizer_class = timm.optim.get_optimizer_class(name)
-            _check_num_betas(cfg, optimizer_class)
+            betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
+            if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
+                message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
+                raise ConfigError(f"{with_origin(cfg, 'OPTIM.BETAS')}: {message}")
             options |= kernels(optimizer_class)
         return timm.optim.create_optimizer_v2(
             groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
@@ -124,14 +127,6 @@ def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable)
         given = "".join(f", {option} {value}" for option, value in options.items())
         message = f"timm cannot make {name} with learning rate {lr}{given}: {str(error) or type(error).__name__}"
         raise ConfigError(f"{with_origin(cfg, 'OPTIM.NAME')}: {message}") from error
-
-
-def _check_num_betas(cfg, optimizer_class: Callable) -> None:
-    """Raise ConfigError for a wrong number of OPTIM.BETAS, which would fail in the first step."""
-    betas, own = cfg.OPTIM.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
-    if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):
-        message = f"{cfg.OPTIM.NAME} takes {len(own.default)}, not {list(betas)}"
-        raise ConfigError(f"{with_origin(cfg, 'OPTIM.BETAS')}: {message}")
 
 
 def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified, kept by number, and the original's welcome."""
+"""Checkpoint manager: atomic writes, verification, retention, checkpoints of distribuuuu 2021."""
 
 import os
 import random
