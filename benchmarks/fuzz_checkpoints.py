@@ -1,4 +1,4 @@
-"""Check that damaged checkpoints are refused: random damage to files of ours, of safetensors and of 2021.
+"""Fuzzer of the checkpoint reader: random damage to checkpoints, safetensors and files of distribuuuu 2021.
 
 A damaged file must have the same content as before or be refused with CheckpointError. Files without checksums
 (safetensors, torch's format from before 1.6) may come back with other values, but must never raise anything else.
@@ -35,10 +35,10 @@ from distribuuuu.optim.optimizer import build_optimizer
 
 @dataclass
 class Subject:
-    """A file to be damaged: its bytes, what is in it, and whether checksums protect that."""
+    """A file to be damaged: its bytes, its content, and whether checksums protect the content."""
 
     path: Path
-    whole: bytes
+    data: bytes
     content: dict[str, Any]
     is_checksummed: bool
 
@@ -76,7 +76,7 @@ def make_subjects(folder: Path) -> list[Subject]:
 
 
 def judge(subject: Subject, state: TrainState) -> str:
-    """Return what a damaged file came to: 'refused', 'equal', 'other values', or a violation."""
+    """Return the verdict on a damaged file: 'refused', 'equal', 'other values', or a violation."""
     try:
         content = read_checkpoint(subject.path)
         if "optimizer" in subject.content:
@@ -94,18 +94,18 @@ def judge(subject: Subject, state: TrainState) -> str:
 
 
 def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
-    """Damage files so many times; return by kind of file how often each verdict was reached, and the violations."""
+    """Damage files `number` times; return the counts of verdicts by kind of file, and the violations."""
     subjects, state, chance = make_subjects(folder), make_state(), random.Random(seed)
     counts: dict[str, collections.Counter] = {str(subject.path): collections.Counter() for subject in subjects}
     violations = []
     for index in range(number):
         subject = chance.choice(subjects)
-        done = damage(subject.path, subject.whole, [other.whole for other in subjects if other != subject], chance)
+        done = damage(subject.path, subject.data, [other.data for other in subjects if other != subject], chance)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             verdict = judge(subject, state)
         if done == "another file" and not verdict.startswith("violation: Traceback"):
-            verdict = "another file"  # whole, and not what it was
+            verdict = "another file"  # a valid file with other content
         counts[str(subject.path)][verdict.partition(":")[0]] += 1
         if verdict.startswith("violation"):
             violations.append(f"mutation {index} of {subject.path.name}, {done}: {verdict}")

@@ -49,6 +49,7 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model, wrap_model
+from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.report.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.classification import build_recipe
@@ -253,7 +254,7 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = dist.pick_device(0) if args.device == "cuda" else torch.device("cpu")
+    device = pick_device(0) if args.device == "cuda" else torch.device("cpu")
     torch.backends.cudnn.benchmark = True  # as ours and both scripts set it
     print(describe_run())
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -24,7 +24,8 @@ from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import wrap_model
-from distribuuuu.distributed.fsdp import parallelize_model
+from distribuuuu.distributed.fsdp import build_parallelize_fn
+from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.models import build_model, count_parameters
@@ -91,7 +92,7 @@ def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[lis
     torch.manual_seed(0)
     model = build_act_checkpoint(cfg, build_model(cfg, False))
     num_parameters = count_parameters(model)
-    model = parallelize_model(cfg, device)(model)
+    model = build_parallelize_fn(cfg, device)(model)
     optimizer, precision = build_optimizer(cfg, model), build_precision(cfg, device)
     images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
     labels = torch.arange(args.batch, device=device)
@@ -114,10 +115,10 @@ def run_process(rank: int, args: argparse.Namespace, words: str, port: int, fold
     """Be one process of a row; the first writes what was measured."""
     torch.set_num_threads(args.threads)
     launch, result = Launch("benchmark", rank, rank, args.processes, "127.0.0.1", port), {}
-    device = dist.pick_device(rank)
+    device = pick_device(rank)
     words += f" MODEL.ARCH {args.arch} TRAIN.IM_SIZE {args.im_size} TEST.IM_SIZE {args.im_size} TRAIN.AMP {args.amp}"
     cfg = load_cfg(None, f"{words} OPTIM.NAME adamw OPTIM.BASE_LR 1e-4 OUT_DIR {folder}".split())
-    with dist.process_group(launch, device, 600):
+    with process_group(launch, device, 600):
         with peak_memory(device, result):
             seconds, num = take_steps(cfg, args, device)
         (most,) = dist.all_reduce_max([result["mib"]])

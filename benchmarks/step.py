@@ -31,6 +31,7 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import wrap_model
+from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_free_port
@@ -172,10 +173,10 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
     """Be one process of one launch; the first writes the median milliseconds of a step of each loop."""
     torch.set_num_threads(args.threads)
     launch = Launch("benchmark", rank, rank, num_processes, "127.0.0.1", args.port)
-    device = dist.pick_device(rank)
+    device = pick_device(rank)
     # As in a batch job: the log goes to a file.
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
-        with dist.process_group(launch, device, timeout_s=600):
+        with process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
             loops, log = build_loops(make_cfg(args, folder), device)
             with log:

@@ -18,8 +18,10 @@ from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
-from distribuuuu.distributed.fsdp import parallelize_model
+from distribuuuu.distributed.fsdp import build_parallelize_fn
+from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
+from distribuuuu.distributed.watchdog import marked
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
@@ -59,7 +61,7 @@ def train_model(cfg) -> float:
     """
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
-    device = dist.pick_device(launch.local_rank)
+    device = pick_device(launch.local_rank)
     train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
     with open_run(cfg, launch, device, "train.log", locks=True) as started:
         checkpoints = build_checkpoints(cfg)
@@ -166,7 +168,7 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, device)
     freeze_parts(cfg, model)
-    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), parallelize_model(cfg, device)
+    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), build_parallelize_fn(cfg, device)
     place(model)
     if ema:
         place(ema.model)
@@ -334,7 +336,7 @@ def test_model(cfg) -> dict:
     """
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
-    device = dist.pick_device(launch.local_rank)
+    device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)
     with open_run(cfg, launch, device, "test.log"):
         weights = find_weights(cfg)
@@ -357,7 +359,7 @@ def evaluate_weights(cfg, model: nn.Module, loader: Loader) -> dict:
     dry_run_evaluation(cfg, model, loader.zero_images(1))
     criterion, bar = build_loss(cfg, train=False), evaluation_bar(cfg.TEST.PRINT_FREQ)
     meter, autocast = build_meter(cfg, loader.device), build_precision(cfg, loader.device).autocast
-    watched = lambda batches: dist.marked(bar(batches), "evaluation")  # noqa: E731
+    watched = lambda batches: marked(bar(batches), "evaluation")  # noqa: E731
     return evaluate(model, loader, criterion, meter, watched, autocast, cfg.TEST.FLIP)
 
 

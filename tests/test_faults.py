@@ -12,8 +12,7 @@ import torch
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.writer import BackgroundWriter, find_nonfinite, snapshot
+from distribuuuu.checkpoint.manager import BackgroundWriter, CheckpointManager, find_nonfinite, snapshot
 from distribuuuu.report.writers import RecordFile
 
 if sys.platform != "linux":
@@ -152,8 +151,8 @@ def test_the_place_of_what_is_not_finite_is_found(bad):
 
 
 def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
-    monkeypatch.setattr("distribuuuu.checkpoint.writer.RETRY_S", 0.01)
-    monkeypatch.setattr("distribuuuu.checkpoint.writer.LAST_TRIES_S", 0.05)
+    monkeypatch.setattr("distribuuuu.checkpoint.manager.RETRY_S", 0.01)
+    monkeypatch.setattr("distribuuuu.checkpoint.manager.LAST_RETRIES_S", 0.05)
     tries, writer = [], BackgroundWriter()
 
     def refused():

@@ -1,11 +1,10 @@
-"""Files of weights and checkpoints: written whole or not at all, verified before they are believed.
+"""Checkpoint files: atomic writing, and reading with verification.
 
-The zip that torch writes has a CRC-32 of every entry: a damaged one is refused. torch's format from before 1.6 and
-safetensors have no checksums: damage to their structure is refused, changed values of tensors are not noticed.
-Only plain data is unpickled. A tensor or an entry that claims more bytes than its file has is refused.
+torch's zip files have a CRC-32 of every entry, so any damage is detected. torch's format before 1.6 and safetensors
+have no checksums: damage to their structure is detected, changed values of tensors are not. Only plain data is
+unpickled. A tensor or an entry that claims more bytes than its file has is refused.
 """
 
-import io
 import os
 import pickle
 import re
@@ -13,7 +12,7 @@ import stat
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -21,59 +20,56 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing, sync_folder
 
-# Containers and values that a file may hold. More come of containers that hold each other many times over.
+# Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
-_FOLDER_ATTRIBUTE = 0x10  # of MS-DOS
+_FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; names the file and the reason."""
+    """Unusable checkpoint; the message names the file and the reason."""
 
 
 def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str | None:
-    """Return which of as many classes the weights in a file were trained on in the place of one of these.
+    """Return the first difference between the class names of a checkpoint and those of the data.
 
-    None: the same, or another number of them, or the file does not name them (others may keep their number there).
+    None: there is no difference, or the file has no class names or another number of them.
     """
-    theirs = content.get("classes")
-    if not is_list_of(theirs, str) or len(theirs) != len(classes):
+    saved = content.get("classes")
+    if not is_list_of(saved, str) or len(saved) != len(classes):
         return None
-    different = (pair for pair in zip(theirs, classes, strict=True) if pair[0] != pair[1])
-    return next((f"{other!r} where the data has {own!r}" for other, own in different), None)
+    pairs = zip(saved, classes, strict=True)
+    return next((f"{other!r} where the data has {own!r}" for other, own in pairs if other != own), None)
 
 
 def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable[[], bool] = lambda: False) -> bool:
-    """Write a file that is whole under its name or not there: temporary file, fsync, rename, fsync of the folder.
+    """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
 
-    Args:
-        path: the file.
-        content: what `torch.save` takes.
-        is_abandoned: asked during the write; once it is true nothing is written, and False returned.
+    `is_abandoned` is called during the write; once it returns True nothing is written, and False is returned.
 
     Raises:
-        OSError: the disk refuses it.
+        OSError: the file cannot be written.
     """
     try:
         with replacing(path, "wb", buffering=0) as file:
             sink = _Sink(file, is_abandoned)
             try:
-                torch.save(content, sink)
+                torch.save(content, sink)  # type: ignore[arg-type]  # needs write() and flush() only
             except RuntimeError as error:
                 raise sink.error or error from None
-    except _Abandoned:
+    except _AbandonedError:
         return False
     sync_folder(path.parent)
     return True
 
 
-class _Abandoned(OSError):
-    """The file that is being written is not wanted any more."""
+class _AbandonedError(OSError):
+    """The write was abandoned."""
 
 
 class _Sink:
-    """A file that remembers what the disk said; torch covers it with an error of its own."""
+    """File that keeps the OSError of a write, which torch replaces by an error of its own."""
 
-    def __init__(self, file: io.RawIOBase, is_abandoned: Callable[[], bool]):
+    def __init__(self, file: IO[bytes], is_abandoned: Callable[[], bool]):
         self._file = file
         self._is_abandoned = is_abandoned
         self.error: OSError | None = None
@@ -84,7 +80,7 @@ class _Sink:
         try:
             while left:
                 if self._is_abandoned():
-                    raise _Abandoned
+                    raise _AbandonedError
                 left = left[self._file.write(left) :]
         except OSError as error:
             self.error = error
@@ -92,41 +88,41 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: the file is not buffered."""
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of a checkpoint, ours or the original's, or of a file of bare weights, on the CPU.
+    """Return the content of a checkpoint or of a weights file on the CPU.
 
-    A bare state dict, or one under `model`, `model_state` or `model_state_dict`, comes back under `state_dict`.
+    A bare state dict, or one under `model`, `model_state` or `model_state_dict`, is returned under `state_dict`.
 
     Raises:
-        CheckpointError: it cannot be read, its checksums do not match, or it holds something else.
+        CheckpointError: it cannot be read, its checksums do not match, or it holds no state dict.
     """
     try:
         content = _read_verified(Path(path))
         state_dict = _find_state_dict(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except Exception as error:  # torch's reader raises nearly anything when bytes are wrong
-        # torch puts advice to unpickle anything before what was wrong.
+    except Exception as error:  # torch's reader raises nearly any type for damaged bytes
+        # torch puts advice to allow unpickling anything before the reason.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
-        raise CheckpointError(f"{path}: not a sound checkpoint: {reason.splitlines()[0][:200]}") from error
+        raise CheckpointError(f"{path}: invalid checkpoint: {reason.splitlines()[0][:200]}") from error
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
-    whole = content if "state_dict" in content else {}
-    return {**whole, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
+    entries = content if "state_dict" in content else {}
+    return {**entries, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
 
 
 def is_state_dict(value: Any) -> bool:
-    """Tell whether a value is tensors by name."""
+    """Tell whether a value is a dict of tensors by name."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
     )
 
 
-def is_list_of(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Tell whether a value is a list or a tuple with items of one type."""
+def is_list_of(value: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
+    """Tell whether a value is a list or a tuple whose items are of a type."""
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
@@ -149,13 +145,13 @@ def _read_verified(path: Path) -> Any:
 
 
 def _verify_zip(path: Path, size: int) -> None:
-    """Raise BadZipFile unless all entries are as torch writes them, uncompressed, and match their checksums."""
+    """Raise BadZipFile unless all entries are uncompressed, as torch writes them, and match their checksums."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise zipfile.BadZipFile(f"{entry.filename} is compressed, which torch does not write")
-            if entry.external_attr & _FOLDER_ATTRIBUTE:  # torch would take its tensor for read and leave it undefined
+            if entry.external_attr & _FOLDER_ATTRIBUTE:  # torch would leave its tensor uninitialized
                 raise zipfile.BadZipFile(f"{entry.filename} is marked as a folder")
         if len({entry.filename for entry in entries}) < len(entries):
             raise zipfile.BadZipFile("several entries have the same name")
@@ -167,24 +163,24 @@ def _verify_zip(path: Path, size: int) -> None:
 
 
 def _verify_content(content: Any, size: int) -> None:
-    """Raise ValueError for a tensor that is no plain one or has more bytes than the file, and for endless nesting."""
-    waiting, num_values = [content], 0
-    while waiting:
-        value = waiting.pop()
+    """Raise ValueError for an unusual tensor, one with more bytes than the file, or containers without end."""
+    stack, num_values = [content], 0
+    while stack:
+        value = stack.pop()
         num_values += 1
         if num_values > _MAX_VALUES:
             raise ValueError(f"more than {_MAX_VALUES} values, or containers that hold themselves")
         if isinstance(value, dict):
-            waiting += value.values()
+            stack += value.values()
         elif isinstance(value, (list, tuple)):
-            waiting += value
+            stack += value
         elif isinstance(value, torch.Tensor) and (problem := _find_tensor_problem(value, size)):
             raise ValueError(f"a tensor {problem}")
 
 
 def _find_tensor_problem(tensor: torch.Tensor, size: int) -> str | None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu":
-        return "is not a plain one on the CPU"
+        return "is not a dense one on the CPU"
     if min((*tensor.shape, *tensor.stride()), default=0) < 0:
         return f"has the shape {tuple(tensor.shape)} and the strides {tensor.stride()}"
     if max(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) > size:
@@ -193,7 +189,7 @@ def _find_tensor_problem(tensor: torch.Tensor, size: int) -> str | None:
 
 
 class _NumpyType:
-    """Stand-in for `numpy.dtype`, whose own reader trusts what it reads."""
+    """Safe replacement of `numpy.dtype`, whose own unpickling does not validate its input."""
 
     def __init__(self, name: str, *_: Any):
         if not re.fullmatch("[fiu][1248]|b1", name):
@@ -205,12 +201,12 @@ class _NumpyType:
 
 
 def _read_numpy_scalar(kind: _NumpyType, data: bytes) -> bool | int | float:
-    """Return a pickled numpy scalar as a Python number (old checkpoints hold a learning rate of type float64)."""
+    """Return a pickled numpy scalar as a Python number (checkpoints of 2021 hold a learning rate of this type)."""
     (number,) = np.frombuffer(data, kind.byte_order + kind.name)
     return number.item()
 
 
-_NUMPY_GLOBALS = [
+_NUMPY_GLOBALS: list[Callable | tuple[Callable, str]] = [
     (_NumpyType, "numpy.dtype"),
     (_read_numpy_scalar, "numpy.core.multiarray.scalar"),
     (_read_numpy_scalar, "numpy._core.multiarray.scalar"),

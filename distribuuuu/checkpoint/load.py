@@ -1,4 +1,4 @@
-"""Loading a checkpoint: what it must hold to be resumed, its weights into a model, its optimizer state."""
+"""Loading a checkpoint: verify that it can be resumed, load its weights and its optimizer state."""
 
 import math
 import os
@@ -11,19 +11,19 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed.fsdp import load_full_state_dict, match_strides
+from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
 
-# What helps when all of a checkpoint does not fit.
+# The remedy when weights may be used, but not the rest of a checkpoint.
 WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
 
-def _is_integer(value: Any, least: float = -math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+def _is_integer(value: Any, minimum: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
-    is_single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-    return is_single or isinstance(value, float) or _is_integer(value)
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return is_scalar or isinstance(value, float) or _is_integer(value)
 
 
 def _is_duration(value: Any) -> bool:
@@ -44,62 +44,64 @@ def _is_optimizer(value: Any) -> bool:
     state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
     if not isinstance(state, dict) or not is_list_of(list(state.values()), dict) or not is_list_of(groups, dict):
         return False
-    is_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
-    is_numbered = all(_is_integer(index, 0) for index in state) and not is_text
-    return is_numbered and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
+    has_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
+    is_valid = not has_text and all(_is_integer(index, 0) for index in state)
+    return is_valid and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
 
 
-# What a checkpoint must hold under its keys to be resumed: a test, and what it asks for.
+# The values that a checkpoint must hold under its keys to be resumed: a test, and its description.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "epoch": (lambda value: _is_integer(value, -1), "an integer from -1"),
+    **dict.fromkeys(
+        ("epoch", "best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")
+    ),
     "optimizer": (_is_optimizer, "the state dict of an optimizer"),
     **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
-    **dict.fromkeys(("best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")),
     **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
     "seconds": (_is_duration, "a number from 0"),
     "seed": (_is_integer, "an integer"),
     "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
-    "arch": (lambda value: isinstance(value, str), "a text"),
-    **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of texts")),
+    "arch": (lambda value: isinstance(value, str), "a string"),
+    **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of strings")),
     "optimizer_names": (
         lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),
-        "lists of texts",
+        "lists of strings",
     ),
-    "ema_state_dict": (is_state_dict, "tensors by name"),
+    "ema_state_dict": (is_state_dict, "a dict of tensors"),
     "timing": (_is_timing, "images, seconds and row_seconds, each a number from 0"),
     "peak_memory_mib": (lambda value: value is None or _is_duration(value), "a number from 0"),
     "meter": (lambda value: is_list_of(value, dict), "a list of counters"),
-    "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "options by name"),
+    "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "a dict of options"),
     "scaler": (_is_scaler, "the state dict of a gradient scaler"),
 }
 
 
 def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Raise CheckpointError for a checkpoint that holds weights only, or values of another type or range."""
+    """Raise CheckpointError if a checkpoint holds weights only, or values of a wrong type or range."""
     if "optimizer" not in content or "epoch" not in content:
         raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
-    for key, (is_right, expected) in _FIELDS.items():
-        if key in content and not is_right(content[key]):
+    for key, (is_valid, expected) in _FIELDS.items():
+        if key in content and not is_valid(content[key]):
             got = reprlib.repr(content[key])[:80]
-            raise CheckpointError(f"{path}: not a sound checkpoint: `{key}` is {got}; expected {expected}")
+            raise CheckpointError(f"{path}: invalid checkpoint: `{key}` is {got}; expected {expected}")
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
-    """Load weights into a model, all of them.
+    """Load all weights of a state dict into a model.
 
     Raises:
-        CheckpointError: the class counts, the names or the shapes differ; says which.
+        CheckpointError: class counts, names or shapes differ; names the differences.
     """
-    mine = model.state_dict()
-    shapes = {key: (tuple(state_dict[key].shape), tuple(mine[key].shape)) for key in mine if key in state_dict}
+    own = model.state_dict()
+    shapes = {key: (tuple(state_dict[key].shape), tuple(own[key].shape)) for key in own if key in state_dict}
     different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
-    missing, extra = [key for key in mine if key not in state_dict], [key for key in state_dict if key not in mine]
+    missing, extra = [key for key in own if key not in state_dict], [key for key in state_dict if key not in own]
     if not (different or missing or extra):
         load_full_state_dict(model, state_dict)
         return
     if not missing and not extra and all(a[1:] == b[1:] for a, b in different.values()) and len(different) <= 2:
-        key, (theirs, ours) = next(iter(different.items()))
-        raise CheckpointError(f"{path}: has {counted(theirs[0], 'class')} ({key}), but MODEL.NUM_CLASSES is {ours[0]}")
+        key, (saved, expected) = next(iter(different.items()))
+        classes = counted(saved[0], "class")
+        raise CheckpointError(f"{path}: has {classes} ({key}), but MODEL.NUM_CLASSES is {expected[0]}")
     parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
     parts += [f"lacks {counted(len(missing), 'tensor')}, e.g. {missing[0]}"] if missing else []
     parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
@@ -107,17 +109,37 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Load the optimizer's buffers, counts and learning rate; its settings (weight decay, ...) stay the config's.
+    """Load the state and the learning rate of an optimizer; other settings (weight decay, ...) stay the config's.
 
     Raises:
-        CheckpointError: the groups or their sizes differ.
+        CheckpointError: the groups, their sizes or the shapes of the state differ.
     """
     names = {*optimizer.defaults, "lr_scale"} - {"lr"}
     settings = [{key: group[key] for key in group if key in names} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(content)
-        match_strides(optimizer)
+        _match_strides(optimizer)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {WEIGHTS_ONLY}") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+@torch.no_grad()
+def _match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Give state tensors the strides of their parameters, which fused kernels require; the values stay.
+
+    Raises:
+        ValueError: a state tensor cannot belong to its parameter.
+    """
+    own_share = getattr(optimizer, "optim", optimizer)  # of an optimizer that is partitioned by ZeRO-1
+    for parameter, entry in own_share.state.items():
+        for name, value in entry.items() if isinstance(parameter, torch.Tensor) else ():
+            if not isinstance(value, torch.Tensor) or value.ndim != parameter.ndim:
+                continue  # e.g. a step count, or row and column statistics
+            if any(size not in (1, expected) for size, expected in zip(value.shape, parameter.shape, strict=True)):
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+            has_shape = value.shape == parameter.shape
+            if has_shape and to_local(value).stride() != to_local(parameter).stride():
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                to_local(entry[name]).copy_(to_local(value))

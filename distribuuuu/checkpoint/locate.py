@@ -1,24 +1,24 @@
-"""From what a config names as weights to the file that holds them; torch is not needed for it."""
+"""Finding the weights file that an option names; imports no torch."""
 
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 
-# What stands for the weights that timm or torchvision publish, where a file could be named.
+# Value of an option that selects the weights published by timm or torchvision instead of a file.
 PUBLISHED = "pretrained"
-# What a model's repository on the Hugging Face Hub calls its weights, the better one first.
+# File names of weights in a model's repository on the Hugging Face Hub, in the order of preference.
 HUB_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
 def find_weights_file(path: str) -> Path:
-    """Return the file of weights that `path` is, or that lies in it: a folder as huggingface_hub leaves it.
+    """Return the weights file at `path`, or in a folder there that huggingface_hub has downloaded.
 
-    Such a folder holds `model.safetensors` or `pytorch_model.bin`, or it is a repository of the Hub's cache with them
-    in `snapshots/REVISION`; of several revisions the one that `refs/main` names is taken.
+    The folder holds `model.safetensors` or `pytorch_model.bin`, or it is a repository of the Hub's cache with them in
+    `snapshots/REVISION`; of several revisions, the one that `refs/main` names is used.
 
     Raises:
-        ConfigError: there is no such file; the message is without a key.
+        ConfigError: there is no such file; the message has no key.
     """
     found = Path(path).expanduser()
     if found.is_file():
@@ -26,8 +26,9 @@ def find_weights_file(path: str) -> Path:
     if not found.is_dir():
         beside = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
         raise ConfigError(f"no such file or folder: {path}{did_you_mean(found.name, [*beside, PUBLISHED])}")
-    for folder in (found, _find_snapshot(found)):
-        for name in HUB_NAMES if folder else ():
+    snapshot = _find_snapshot(found)
+    for folder in (found, snapshot) if snapshot else (found,):
+        for name in HUB_NAMES:
             if (folder / name).is_file():
                 return folder / name
     has = ", ".join(sorted(entry.name for entry in found.iterdir())[:5]) or "nothing"
@@ -35,11 +36,11 @@ def find_weights_file(path: str) -> Path:
 
 
 def _find_snapshot(repository: Path) -> Path | None:
-    """Return the folder of the revision to use of a repository in the Hub's cache; None when it is none."""
+    """Return the folder of the revision to use of a repository in the Hub's cache; None: it is no such repository."""
     revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())
     try:
         main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):  # not there, or damaged
+    except (OSError, ValueError):  # missing or damaged
         main = ""
     if chosen := [folder for folder in revisions if folder.name == main]:
         return chosen[0]

@@ -1,27 +1,37 @@
-"""Checkpoints: written whole or not at all, checked before they are believed, the newest and the best kept."""
+"""Checkpoint manager: saves in the background, finds the newest valid checkpoint, removes old ones."""
 
 import contextlib
 import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import check_resumable
-from distribuuuu.checkpoint.writer import BackgroundWriter, find_nonfinite, snapshot
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.fsdp import FullStateDict
+from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two attempts to write a checkpoint, and seconds of attempts for the last one of a run.
+RETRY_S = 5.0
+LAST_RETRIES_S = 10.0
+# Seconds between two warnings about failed attempts.
+WARN_EVERY_S = 30.0
 
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
 class TrainingState(Protocol):
-    """What is saved: the position of the run, and its content as a dict."""
+    """Training state to save: its position, and its content as a dict."""
 
     epoch: int
     step: int
@@ -32,13 +42,13 @@ class TrainingState(Protocol):
 
 
 class CheckpointManager:
-    """OUT_DIR/checkpoints, OUT_DIR/best.pth.tar and best_ema.pth.tar. Only the main process writes, in the background.
+    """Checkpoints and best weights of a run. Only the main process writes, in the background.
 
     Args:
         out_dir: the folder of the run.
-        keep_last: how many of the newest checkpoints that the run wrote to keep; files of other runs always stay.
+        keep_last: number of newest checkpoints of this run to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
-        every_steps: the most steps of an epoch that may be lost; 0: all of them.
+        every_steps: maximum steps of an epoch that may be lost; 0: all of them.
     """
 
     def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
@@ -48,10 +58,10 @@ class CheckpointManager:
         self.keep_every = keep_every
         self.every_steps = every_steps
         self._writer = BackgroundWriter()
-        self._not_finite: str | None = None
-        # Outlives the save it came with, which the disk may refuse until another one replaces it.
+        self._nonfinite: str | None = None
+        # Kept beyond their own save, which may fail and be replaced by a later one.
         self._unwritten_bests: dict[str, dict[str, Any]] = {}
-        # The path that is being written, and whether it need not be any more.
+        # The path that is being written, and whether its write may be abandoned.
         self._writing: Path | None = None
         self._is_superseded = threading.Event()
         # Names of the files that this run wrote, over all its starts: each checkpoint holds them as `checkpoints`.
@@ -60,34 +70,28 @@ class CheckpointManager:
         self._has_removed = False
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be written after `step` steps of an epoch.
+        """Tell whether to save after `step` steps of an epoch: at each multiple of `every_steps` and halfway between.
 
-        At each multiple of `every_steps` and once in between: while one checkpoint is being written, which counts for
-        nothing until it is whole, the one before is at most `every_steps` steps old.
+        While a checkpoint is being written, the one before is thus at most `every_steps` steps old.
         """
         every = self.every_steps
         return every > 0 and step % every in (0, every // 2)
 
     def save(self, state: TrainingState, new_bests: Sequence[str] = ()) -> Path:
-        """Write the state, then remove what is no longer kept; return the file.
-
-        Raises:
-            CheckpointError: the disk refuses it, or the weights are not finite.
-        """
+        """Save the state and wait until it is on disk; see `save_in_background` and `finish`."""
         path = self.save_in_background(state, new_bests)
         self.finish()
         return path
 
     def save_in_background(self, state: TrainingState, new_bests: Sequence[str] = ()) -> Path:
-        """Copy the state, and write it while training goes on; return the file that will be there.
+        """Copy the state, write it while training continues, then remove old checkpoints; return the file.
 
-        Waits for the save before, unless that is of this epoch's steps and this one of its evaluation too, which takes
-        its place: then it is abandoned. What the disk refuses is tried again. A state that is not finite is not
-        written. Every process must call it.
+        Every process must call it. It waits for the previous save, except that a save after an evaluation abandons
+        the one before that evaluation. A failed write is retried. A state that is not finite is not written.
 
         Args:
-            state: what to save.
-            new_bests: the kinds of its weights, "raw" and "ema", that are the best of their kind.
+            state: the training state.
+            new_bests: the kinds of its weights, "raw" and "ema", that are the best so far.
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         content = state.to_dict()
@@ -109,44 +113,41 @@ class CheckpointManager:
         """Return on every process when the last save is on disk.
 
         Raises:
-            CheckpointError: the disk refuses it.
+            CheckpointError: it cannot be written.
         """
-        if problem := dist.broadcast_object(self._find_write_problem() if dist.is_main() else None):
+        problem = None
+        if dist.is_main():
+            try:
+                self._writer.wait()
+            except CheckpointError as error:
+                problem = f"{error}; the newest one is {next(reversed(self.list()), 'none')}"
+        if problem := dist.broadcast_object(problem):
             raise CheckpointError(problem)
 
     def finish(self) -> None:
         """Return on every process when the last save of the run is on disk.
 
         Raises:
-            CheckpointError: the disk refuses it, or it was not written because the weights are not finite.
+            CheckpointError: it cannot be written, or was not because the weights are not finite.
         """
         self.wait()
-        if problem := dist.broadcast_object(self._not_finite):
+        if problem := dist.broadcast_object(self._nonfinite):
             raise CheckpointError(problem)
 
-    def _find_write_problem(self) -> str | None:
-        try:
-            self._writer.wait()
-        except CheckpointError as error:
-            return f"{error}; the newest one is {(self.list() or ['none'])[-1]}"
-        return None
-
     def join_or_abandon(self) -> None:
-        """Return when the last save is on disk or refused by it; unlike `wait`, for one process alone."""
+        """Return when the last save is on disk or its write has failed; unlike `wait`, on one process alone."""
         self._writer.join_or_abandon()
 
     def _write(self, path: Path, content: dict[str, Any], superseded: Path | None) -> None:
-        weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is judged when it is read
-        if where := find_nonfinite(weights):
+        weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is checked by the task
+        if name := find_nonfinite(weights):
             self._unwritten_bests = {}
-            self._not_finite = f"the weights are not finite (first {where}): {path.name} was not written"
-            logger.error("%s", self._not_finite)
+            self._nonfinite = f"the weights are not finite (first {name}): {path.name} was not written"
+            logger.error("%s", self._nonfinite)
             return
-        self._not_finite = None
+        self._nonfinite = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in list(
-            self._unwritten_bests
-        ):  # first: killed in between, the epoch is done again and writes the same
+        for kind in list(self._unwritten_bests):  # first: a run killed in between repeats the epoch and writes the same
             write_atomically(self.bests[kind], self._unwritten_bests[kind])
             del self._unwritten_bests[kind]
         if not write_atomically(path, content, self._is_superseded.is_set):
@@ -161,12 +162,11 @@ class CheckpointManager:
         own = [path for path in self.list() if path.name in self._own]
         for path in own:
             epoch, step = position_of(path)
-            every_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
-            if path not in (*own[-self.keep_last :], newest) and not every_kth:
+            is_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
+            if path not in (*own[-self.keep_last :], newest) and not is_kth:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint that is no longer kept; the first is logged, one that cannot be removed is a warning."""
         if not self._has_removed:
             logger.info("CHECKPOINT.KEEP_LAST %d, KEEP_EVERY %d: older checkpoints of this run are removed, first %s; "
                         "files of other runs stay", self.keep_last, self.keep_every, path.name)  # fmt: skip
@@ -178,14 +178,8 @@ class CheckpointManager:
                 logger.warning("%s: cannot be removed: %s; fix: remove it by hand", path, error.strerror or error)
             self._not_removable.add(path.name)
 
-    def list(self) -> list[Path]:
-        """Return the checkpoints, oldest position first: by number, so 1000 comes after 999."""
-        if not self.folder.is_dir():
-            return []
-        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=position_of)
-
     def find_latest(self) -> Path | None:
-        """Return the newest sound checkpoint on every process; broken ones are renamed to *.broken, with a warning."""
+        """Return the newest valid checkpoint on every process; invalid ones are renamed to *.broken, with a warning."""
         return dist.broadcast_object(self._find_latest() if dist.is_main() else None)
 
     def _find_latest(self) -> Path | None:
@@ -196,13 +190,13 @@ class CheckpointManager:
                 self._own |= {*content.get("checkpoints", ())}
                 return path
             except CheckpointError as error:
-                logger.warning("skipped a broken checkpoint: %s", error)
-                with contextlib.suppress(OSError):  # a folder that can only be read
+                logger.warning("skipped an invalid checkpoint: %s", error)
+                with contextlib.suppress(OSError):  # e.g. a read-only folder
                     os.replace(path, f"{path}.broken")
         return None
 
     def remove_temporary_files(self) -> None:
-        """Remove the temporary files of a training that was killed; only while this one has the lock on OUT_DIR."""
+        """Remove the temporary files of a killed run; call it only while this one holds the lock on OUT_DIR."""
         if dist.is_main():
             own = (".best*.pth.tar.*tmp", ".metrics.jsonl.*.tmp", ".results.json.*.tmp")
             for path in [*self.folder.glob(".*.tmp"), *chain.from_iterable(map(self.folder.parent.glob, own))]:
@@ -210,35 +204,135 @@ class CheckpointManager:
                     path.unlink()
 
     def archive(self, names: Sequence[str] = ()) -> Path | None:
-        """Rename the checkpoints and the best weights of an older run, so that a new one begins beside them.
+        """Move checkpoints and best weights of an older run to checkpoints.N, for a new run in the same OUT_DIR.
 
         Args:
-            names: files of OUT_DIR that go with them.
+            names: other files of OUT_DIR to move.
         """
         if not dist.is_main() or not self.list():
             return None
         numbered = (Path(f"{self.folder}.{number}") for number in range(1, 10**6))
-        aside = next(path for path in numbered if not path.exists())
-        os.replace(self.folder, aside)
+        archived = next(path for path in numbered if not path.exists())
+        os.replace(self.folder, archived)
         for path in (*self.bests.values(), *(self.folder.parent / name for name in names)):
             if path.exists():
-                os.replace(path, aside / path.name)
-        return aside
+                os.replace(path, archived / path.name)
+        return archived
+
+    def list(self) -> list[Path]:
+        """Return the checkpoints ordered by epoch and step as numbers: 1000 is after 999."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=position_of)
 
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the file of weights, "raw" or "ema", of a checkpoint: one that cannot be resumed."""
+    """Return the content of a file of best weights, "raw" or "ema", which cannot be resumed."""
     left_out = ("optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "ema_state_dict")
     weights = {key: value for key, value in content.items() if key not in left_out}
     return {**weights, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:
-    """Return the file name of a position: finished epochs, and steps since."""
+    """Return the file name of a checkpoint after `epoch` epochs and `step` steps."""
     return f"ckpt_ep_{epoch:03d}_step_{step:06d}.pth.tar" if step else f"ckpt_ep_{epoch:03d}.pth.tar"
 
 
 def position_of(path: Path) -> tuple[int, int]:
-    """Return (finished epochs, steps since) of a checkpoint's name."""
-    epoch, step = _NAME.fullmatch(path.name).groups()
-    return int(epoch), int(step or 0)
+    """Return (epochs, steps) of a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy of nested content with every tensor on the CPU, unaffected by later steps."""
+    if isinstance(value, FullStateDict):
+        return dict(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    return type(value)(snapshot(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def find_nonfinite(value: Any, name: str = "") -> str | None:
+    """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
+    for path, tensor in _iter_tensors(value, name):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return path
+    return None
+
+
+def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _iter_tensors(item, f"{name}/{key}" if name else str(key))
+
+
+class BackgroundWriter:
+    """Thread that runs one job at a time. A job that fails with OSError is retried until a newer one replaces it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._write_error: OSError | None = None
+        self._is_replaced = threading.Event()
+        self._warned_at = float("-inf")
+        self._bug: BaseException | None = None
+
+    def start(self, job: Callable[[], None], name: str) -> None:
+        """Start a job after the previous one has ended; `name` is used in log lines."""
+        self.join_or_abandon()
+        self._is_replaced.clear()
+        self._thread = threading.Thread(target=self._work, args=(job, name), name=WRITER_NAME)
+        self._thread.start()
+
+    def join_or_abandon(self) -> None:
+        """Return when the last job is done, or abandon it if its write has failed."""
+        self._join(retries_s=0.0)
+
+    def wait(self) -> None:
+        """Return when the last job is done.
+
+        Raises:
+            CheckpointError: its writes failed for LAST_RETRIES_S seconds.
+        """
+        if error := self._join(retries_s=LAST_RETRIES_S):
+            raise CheckpointError(f"the last checkpoint could not be written: {error}")
+
+    def _join(self, retries_s: float) -> OSError | None:
+        """Wait for the last job, with retries for a limited time; return the error of the last attempt."""
+        thread = self._thread
+        if thread is None:
+            return None
+        deadline = time.monotonic() + retries_s
+        while thread.is_alive() and not (self._write_error and time.monotonic() > deadline):
+            thread.join(0.02 if self._write_error else 0.1)
+        self._is_replaced.set()
+        thread.join()
+        self._thread = None
+        if self._bug:
+            raise self._bug
+        return self._write_error
+
+    def _work(self, job: Callable[[], None], name: str) -> None:
+        self._write_error = None
+        while True:
+            try:
+                job()
+                if self._write_error:
+                    logger.info("%s saved after retrying", name)
+                self._write_error = None
+                return
+            except OSError as error:
+                if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+                    self._warned_at = time.monotonic()
+                    logger.warning("%s CANNOT BE WRITTEN: %s; training continues, and it is retried", name, error)
+                self._write_error = error
+            except BaseException as error:  # a bug: raised again by the training thread
+                self._bug = error
+                return
+            if self._is_replaced.wait(RETRY_S):
+                return

@@ -22,6 +22,8 @@ from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
+from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.watchdog import mark_position
 from distribuuuu.engine.dry_run import dry_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
@@ -57,7 +59,7 @@ def time_model(cfg) -> dict:
     """
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
-    device = dist.pick_device(launch.local_rank)
+    device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)
     with open_run(cfg, launch, device, log_name=""):
         step = Step(cfg, device, loader)
@@ -232,7 +234,7 @@ def time_calls(
     """
 
     def time_block(num: int) -> Pace:
-        dist.mark_position("timing")
+        mark_position("timing")
         synchronize(device)
         pop_data_time()
         start = time.perf_counter()

@@ -220,7 +220,7 @@ _C.OPTIM.MIN_LR = 0.0
 _C.OPTIM.STEPS = ()
 # Factor of the learning rate at each of the `steps`.
 _C.OPTIM.LR_MULT = 0.1
-# Optimizer: sgd, or any of timm's: adamw, lamb, lars, lion, adan, muon, rmsproptf, ...
+# Optimizer: sgd, a registered one (docs/extending.md), or one of timm: adamw, lamb, lars, lion, adan, muon, ...
 _C.OPTIM.NAME = "sgd"
 # Betas of the optimizer, e.g. [0.9, 0.95]; empty: the optimizer's default.
 _C.OPTIM.BETAS = ()

@@ -97,6 +97,7 @@ class Registry:
 MODELS = Registry("MODELS", "model", "distribuuuu.models")
 DATASETS = Registry("DATASETS", "data set", "distribuuuu.data.datasets")
 SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
+OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 AUGMENTATIONS = Registry("AUGMENTATIONS", "augmentation", "distribuuuu.data")
 

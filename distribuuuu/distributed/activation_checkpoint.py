@@ -1,4 +1,4 @@
-"""Less memory for more work: the backward pass computes each block's activations again (Chen et al., 1604.06174)."""
+"""Activation checkpointing: the backward pass recomputes the activations of each block (Chen et al., 1604.06174)."""
 
 import contextlib
 import types
@@ -15,46 +15,45 @@ from distribuuuu.distributed.blocks import find_blocks
 
 
 def recompute_blocks(model: nn.Module) -> int:
-    """Have each repeated block keep only its inputs for the backward pass, and compute the rest again; return how many.
+    """Make each repeated block save only its inputs for the backward pass; return the number of blocks.
 
-    What is computed does not change by a bit: the second time draws the same random numbers (dropout, drop path), under
-    the same autocast, and leaves the running statistics of batch norm alone. timm's own checkpointing moves them twice.
-    Names of weights stay as they are, and copies of the model recompute too.
+    The result is bitwise the same: the second forward pass draws the same random numbers (dropout, drop path) under the
+    same autocast and leaves the running statistics of batch norm alone, which timm's own checkpointing updates twice.
+    The names of parameters stay, and copies of the model recompute too.
     """
     blocks = find_blocks(model)
     for block in blocks.values():
-        block.forward = types.MethodType(_recomputed_forward, block)  # a method: a copy of the block gets its own
+        block.forward = types.MethodType(_checkpointed_forward, block)  # a method: a copy of the block gets its own
     return len(blocks)
 
 
-def _recomputed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Be the forward pass of a block that is recomputed."""
+def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = types.MethodType(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = lambda: (contextlib.nullcontext(), _statistics_kept(block))  # noqa: E731
+    contexts = lambda: (contextlib.nullcontext(), _preserve_statistics(block))  # noqa: E731
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Let the norm layers that are trained move copies of their statistics within the block, instead of their own."""
+def _preserve_statistics(block: nn.Module) -> Iterator[None]:
+    """Give norm layers in training mode copies of their running statistics to update in the `with` block."""
     layers = [layer for layer in block.modules() if isinstance(layer, _NormBase) and layer.training]
-    before = [dict(layer._buffers) for layer in layers]
-    for layer, buffers in zip(layers, before, strict=True):
+    originals = [dict(layer._buffers) for layer in layers]
+    for layer, buffers in zip(layers, originals, strict=True):
         layer._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
     try:
         yield
     finally:
-        for layer, buffers in zip(layers, before, strict=True):
+        for layer, buffers in zip(layers, originals, strict=True):
             layer._buffers.update(buffers)
 
 
 def build_act_checkpoint(cfg, model: nn.Module) -> nn.Module:
-    """Return the model, with MODEL.ACT_CHECKPOINT its blocks recomputed in the backward pass.
+    """Return the model, with activation checkpointing of its blocks if MODEL.ACT_CHECKPOINT is set.
 
     Raises:
-        ConfigError: it has no repeated blocks.
+        ConfigError: the model has no repeated blocks.
     """
     if cfg.MODEL.ACT_CHECKPOINT and not recompute_blocks(model):
         message = f"{cfg.MODEL.ARCH} has no repeated blocks to recompute; set it False"

@@ -1,37 +1,35 @@
-"""The repeated blocks of a model: what is recomputed, and what is sharded, one at a time."""
+"""Repeated blocks of a model: the units of activation checkpointing and of FSDP."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
 
-# They only hold modules, and may be indexed instead of called.
+# Containers hold modules and may be indexed instead of called.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model by name, in the order of its modules; none lies within another.
+    """Return the repeated blocks of a model by name, in the order of its modules; none lies inside another.
 
-    A block is one of a row of modules (the members of a container, or the children of a module that has children of one
-    type only), of a type that occurs in such rows at least twice, with two layers or more that have a weight matrix, as
-    a residual block or a transformer's layer has; single convolutions with their norm are too small. A module that
-    holds a row of blocks itself, such as a stage, is none.
+    A block, such as a residual block or a transformer layer, is a member of a container or of a module whose children
+    have one type; its type occurs at least twice there, and it has at least two layers with a weight matrix. Single
+    convolutions with their norm are too small. A module that holds several blocks, such as a stage, is no block.
     """
-    row = {name: module for name, module in _members_of_rows(model) if _count_weight_layers(module) >= 2}
-    counts = Counter(type(module) for module in row.values())
-    repeated = {name: module for name, module in row.items() if counts[type(module)] >= 2}
+    members = {name: module for name, module in _members(model) if _count_weight_layers(module) >= 2}
+    counts = Counter(type(module) for module in members.values())
+    repeated = {name: module for name, module in members.items() if counts[type(module)] >= 2}
     return {
         name: module
         for name, module in model.named_modules()
-        if name in repeated and not _holds_row(name, repeated) and not _inside_block(name, repeated)
+        if name in repeated and not _is_stage(name, repeated) and not _is_inside_block(name, repeated)
     }
 
 
-def _members_of_rows(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, parent in model.named_modules():
         children = dict(parent.named_children())
-        of_one_type = len(children) > 0 and len({type(child) for child in children.values()}) == 1
-        if isinstance(parent, _CONTAINERS) or of_one_type:
+        if isinstance(parent, _CONTAINERS) or len({type(child) for child in children.values()}) == 1:
             for name, child in children.items():
                 if type(child) not in _CONTAINERS:
                     yield f"{prefix}.{name}" if prefix else name, child
@@ -41,13 +39,13 @@ def _count_weight_layers(module: nn.Module) -> int:
     return sum(any(own.ndim >= 2 for own in layer.parameters(recurse=False)) for layer in module.modules())
 
 
-def _holds_row(name: str, repeated: dict[str, nn.Module]) -> bool:
-    """Tell whether a module is a stage: it has at least two repeated modules in it."""
+def _is_stage(name: str, repeated: dict[str, nn.Module]) -> bool:
+    """Tell whether a module holds at least two repeated modules."""
     return sum(other.startswith(f"{name}.") for other in repeated) >= 2
 
 
-def _inside_block(name: str, repeated: dict[str, nn.Module]) -> bool:
-    """Tell whether a module lies within a block, e.g. as its only squeeze-and-excitation."""
+def _is_inside_block(name: str, repeated: dict[str, nn.Module]) -> bool:
+    """Tell whether a module lies inside a block, e.g. as its only squeeze-and-excitation."""
     parts = name.split(".")
-    above = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return any(other in repeated and not _holds_row(other, repeated) for other in above)
+    parents = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return any(parent in repeated and not _is_stage(parent, repeated) for parent in parents)

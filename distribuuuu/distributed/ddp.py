@@ -1,8 +1,9 @@
-"""One model on many processes: gradients averaged, buffers shared. Beside distributed.py, the only user of DDP."""
+"""DistributedDataParallel: gradients are averaged by an all-reduce of each bucket during the backward pass."""
 
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -13,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distribuuuu.distributed.comm import all_reduce_max, is_distributed
 from distribuuuu.distributed.fsdp import is_sharded
 
-# Gradients travel in this type and are added up in it; the model's own stays as it is.
-COMPRESSIONS: dict[str, Callable | None] = {
-    "none": None,
+# Gradients are sent and summed in this type; the parameters keep theirs.
+COMPRESSION_HOOKS: dict[str, Callable] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
@@ -30,49 +30,50 @@ def wrap_model(
     unused: Sequence[str] = (),
     skips: bool = False,
 ) -> nn.Module:
-    """Return the model with gradients averaged over the processes; alone or sharded, the model itself.
+    """Return the model wrapped in DDP; the model itself if there is one process or it is sharded.
 
-    Buffers (batch norm's running statistics) are not exchanged at every step: see `broadcast_buffers`.
+    Buffers (running statistics of batch norm) are not synchronized in a step: see `broadcast_buffers`.
 
     Args:
         model: the model, on `device`.
         device: this process's device.
-        example: images (N, 3, H, W) on `device`, like those to come.
-        bucket_mb: MiB of gradients that are sent at once.
-        compress: the type they are sent in: one of COMPRESSIONS.
-        unused: names of the parameters that get no gradient on any process. They are frozen: optimizers skip them
-            anyway, and to look for them DDP would wait for the device in each step.
-        skips: this process has seen other parameters without a gradient; DDP then does look for such in each step.
+        example: images (N, 3, H, W) on `device`, of the size of training.
+        bucket_mb: MiB of gradients in one all-reduce.
+        compress: type of the gradients sent: 'none' (their own), 'bf16' or 'fp16'.
+        unused: names of the parameters without a gradient on every process. They are frozen: optimizers skip them
+            anyway, and DDP would have to wait for the device in each step to find them.
+        skips: other parameters had no gradient on this process; DDP then does search for such in each step.
     """
     if not is_distributed() or is_sharded(model):
         return model
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    exchange = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.15
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
+    settings: dict[str, Any] = {sync_buffers: False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
         find_unused_parameters=bool(all_reduce_max([skips])[0]),
-        **{exchange: False},
+        **settings,
     )
-    if COMPRESSIONS[compress]:
-        wrapped.register_comm_hook(None, COMPRESSIONS[compress])
-    _warm_up_buckets(wrapped, example[:2])  # two are enough for batch norm, and take little memory
+    if compress != "none":
+        wrapped.register_comm_hook(None, COMPRESSION_HOOKS[compress])
+    _warm_up_buckets(wrapped, example[:2])  # two images are enough for batch norm, and take little memory
     return wrapped
 
 
 def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) -> None:
-    """Let DDP order its buckets, without a trace on the model.
+    """Let DDP fix the order of its buckets, without an effect on the model.
 
-    It does so after the first backward of a process. The order decides in which order the gradients of three or more
-    processes are summed, so the step after a resume would differ in the last bit from the same step without one.
+    DDP reorders them after the first backward pass of a process. Their order decides in which order the gradients of
+    three or more processes are summed, so a resumed run would differ from an uninterrupted one in the last bit.
     """
     buffers = [buffer.clone() for buffer in wrapped.module.buffers()]
     wrapped.train()
-    for _ in range(2):  # the order is taken up by the second forward
+    for _ in range(2):  # the second forward pass applies the order
         wrapped(example).sum().backward()
     wrapped.zero_grad()
     with torch.no_grad():
@@ -81,26 +82,26 @@ def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) ->
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """Have a wrapped model compiled at its first forward pass; "none": leave it. Names and weights stay as they are.
+    """Compile a model in place at its first forward pass; names and weights stay.
 
     Args:
-        model: what `wrap_model` returned: the compiler then cuts the backward pass where gradients are sent.
-        mode: "none", or a mode of torch.compile.
+        model: the result of `wrap_model`: the compiler then splits the backward pass at the all-reduces.
+        mode: 'none' (do nothing), or a mode of torch.compile.
     """
     if mode != "none":
         model.compile(mode=mode)
 
 
 def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch whose gradients only accumulate, or of an ordinary one.
+    """Return the context of a micro-batch whose gradients only accumulate if `enabled`, else a null context.
 
-    A sharded model sends them always: to keep them would take the memory of a whole model.
+    A sharded model always reduces them: to accumulate them locally would take the memory of the full model.
     """
     return model.no_sync() if enabled and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every process the main process's buffers: those that are evaluated and saved."""
+    """Copy the main process's buffers, which are evaluated and saved, to every process."""
     if is_distributed():
         for buffer in model.buffers():
             torch_dist.broadcast(buffer, src=0)

@@ -1,125 +1,280 @@
-"""Where the processes of a run meet: a key-value store that is theirs alone, and of this start alone."""
+"""Process group: choosing the device, rendezvous, joining and leaving the group, starting the watchdog."""
 
+import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import torch
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
+from distribuuuu.distributed.comm import GroupState, PeerError
+from distribuuuu.distributed.watchdog import WatchdogClient
+from distribuuuu.distributed.watchdog_server import WatchdogServer
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import choose_addresses, find_own_address, find_port_problem
+from distribuuuu.launch.signals import SignalState
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-# Seconds before the processes that are missing are named, between two such lines, and how many are named in one.
-FIRST_WORD_S, NEXT_WORD_S = 20.0, 60.0
-MOST_NAMED = 10
-# Times a second that all processes together ask the store for a key, at most.
-MOST_POLLS = 4096
+# Seconds until the missing ranks are reported first, and between two reports; the number of ranks in a report.
+FIRST_REPORT_S, REPORT_EVERY_S = 20.0, 60.0
+MAX_RANKS_NAMED = 10
+# Queries per second that all processes together send to the store.
+MAX_POLLS_PER_S = 4096
 
 
-class MissingProcess(ConfigError):
-    """A process has not come in time; exits like a lost one."""
+def pick_device(local_rank: int) -> torch.device:
+    """Return this process's device and make it current: one CUDA GPU per process, else MPS, else the CPU.
+
+    Raises:
+        ConfigError: the node has fewer GPUs than processes.
+    """
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus > 1:
+            raise ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_gpus} are visible")
+        device = torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
+        torch.cuda.set_device(device)
+        return device
+    if torch.backends.mps.is_available() and "RANK" not in os.environ:
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def process_group(
+    launch: Launch,
+    device: torch.device,
+    timeout_s: float,
+    backend: str = "auto",
+    report_dir: str = ".",
+    startup_timeout_s: float = 0.0,
+    shard: str = "none",
+) -> Iterator[None]:
+    """Join the process group and run the watchdog for the length of the block; a single process joins nothing.
+
+    The group starts threads. Fork data loader workers before: a fork while such a thread holds a lock of the
+    interpreter deadlocks the child.
+
+    Args:
+        launch: rank and world size of this process.
+        device: its device.
+        timeout_s: seconds to wait for the other processes.
+        backend: 'nccl', 'gloo', or 'auto': nccl on CUDA, else gloo.
+        report_dir: receives the stacks of all processes on a time-out.
+        startup_timeout_s: seconds to wait in the first step and the first evaluation, if greater.
+        shard: 'none', 'zero1' or 'fsdp'.
+
+    Raises:
+        ConfigError: the backend does not support the device, or the port is taken.
+    """
+    GroupState.local_rank = launch.local_rank
+    SignalState.stacks_file = Path(report_dir) / "stacks" / f"rank_{launch.rank}.txt"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
+    if launch.world_size == 1:
+        yield
+        return
+    if backend == "gloo" and device.type == "cuda" and shard != "none":
+        reason = "gloo cannot send shards of CUDA tensors"
+        raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
+    backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+    store = create_store(launch, timeout_s)
+    if backend == "nccl":
+        check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
+    limits = (timeout_s, max(timeout_s, startup_timeout_s))
+    with _run_watchdog(launch, store, limits, report_dir), _join_group(launch, store, backend, device, max(limits)):
+        yield
+
+
+@contextlib.contextmanager
+def _join_group(
+    launch: Launch, store: torch_dist.Store, backend: str, device: torch.device, timeout_s: float
+) -> Iterator[None]:
+    """Initialize torch's process group for the length of the block."""
+    # The watchdog ends a hanging run first, with a report; the backend's own timeout is the fallback.
+    timeout = datetime.timedelta(seconds=timeout_s + 60)
+    torch_dist.init_process_group(
+        backend=backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        store=store,
+        device_id=device if backend == "nccl" else None,  # connects now, so that errors occur here, not in a step
+    )
+    GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]  # a member
+    is_abandoned = False
+    try:
+        yield
+    except Exception as error:
+        is_abandoned = not getattr(error, "on_all_processes", False)
+        raise
+    finally:
+        GroupState.host_group = None
+        if not is_abandoned:  # else it could wait for the other processes forever
+            torch_dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _run_watchdog(
+    launch: Launch, store: torch_dist.Store, limits: tuple[float, float], report_dir: str
+) -> Iterator[None]:
+    """Run the watchdog for the length of the block, and report an exception in it to the other processes."""
+    server = _start_watchdog_server(launch, store, limits)
+    token, addresses = json.loads(store.get("hub"))
+    client = None
+    if addresses:
+        host, port = addresses[store.get(f"address of {launch.rank}").decode()]
+        try:
+            client = WatchdogClient(launch.rank, (host, port), token, report_dir)
+            client.start()
+        except OSError as error:  # e.g. a firewall that allows the ports of the backend only
+            logger.warning("watchdog disabled: cannot connect to %s:%d: %s", host, port, error)
+    WatchdogClient.current = client
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "on_all_processes", False):
+            SignalState.is_ending = True
+            status = error.status if isinstance(error, ConfigError) else None
+            if client:
+                client.fail(status, isinstance(error, PeerError) or is_communication_error(error))
+            if isinstance(error, ConfigError):
+                error.one_process = True
+        raise
+    finally:
+        if client:
+            client.close()
+        WatchdogClient.current = None
+        if server:
+            server.close()
+
+
+def _start_watchdog_server(
+    launch: Launch, store: torch_dist.Store, limits: tuple[float, float]
+) -> WatchdogServer | None:
+    """Start the watchdog server on rank 0 and publish its addresses; it listens on those of this run only."""
+    own = find_own_address(launch.address or os.environ["MASTER_ADDR"])
+    store.set(f"address of {launch.rank}", own)
+    if launch.rank != 0:
+        return None
+    peers = {store.get(f"address of {rank}").decode() for rank in range(launch.world_size)}
+    reached_at = choose_addresses(own, peers)
+    token, addresses = secrets.token_hex(16), sorted(set(reached_at.values()))
+    try:
+        server = WatchdogServer(launch.world_size, token, *limits, addresses)
+        server.start()
+    except OSError as error:
+        logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", ", ".join(addresses), error)
+        store.set("hub", json.dumps([token, {}]))
+        return None
+    ports = dict(zip(addresses, server.ports, strict=True))
+    store.set("hub", json.dumps([token, {peer: (address, ports[address]) for peer, address in reached_at.items()}]))
+    return server
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Tell whether an error may be the consequence of the end of another process."""
+    text = str(error).lower()
+    return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
+
+
+# ------------------------------------------------------------------------------------------ rendezvous
+
+
+class MissingProcessError(ConfigError):
+    """A process did not join in time; the exit status is that of a lost process."""
 
     status = 1
 
 
-class _Wait:
-    """The time that the processes have to come, and what is said meanwhile.
-
-    Args:
-        launch: where this process stands.
-        timeout_s: seconds until `check` raises.
-    """
+class _JoinTimeout:
+    """Timeout for the processes to join, with reports on the missing ranks."""
 
     def __init__(self, launch: Launch, timeout_s: float):
         self.launch, self.timeout_s = launch, timeout_s
         self._began = time.monotonic()
-        self._next_word_s = FIRST_WORD_S
+        self._next_report_s = FIRST_REPORT_S
 
-    @property
     def left_s(self) -> float:
-        """The seconds until the time is over."""
+        """Return the seconds left."""
         return self._began + self.timeout_s - time.monotonic()
 
-    def check(self, find_missing: Callable[[], Sequence[int]], why: str = "") -> None:
-        """Say now and then which processes are missing: process 0 does, or where it is missing, one on each node.
+    def check(self, find_missing: Callable[[], Sequence[int]], reason: str = "") -> None:
+        """Report the missing ranks and the reason from time to time; raise MissingProcessError when the time is over.
 
-        Args:
-            find_missing: is called then only; returns their ranks.
-            why: is added.
-
-        Raises:
-            MissingProcess: the time is over.
+        Rank 0 reports or, where it is missing, one process per node. `find_missing` is called before a report only.
         """
         waited_s = time.monotonic() - self._began
-        if waited_s < min(self._next_word_s, self.timeout_s):
+        if waited_s < min(self._next_report_s, self.timeout_s):
             return
-        self._next_word_s = waited_s + NEXT_WORD_S
+        self._next_report_s = waited_s + REPORT_EVERY_S
         missing = find_missing()
-        speaks = self.launch.rank == 0 or missing == [0] and (self.launch.local_rank == 0 or self.launch.rank == 1)
-        words = f"waiting for {len(missing)} of {self.launch.world_size} processes: {_name_ranks(missing)}{why}"
+        is_reporter = self.launch.rank == 0 or missing == [0] and (self.launch.local_rank == 0 or self.launch.rank == 1)
+        names = ", ".join(str(rank) for rank in missing[:MAX_RANKS_NAMED])
+        names = f"rank{'s' if len(missing) > 1 else ''} {names}{', ...' if len(missing) > MAX_RANKS_NAMED else ''}"
+        report = f"waiting for {len(missing)} of {self.launch.world_size} processes: {names}{reason}"
         if waited_s >= self.timeout_s:
-            limit = f"did not all come within {self.timeout_s:.0f} s (DIST.TIMEOUT_S)"
-            error = MissingProcess(f"launcher: the processes {limit}: {words}")
-            error.one_process = speaks
+            problem = f"the processes did not all join within {self.timeout_s:.0f} s (DIST.TIMEOUT_S)"
+            error = MissingProcessError(f"launcher: {problem}: {report}")
+            error.one_process = is_reporter
             raise error
-        if speaks:
-            logger.warning("%s", words)
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(str(rank) for rank in ranks[:MOST_NAMED])
-    return f"rank{'s' * (len(ranks) > 1)} {named}{', ...' if len(ranks) > MOST_NAMED else ''}"
+        if is_reporter:
+            logger.warning("%s", report)
 
 
 def create_store(launch: Launch, timeout_s: float) -> torch_dist.Store:
-    """Return a store that all processes of this start share, once all of them are there.
+    """Return a key-value store that all processes of this start share, after all of them have joined.
 
     Raises:
-        MissingProcess: a process did not come for `timeout_s` seconds; process 0 says which.
-        ConfigError: the port is taken, or another run answers there.
+        MissingProcessError: a process did not join within `timeout_s` seconds.
+        ConfigError: the port is taken by another process or another run.
     """
-    wait = _Wait(launch, timeout_s)
+    timeout = _JoinTimeout(launch, timeout_s)
     if launch.address is None:
-        store = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait, is_master=False)
-        store = torch_dist.PrefixStore(_agree_on_start(store, launch, timeout_s), store)
+        shared = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, is_master=False)
+        store = torch_dist.PrefixStore(_agree_on_start(shared, launch, timeout_s), shared)
     else:
-        store = _connect(launch.address, launch.port, wait, is_master=launch.rank == 0)
-        store = torch_dist.PrefixStore(launch.run_id, store)
-    _await_all(store, wait)
+        assert launch.port is not None, "an address comes with a port"
+        shared = _connect(launch.address, launch.port, timeout, is_master=launch.rank == 0)
+        store = torch_dist.PrefixStore(launch.run_id, shared)
+    _wait_for_all(store, timeout)
     return store
 
 
-def _connect(address: str, port: int, wait: _Wait, is_master: bool) -> torch_dist.TCPStore:
-    where = f"{address}:{port}, where the processes meet, cannot be reached"
+def _connect(address: str, port: int, timeout: _JoinTimeout, is_master: bool) -> torch_dist.TCPStore:
+    problem = f"cannot connect to the rendezvous at {address}:{port}"
     while not is_master:  # torch's own attempts print warnings
         try:
-            socket.create_connection((address, port), timeout=max(1.0, min(wait.left_s, 10.0))).close()
+            socket.create_connection((address, port), timeout=max(1.0, min(timeout.left_s(), 10.0))).close()
             break
         except OSError as error:
-            wait.check(lambda: [0], f": {where}: {error}")  # noqa: B023
+            timeout.check(lambda: [0], f": {problem}: {error}")  # noqa: B023
             time.sleep(4 * POLL_S)
     try:
-        patience = datetime.timedelta(seconds=wait.timeout_s)
+        limit, world_size = datetime.timedelta(seconds=timeout.timeout_s), timeout.launch.world_size
         return torch_dist.TCPStore(
-            address, port, wait.launch.world_size, is_master=is_master, timeout=patience, wait_for_workers=False
+            address, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=False
         )
     except torch_dist.DistError as error:
-        problem = find_port_problem(address, port) if is_master else None
-        raise ConfigError(problem or f"{where}: {str(error).splitlines()[0]}") from error
+        owner = find_port_problem(address, port) if is_master else None
+        raise ConfigError(owner or f"{problem}: {str(error).splitlines()[0]}") from error
 
 
-def _await_all(store: torch_dist.Store, wait: _Wait) -> None:
+def _wait_for_all(store: torch_dist.Store, timeout: _JoinTimeout) -> None:
     """Return when every process has called this."""
-    launch = wait.launch
+    launch = timeout.launch
     if launch.rank == 0:
         store.set("here", "yes")
     store.set(f"here/{launch.rank}", "yes")
@@ -129,32 +284,32 @@ def _await_all(store: torch_dist.Store, wait: _Wait) -> None:
         return [rank for rank in range(launch.world_size) if not store.check([f"here/{rank}"])]
 
     while launch.rank == 0 and store.add("number here", 0) < launch.world_size:
-        wait.check(find_missing)
+        timeout.check(find_missing)
         time.sleep(POLL_S)
     if launch.rank == 0:
         store.set("all here", "yes")
-    while not store.check(["all here"]):  # store.wait would print a warning when its time is over
-        if launch.address and wait.left_s <= 0 and not store.check(["here"]):
-            raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is answered by another run")
-        wait.check(find_missing)
-        time.sleep(max(POLL_S, launch.world_size / MOST_POLLS))
+    while not store.check(["all here"]):  # store.wait would print a warning on its timeout
+        if launch.address and timeout.left_s() <= 0 and not store.check(["here"]):
+            raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is used by another run; set a free one")
+        timeout.check(find_missing)
+        time.sleep(max(POLL_S, launch.world_size / MAX_POLLS_PER_S))
 
 
 def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -> str:
-    """Return a name for this start of the processes that no earlier one had.
+    """Return a name for this start of the processes that no earlier start had.
 
-    torchrun keeps one store over all its restarts, and what a killed process has left there looks like a living one. So
-    every process shows a name of its own, process 0 answers with a list of those it has seen, and a process takes the
-    answer once its own name is on it.
+    torchrun keeps one store over all its restarts, so the keys of a killed process look like those of a living one.
+    Therefore each process publishes a random name, rank 0 replies with the list of the names it has read and the name
+    of this start, and a process accepts a reply that lists its own name.
     """
     own, start = uuid.uuid4().hex, uuid.uuid4().hex
-    shown = [f"shown by {rank}" for rank in range(launch.world_size)]
-    store.set(shown[launch.rank], own)
-    wait = _Wait(launch, timeout_s)
+    name_keys = [f"shown by {rank}" for rank in range(launch.world_size)]
+    store.set(name_keys[launch.rank], own)
+    timeout = _JoinTimeout(launch, timeout_s)
     while True:
         missing = [0]
         if launch.rank == 0:
-            names = [store.get(key).decode() for key in shown if store.check([key])]
+            names = [store.get(key).decode() for key in name_keys if store.check([key])]
             store.set("answer", " ".join([*names, start]))
             missing = [rank for rank in range(1, launch.world_size) if not store.check([f"{start}/{rank}"])]
             if not missing:
@@ -164,38 +319,12 @@ def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -
             if own in names:
                 store.set(f"{start}/{launch.rank}", "taken")
                 return start
-        wait.check(lambda missing=missing: missing)
+        timeout.check(functools.partial(list, missing))
         time.sleep(POLL_S)
 
 
-def exchange_addresses(store: torch_dist.Store, launch: Launch) -> dict[str, str] | None:
-    """Tell process 0 where this process is; return there at which of its addresses each of the others reaches it."""
-    own = find_own_address(launch.address or os.environ["MASTER_ADDR"])
-    store.set(f"address of {launch.rank}", own)
-    if launch.rank != 0:
-        return None
-    return choose_addresses(own, {store.get(f"address of {rank}").decode() for rank in range(launch.world_size)})
-
-
-def announce_hub(store: torch_dist.Store, token: str, ports: dict[str, tuple[str, int]]) -> None:
-    """Tell the other processes where the hub listens, by their addresses."""
-    store.set("hub", json.dumps([token, ports]))
-
-
-def find_hub(store: torch_dist.Store, launch: Launch) -> tuple[str, tuple[str, int]] | None:
-    """Return the token, address and port of the hub; None: there is no hub."""
-    token, ports = json.loads(store.get("hub"))
-    return (token, tuple(ports[store.get(f"address of {launch.rank}").decode()])) if ports else None
-
-
-def refuse_shared_device(store: torch_dist.Store, launch: Launch, device: str) -> None:
-    """Raise on every process if two of them have the same GPU: nccl needs one for each.
-
-    Args:
-        store: of this start.
-        launch: where this process stands.
-        device: what no other GPU is called.
-    """
+def check_one_process_per_gpu(store: torch_dist.Store, launch: Launch, device: str) -> None:
+    """Raise ConfigError on every process if two have the same `device`, a unique GPU name: nccl does not support it."""
     if store.add(f"device {device}", 1) > 1:
         store.set("shared device", device)
     if store.add("devices seen", 1) == launch.world_size:

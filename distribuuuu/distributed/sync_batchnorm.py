@@ -1,7 +1,7 @@
-"""Batch norm over the images of all processes, on any device.
+"""Synchronized batch norm over the images of all processes, on any device.
 
 torch.nn.SyncBatchNorm refuses CPU tensors; `ProcessBatchNorm` computes the same with one differentiable sum, so that
-every config runs and is tested anywhere.
+every config can run and be tested anywhere.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from distribuuuu.distributed import comm as dist
 
 
 class ProcessBatchNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of the whole group (Ioffe and Szegedy, arXiv 1502.03167).
+    """Batch norm with training statistics of all processes (Ioffe and Szegedy, arXiv 1502.03167).
 
-    Takes (N, C, ...); N may differ between processes. `act` and `drop`, when a converted layer had them, follow.
+    Input and output: (N, C, ...), where N may differ between processes. `drop` and `act` of a converted layer follow.
     """
 
     def __init__(self, *args: Any, drop: nn.Module | None = None, act: nn.Module | None = None, **kwargs: Any):
@@ -30,37 +30,38 @@ class ProcessBatchNorm(_BatchNorm):
             raise ValueError(f"batch norm takes (N, C, ...), not {images.dim()} dimensions")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalize (N, C, ...) by the group's statistics in training, by the running ones in evaluation."""
-        out = self._normalize_by_group(images) if self.training and dist.is_distributed() else super().forward(images)
+        """Normalize (N, C, ...) by the statistics of all processes in training, by the running ones in evaluation."""
+        out = self._normalize(images) if self.training and dist.is_distributed() else super().forward(images)
         return self.act(self.drop(out))
 
-    def _normalize_by_group(self, images: torch.Tensor) -> torch.Tensor:
-        axes, given = [0, *range(2, images.dim())], images.dtype
-        # As batch norm of one process: half precision (autocast) comes in and goes out, but nothing is summed in it.
-        images = images.to(torch.promote_types(given, torch.float32))
-        mean, var, total = _statistics_of_group(images, axes)
-        self._track(mean.detach(), (var.detach() * total / (total - 1)))
+    def _normalize(self, images: torch.Tensor) -> torch.Tensor:
+        axes, dtype = [0, *range(2, images.dim())], images.dtype
+        # As in torch's batch norm, half precision (autocast) is input and output, but nothing is summed in it.
+        images = images.to(torch.promote_types(dtype, torch.float32))
+        mean, var, total = _global_statistics(images, axes)
+        self._update_running_statistics(mean.detach(), (var.detach() * total / (total - 1)))
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = [1, -1] + [1] * (images.dim() - 2)
-        return (images * scale.view(shape) + shift.view(shape)).to(given)
+        return (images * scale.view(shape) + shift.view(shape)).to(dtype)
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, unbiased_var: torch.Tensor) -> None:
+    def _update_running_statistics(self, mean: torch.Tensor, unbiased_var: torch.Tensor) -> None:
         if not self.track_running_stats:
             return
+        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked += 1
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean, momentum)
         self.running_var.lerp_(unbiased_var, momentum)
 
 
-def _statistics_of_group(images: torch.Tensor, axes: list[int]) -> tuple[torch.Tensor, ...]:
+def _global_statistics(images: torch.Tensor, axes: list[int]) -> tuple[torch.Tensor, ...]:
     """Return mean (C,), biased variance (C,) and count () of all processes' images, by one differentiable sum.
 
-    Each process takes its own variance around its own mean (Chan et al., 1979): from sums of squares over all nothing
-    would be left of a variance that is small beside the mean. What is left to take from squares is in float64.
+    Each process computes its variance around its own mean (Chan et al., 1979): sums of squares around 0 would cancel
+    for a variance that is small beside the mean. The remaining differences of squares are computed in float64.
     """
     wide = torch.float32 if images.device.type == "mps" else torch.float64
     own_var, own_mean = (value.to(wide) for value in torch.var_mean(images, axes, correction=0))
@@ -73,18 +74,17 @@ def _statistics_of_group(images: torch.Tensor, axes: list[int]) -> tuple[torch.T
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with every batch norm computed over the group; the state dict keeps its keys.
+    """Return the model with every batch norm synchronized; the state dict keeps its keys.
 
-    On CUDA it becomes torch's own layer, whose kernels are fused. In training that waits for the device once a layer,
-    to leave out processes without images.
+    On CUDA these are torch's own layers, whose fused kernels wait for the device once per layer in training.
 
     Raises:
-        ConfigError: the model has a batch norm of its own kind, which cannot be converted.
+        ConfigError: the model has a batch norm of its own type, which cannot be converted.
     """
     if not dist.is_distributed():
         return model
     if device.type == "cuda":
-        from timm.layers import convert_sync_batchnorm as timm_convert  # knows timm's batch norm with activation
+        from timm.layers import convert_sync_batchnorm as timm_convert  # supports timm's batch norm with activation
 
         return timm_convert(model)
     return _convert(model)
@@ -95,12 +95,12 @@ def _convert(module: nn.Module) -> nn.Module:
         setattr(module, name, _convert(child))
     if not isinstance(module, _BatchNorm):
         return module
-    fused = hasattr(module, "act") and hasattr(module, "drop")
-    if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not fused:
+    is_fused = hasattr(module, "act") and hasattr(module, "drop")
+    if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not is_fused:
         raise ConfigError(f"MODEL.SYNCBN: {type(module).__name__} cannot be synchronized on this device; set it False")
-    after = {"drop": module.drop, "act": module.act} if fused else {}
+    after: dict[str, Any] = {"drop": module.drop, "act": module.act} if is_fused else {}
     settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
     converted = ProcessBatchNorm(*settings, **after)
-    for kind in ("_parameters", "_buffers"):
-        getattr(converted, kind).update(getattr(module, kind))
+    converted._parameters.update(module._parameters)
+    converted._buffers.update(module._buffers)
     return converted.train(module.training)

@@ -12,8 +12,8 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import inference, is_sharded
+from distribuuuu.distributed.process_group import is_communication_error
 from distribuuuu.engine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     except ConfigError:
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        if dist.is_communication_error(error) or is_out_of_memory(error):
+        if is_communication_error(error) or is_out_of_memory(error):
             raise
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"

@@ -10,7 +10,7 @@ from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
-from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.rules import find_problems
 from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_batches
 from distribuuuu.launch.detect import detect_launch
@@ -126,8 +126,8 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     if cfg.DISTILL.TEACHER:
         yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
     name, table = cfg.OPTIM.NAME, load_table("optimizers")
-    if table and name.lower() not in ("sgd", *table.names):
-        yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, table.names)}"
+    if table and name not in OPTIMIZERS and name.lower() not in ("sgd", *table.names):
+        yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*table.names, *OPTIMIZERS.names()])}"
 
 
 def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:

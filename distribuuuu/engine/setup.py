@@ -20,6 +20,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import find_unused_options
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import Launch
@@ -51,7 +52,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     settings = cfg.DIST
     has_log = False
     limits = {"timeout_s": settings.TIMEOUT_S, "startup_timeout_s": settings.STARTUP_TIMEOUT_S}
-    group = dist.process_group(
+    group = process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
     )
     try:

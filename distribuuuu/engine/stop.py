@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.watchdog import begin_start_up, mark_position
 from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class StopRequest:
         """
         if name not in self._begun:
             self._begun.add(name)
-            dist.begin_start_up()
+            begin_start_up()
         self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:
@@ -57,7 +58,7 @@ class StopRequest:
         Raises:
             RunStopped: on every process, after the same call.
         """
-        dist.mark_position(position)
+        mark_position(position)
         self._calls += 1
         if self._calls < self._calls_to_wait:
             return

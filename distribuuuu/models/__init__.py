@@ -17,7 +17,7 @@ from distribuuuu.models.construction import Construction, plan_construction
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized
 from distribuuuu.models.resolve import Architecture, find_architecture
-from distribuuuu.optim.param_groups import multipliers
+from distribuuuu.optim.param_groups import lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -65,7 +65,7 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             find_published(arch)
     except ConfigError as error:
         yield from as_finetune_problems(error)
-    for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (multipliers, cfg.FINETUNE.LR_MULT)):
+    for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT)):
         try:
             if model is not None:
                 check(model, patterns)

@@ -1,18 +1,18 @@
-"""Parameter groups: which weight decay and which share of the learning rate each parameter gets.
+"""Parameter groups: weight decay and learning-rate factor of each parameter.
 
-A parameter is of one of three kinds, each with its own weight decay:
+Each parameter is of one of three kinds with a weight decay of its own:
 
-- `bias`: named `bias` or `*_bias`, in any layer but a norm layer;
-- `norm`: all of a norm layer; any other parameter of at most one dimension (layer scale and the like, which scale a
-  channel as a norm layer does); and what the model itself lists in `no_weight_decay()` (position embeddings, class
-  token);
-- `weight`: the rest.
+- `bias`: named `bias` or `*_bias`, outside norm layers;
+- `norm`: in a norm layer, or of at most one dimension (e.g. layer scale, which scales channels as a norm layer does),
+  or listed by the model in `no_weight_decay()` (e.g. position embeddings, class token);
+- `weight`: the others.
 
-With 0 for norms and biases this is the split that timm, BEiT, DeiT and ConvNeXt train with.
+With 0 for norms and biases this is the split of timm, BEiT, DeiT and ConvNeXt.
 """
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,29 +31,27 @@ def parameter_groups(
     bias_decay: float = -1,
     layer_decay: float = 1,
     lr_mult: Mapping[str, float] | None = None,
-) -> list[dict]:
-    """Return the optimizer's groups of the trainable parameters, one for each learning rate and weight decay.
-
-    Where all are the same this is one group, in the order of `model.parameters()`.
+) -> list[dict[str, Any]]:
+    """Return one group of trainable parameters for each learning-rate factor and weight decay.
 
     Args:
         model: the model.
-        weight_decay: that of `weight` parameters.
-        norm_decay: that of `norm` parameters; below 0: `weight_decay`.
-        bias_decay: that of `bias` parameters; below 0: `weight_decay`.
-        layer_decay: what each layer's learning rate is multiplied by, compared with the layer after it (Clark et al.,
-            arXiv 2003.10555; Bao et al., arXiv 2106.08254). Other than 1, groups have an `lr_scale`.
-        lr_mult: factors of the learning rate by patterns of names (see `multipliers`); with any, groups have an
-            `lr_scale`, which `layer_decay` multiplies.
+        weight_decay: of `weight` parameters.
+        norm_decay: of `norm` parameters; below 0: `weight_decay`.
+        bias_decay: of `bias` parameters; below 0: `weight_decay`.
+        layer_decay: factor of a layer's learning rate relative to the next layer (Clark et al., arXiv 2003.10555; Bao
+            et al., arXiv 2106.08254). Unless it is 1, groups have an `lr_scale`.
+        lr_mult: learning-rate factors by name pattern (see `lr_multipliers`), which multiply those of `layer_decay`;
+            if there are any, groups have an `lr_scale`.
 
     Raises:
-        ConfigError: `layer_decay` for a model that does not say what its layers are, or a pattern without parameters.
+        ConfigError: `layer_decay` for a model that does not define its layers, or a pattern without parameters.
     """
     decays = {"weight": weight_decay, "norm": norm_decay, "bias": bias_decay}
     decays = {kind: decay if decay >= 0 else weight_decay for kind, decay in decays.items()}
     scales = layer_scales(model, layer_decay) if layer_decay != 1 else {}
     if lr_mult:
-        factors = multipliers(model, lr_mult)
+        factors = lr_multipliers(model, lr_mult)
         scales = {name: scales.get(name, 1.0) * factors.get(name, 1.0) for name, _ in model.named_parameters()}
     kinds = parameter_kinds(model) if len(set(decays.values())) > 1 else {}
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
@@ -68,8 +66,9 @@ def parameter_groups(
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each parameter by its name: weight, norm or bias (see the top of this file)."""
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    """Return the kind of each parameter by name: weight, norm or bias."""
+    no_weight_decay: Any = getattr(model, "no_weight_decay", tuple)
+    exempt = no_weight_decay()
     kinds = {}
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.rpartition(".")
@@ -83,54 +82,49 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def is_norm_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a norm layer of torch or timm, or made from one."""
-    # timm's that are not made from torch's are known by their file: it keeps norm layers, and only those, in *norm*.py.
-    homes = [part.__module__ for part in type(module).__mro__]
-    return isinstance(module, _NORM_LAYERS) or any("timm.layers." in home and "norm" in home for home in homes)
+    """Tell whether a module is a norm layer of torch or timm, or derived from one."""
+    # timm's own norm layers have no common base class, but files of their own, named *norm*.py.
+    files = [base.__module__ for base in type(module).__mro__]
+    return isinstance(module, _NORM_LAYERS) or any("timm.layers." in file and "norm" in file for file in files)
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Return each parameter's share of the learning rate: 1 in the last layer, `layer_decay` times less in each before.
-
-    timm's models say by a group matcher what their layers are.
+    """Return each parameter's learning-rate factor: `layer_decay` to the power of the number of layers after it.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no group matcher, by which timm's models define their layers.
     """
-    if not hasattr(model, "group_matcher"):
-        message = f"{type(model).__name__} has no group matcher to tell its layers; timm's models have"
-        raise ConfigError(Problem("OPTIM.LAYER_DECAY", f"{message} one (MODEL.ARCH timm/NAME), or set it to 1"))
+    group_matcher: Any = getattr(model, "group_matcher", None)
+    if group_matcher is None:
+        message = f"{type(model).__name__} has no group matcher to define its layers; use a model of timm"
+        raise ConfigError(Problem("OPTIM.LAYER_DECAY", f"{message} (MODEL.ARCH timm/NAME), or set it to 1"))
     from timm.models import group_parameters
 
-    layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+    layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
     last = max(layers.values())
     return {name: layer_decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Tell whether a pattern (fnmatch) is that of a parameter, or of a module that it is in, by their whole names."""
+    """Tell whether a pattern (fnmatch) matches the full name of a parameter or of a module that holds it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:num]), pattern) for num in range(1, len(parts) + 1))
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:
-    """Return the message for a pattern that none of these parameters has, with what is near it."""
+    """Return the message for a pattern that matches none of these parameters, with the nearest names."""
     names = list(names)
-    places = dict.fromkeys(".".join(name.split(".")[:num]) for name in names for num in range(1, name.count(".") + 2))
-    tops = list(dict.fromkeys(name.split(".")[0] for name in names))
-    more = ", ..." * (len(tops) > 8)
-    return f"{pattern!r} is the name of no parameter or module{did_you_mean(pattern, places) or _has(tops[:8])}{more}"
+    prefixes = dict.fromkeys(".".join(name.split(".")[:num]) for name in names for num in range(1, name.count(".") + 2))
+    children = list(dict.fromkeys(name.split(".")[0] for name in names))
+    hint = did_you_mean(pattern, prefixes) or f"; the model has {', '.join(children[:8])}"
+    return f"{pattern!r} is the name of no parameter or module{hint}{', ...' if len(children) > 8 else ''}"
 
 
-def _has(names: list[str]) -> str:
-    return f"; the model has {', '.join(names)}"
-
-
-def multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:
-    """Return the factor of each trainable parameter that a pattern matches; the first that does counts.
+def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning-rate factor of each trainable parameter that a pattern matches; the first match counts.
 
     Raises:
-        ConfigError: with a message for each pattern that is the first for no parameter.
+        ConfigError: with a message for each pattern that is the first match of no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -140,12 +134,12 @@ def multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, flo
         if pattern in first.values():
             continue
         if not any(is_match(name, pattern) for name in names):
-            why = no_match(pattern, names)
+            problem = no_match(pattern, names)
         elif not any(is_match(name, pattern) for name in trained):
-            why = "all that it matches is frozen (FINETUNE.FREEZE); leave it out"
+            problem = "all that it matches is frozen (FINETUNE.FREEZE); remove it"
         else:
-            why = "patterns before it match all that it matches; put it before them"
-        problems.append(Problem(f"FINETUNE.LR_MULT.{pattern}", why))
+            problem = "patterns before it match all that it matches; put it before them"
+        problems.append(Problem(f"FINETUNE.LR_MULT.{pattern}", problem))
     if problems:
         raise ConfigError(problems)
     return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}

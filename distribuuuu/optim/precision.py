@@ -1,4 +1,4 @@
-"""The floating-point type that a step computes in: float32, or bfloat16 or float16 wherever that is safe (autocast)."""
+"""Mixed precision: autocast to bfloat16 or float16, and loss scaling for float16."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -6,27 +6,26 @@ from typing import Any
 
 import torch
 
-TYPES: dict[str, torch.dtype | None] = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Runs forward passes under autocast and, for float16, scales the loss (Micikevicius et al., arXiv 1710.03740).
+    """Autocast of forward passes and, for float16, loss scaling (Micikevicius et al., arXiv 1710.03740).
 
-    Small gradients would vanish in float16, so the loss is multiplied by a factor that follows what the gradients
-    bear: after a step whose gradients are not finite, which is left out, it is halved.
+    Small gradients would underflow in float16, so the loss is multiplied by a scale, which is halved after a step whose
+    gradients are not finite; that step is skipped.
 
     Args:
-        name: one of TYPES.
-        device: the device that computes.
-        cache: keep a weight's copy in the type for the whole forward pass, in case that it is used again.
+        name: one of AUTOCAST_DTYPES.
+        device: the device of the model.
+        cache: keep the cast copy of a weight for the whole forward pass, in case it is used again.
     """
 
     def __init__(self, name: str = "none", device: torch.device | str = "cpu", cache: bool = True):
-        self._dtype = TYPES[name]
+        self._dtype = AUTOCAST_DTYPES[name]
         self._device_type = torch.device(device).type
         self._cache = cache
-        # Without float16 it passes everything through.
-        self._scaler = torch.amp.GradScaler(self._device_type, enabled=name == "fp16")
+        self._scaler = torch.amp.GradScaler(self._device_type, enabled=name == "fp16")  # disabled: does nothing
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context of a forward pass."""
@@ -35,13 +34,13 @@ class Precision:
         return torch.autocast(self._device_type, self._dtype, cache_enabled=self._cache)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss (), scaled, to those of the parameters."""
+        """Accumulate the gradients of a loss (), scaled."""
         self._scaler.scale(loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[Iterable[torch.Tensor]], None]) -> None:
-        """Bring the gradients back to their scale, clip them, and take the optimizer's step.
+        """Unscale the gradients, clip them with `clip(parameters)`, and take the optimizer's step.
 
-        `clip` gets all parameters. Waits for the device only with float16 and an optimizer that is not fused.
+        Waits for the device only with float16 and an optimizer that is not fused.
         """
         self._scaler.unscale_(optimizer)
         clip(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -49,16 +48,16 @@ class Precision:
         self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale of the loss and how long it has been borne; empty without float16."""
+        """Return the state of the loss scaling; empty without float16."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Go on with a saved scale; a run that had none begins with a fresh one."""
+        """Load the state of the loss scaling; an empty one, of a run without float16, is ignored."""
         if content and self._scaler.is_enabled():
             self._scaler.load_state_dict(content)
 
 
 def build_precision(cfg, device: torch.device) -> Precision:
-    """Return the precision of TRAIN.AMP, for training and evaluation."""
-    # With FSDP a weight is whole only while its block computes.
+    """Return the precision TRAIN.AMP for training and evaluation."""
+    # FSDP frees the gathered weights of a block after its forward pass.
     return Precision(cfg.TRAIN.AMP, device, cache=cfg.DIST.SHARD != "fsdp")

@@ -1,10 +1,10 @@
-"""Learning-rate schedules: pure functions of progress, so that a resumed run needs no state.
+"""Learning-rate schedules: pure functions of the epoch, so that a resumed run needs no state.
 
-A new schedule is one function in a file of this package, decorated with `@SCHEDULES.register("name")`. It takes the
-epoch and, by keyword, any of `max_epoch`, `min_lr`, `steps`, `lr_mult` and `peak` (the end of the warm-up).
+A new schedule is a function in a file of this package, or in your own script, with the decorator `@SCHEDULES.register`,
+and OPTIM.LR_POLICY selects it. It maps an epoch (a float, from 0) to a factor of the base learning rate. By keyword it
+gets those of `max_epoch`, `min_lr`, `steps`, `lr_mult` and `peak` (the end of the warm-up) that are parameters of it.
 
-Each function maps an epoch (a float, counted from 0) to a factor of the base learning rate. The formulas are those
-of pycls (Radosavovic et al., https://github.com/facebookresearch/pycls).
+The formulas are those of pycls (Radosavovic et al., https://github.com/facebookresearch/pycls).
 """
 
 import inspect
@@ -16,31 +16,31 @@ from distribuuuu.config.registry import SCHEDULES
 
 @SCHEDULES.register("cos")
 def cos_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return half a cosine from 1 down to `min_lr` (Loshchilov and Hutter, arXiv 1608.03983)."""
+    """Return half a cosine from 1 to `min_lr` (Loshchilov and Hutter, arXiv 1608.03983)."""
     return (1.0 - min_lr) * 0.5 * (1.0 + math.cos(math.pi * epoch / max_epoch)) + min_lr
 
 
 @SCHEDULES.register("steps")
 def steps_factor(epoch: float, *, steps: Sequence[float], lr_mult: float) -> float:
-    """Return `lr_mult` to the power of the number of steps behind; a step at 0 is the start and does not count."""
+    """Return `lr_mult` to the power of the number of steps reached; a step at 0 is the start and does not count."""
     return lr_mult ** sum(1 for step in steps if 0 < step <= epoch)
 
 
 @SCHEDULES.register("exp")
 def exp_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return an exponential decay from 1 to `min_lr`, which is above 0."""
+    """Return an exponential decay from 1 to `min_lr`, above 0."""
     return min_lr ** (epoch / max_epoch)
 
 
 @SCHEDULES.register("lin")
 def lin_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return a straight line from 1 to `min_lr`."""
+    """Return a linear decay from 1 to `min_lr`."""
     return (1.0 - min_lr) * (1.0 - epoch / max_epoch) + min_lr
 
 
 @SCHEDULES.register("tri")
 def tri_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
-    """Return 1 up to the epoch `peak`, where the warm-up ends, then a straight line to `min_lr`: a triangle.
+    """Return 1 until the epoch `peak`, then a linear decay to `min_lr`; a triangle with the warm-up.
 
     Used by ffcv-imagenet (Leclerc et al., arXiv 2306.12517) and by short trainings (Smith, arXiv 1708.07120).
     """
@@ -48,7 +48,7 @@ def tri_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> f
 
 
 def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float:
-    """Return the linear warm-up: `factor` at epoch 0, 1 from `warmup_epochs` on (Goyal et al., arXiv 1706.02677)."""
+    """Return the linear warm-up from `factor` to 1 at `warmup_epochs` (Goyal et al., arXiv 1706.02677)."""
     if epoch >= warmup_epochs:
         return 1.0
     done = epoch / warmup_epochs
@@ -56,19 +56,19 @@ def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float
 
 
 def build_schedule(cfg) -> Callable[[float], float]:
-    """Return lr_at(epoch): the learning rate at a point of the run, in epochs from 0, e.g. 3.25.
+    """Return lr_at(epoch): the learning rate at an epoch, from 0, e.g. 3.25.
 
-    With OPTIM.LR_UPDATE epoch it is held for the whole epoch: lr_at(3.25) is lr_at(3).
+    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3).
     """
     optim = cfg.OPTIM
     factor_at, hold = SCHEDULES.get(optim.LR_POLICY), optim.LR_UPDATE == "epoch"
     known = {"max_epoch": optim.MAX_EPOCH, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
-    shape = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
+    settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
 
     def lr_at(epoch: float) -> float:
         epoch = math.floor(epoch) if hold else epoch
         warmup = warmup_factor(epoch, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
-        return optim.BASE_LR * factor_at(epoch, **shape) * warmup
+        return optim.BASE_LR * factor_at(epoch, **settings) * warmup
 
     return lr_at

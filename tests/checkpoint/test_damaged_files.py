@@ -27,8 +27,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.packed_format import read_index
-from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import parallelize_model
+from distribuuuu.distributed.fsdp import build_parallelize_fn
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.setup import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -65,7 +65,7 @@ def test_a_damaged_directory_of_the_newest_checkpoint_does_not_block_a_restart(t
     folder = CheckpointManager(tmp_path)
     good, bad = folder.save(make_state(epoch=1)), folder.save(make_state(epoch=2))
     change_directory(bad, offset, change)
-    with pytest.raises(CheckpointError, match=f"{bad}: not a sound checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{bad}: invalid checkpoint"):
         read_checkpoint(bad)
     assert folder.find_latest() == good
 
@@ -91,7 +91,7 @@ class Rebuilt:
 def test_a_tensor_that_claims_more_than_its_file_has_is_refused(tmp_path, size, stride, is_zip):
     path = tmp_path / "huge.pth"
     torch.save({"state_dict": {"w": Rebuilt(size, stride)}}, path, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(CheckpointError, match="huge.pth: not a sound checkpoint"):
+    with pytest.raises(CheckpointError, match="huge.pth: invalid checkpoint"):
         read_checkpoint(path)
 
 
@@ -148,7 +148,7 @@ def test_wrong_values_in_the_newest_checkpoint_do_not_block_a_restart(tmp_path, 
     content = {**read_checkpoint(bad), key: value}
     torch.save(content, bad)
     if key != "state_dict":
-        with pytest.raises(CheckpointError, match=f"{bad}: not a sound checkpoint: `{key}` is .*; expected "):
+        with pytest.raises(CheckpointError, match=f"{bad}: invalid checkpoint: `{key}` is .*; expected "):
             make_state().load_dict(content, bad)
     with caplog.at_level("WARNING"):
         assert folder.find_latest() == good
@@ -246,7 +246,7 @@ def test_a_better_epoch_takes_the_place_of_a_best_of_2021(tmp_path):
 def strided_state(cfg) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer after a step, on this process's part of the work."""
     torch.manual_seed(0)
-    model = parallelize_model(cfg, CPU)(build_model(cfg, False))
+    model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False))
     optimizer = build_optimizer(cfg, model)
     memory_format = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
     model(torch.randn(4, 3, 16, 16).to(memory_format=memory_format)).sum().backward()
@@ -256,7 +256,7 @@ def strided_state(cfg) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def load_state_of(cfg, content: dict) -> list[tuple[bool, bool]]:
     """Return for each tensor of an optimizer's loaded state whether its strides and its values are right."""
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         model, optimizer = strided_state(cfg)
         load_optimizer(optimizer, content, "a file")
         state = getattr(optimizer, "optim", optimizer).state
@@ -268,7 +268,7 @@ def load_state_of(cfg, content: dict) -> list[tuple[bool, bool]]:
 
 
 def gathered_state(cfg) -> dict:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         return strided_state(cfg)[1].state_dict()
 
 

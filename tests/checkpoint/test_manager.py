@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified, kept by number, and the original's welcome."""
+"""Checkpoint manager: atomic writes, verification, retention, checkpoints of distribuuuu 2021."""
 
 import os
 import random
@@ -160,7 +160,7 @@ def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
 
 def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("distribuuuu.tasks.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("distribuuuu.report.step_timing.time.perf_counter", lambda: now[0])
     state, other = make_state(), make_state(epoch=0, step=3)
     state.timing.begin(now[0])
     now[0] += 2

@@ -1,5 +1,6 @@
-"""Where the processes meet: a port of their own, and a start of their own in a store that outlives them."""
+"""Process group: devices and backends, rendezvous, missing processes."""
 
+import contextlib
 import os
 import random
 import socket
@@ -10,16 +11,89 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as torch_dist
 from support.processes import free_port
 from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed import process_group as rendezvous
-from distribuuuu.distributed.process_group import _agree_on_start, create_store
+from distribuuuu.distributed import process_group as group_module
+from distribuuuu.distributed.process_group import (
+    MissingProcessError,
+    _agree_on_start,
+    check_one_process_per_gpu,
+    create_store,
+    pick_device,
+    process_group,
+)
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.ports import find_port_owner, find_port_problem
+
+
+@pytest.mark.parametrize("visible, local_rank, index", [(8, 3, 3), (1, 3, 0), (2, 1, 1)])
+def test_a_process_takes_its_own_card_or_the_only_one_it_sees(monkeypatch, visible, local_rank, index):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device(local_rank) == torch.device("cuda", index) == chosen[0]
+
+
+def test_more_processes_than_cards_are_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="process 3 of this node has no GPU: 2 are visible"):
+        pick_device(2)
+
+
+def test_a_backend_that_the_device_lacks_is_an_error():
+    group = process_group(Launch("test"), torch.device("cpu"), 10, "nccl")
+    with pytest.raises(ConfigError, match="DIST.BACKEND: nccl needs CUDA"):
+        group.__enter__()
+
+
+def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -> dict:
+    """Return what torch's process group is asked for on a machine that pretends to have GPUs."""
+    asked = {}
+
+    class Asked(Exception):
+        """Ends what comes after."""
+
+    def ask(**words):
+        asked.update(words)
+        raise Asked
+
+    class Properties:
+        uuid = "0000"
+
+    monkeypatch.setattr(group_module, "create_store", lambda launch, timeout_s: torch.distributed.HashStore())
+    monkeypatch.setattr(group_module, "check_one_process_per_gpu", lambda *words: asked.update(refused=words))
+    monkeypatch.setattr(group_module, "_run_watchdog", lambda *words: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.distributed, "init_process_group", ask)
+    launch = Launch("test", 0, 0, world_size, "127.0.0.1", 1)
+    with contextlib.suppress(Asked):
+        process_group(launch, torch.device("cuda", 1), 10, backend, shard=shard).__enter__()
+    return asked
+
+
+def test_nccl_is_told_its_device_and_has_it_alone(monkeypatch):
+    asked = enter(monkeypatch, "auto", shard="fsdp")
+    assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
+    assert asked["refused"][2] == "GPU 0000"
+    asked = enter(monkeypatch, "gloo")
+    assert asked["backend"] == "gloo" and asked["device_id"] is None and "refused" not in asked
+
+
+@pytest.mark.parametrize("shard", ["zero1", "fsdp"])
+def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
+    with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
+        enter(monkeypatch, "gloo", shard=shard)
+    assert enter(monkeypatch, "gloo", world_size=1, shard=shard) == {}
+
+
+# ------------------------------------------------------------------------------------------ rendezvous
 
 
 def agree(store, world_size: int, seed: int) -> list[str]:
@@ -45,7 +119,7 @@ def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
 def test_a_process_that_never_comes_is_an_error_in_time():
     store = torch_dist.HashStore()
     agree(store, 2, 0)  # an earlier start, of which process 1 left its name
-    with pytest.raises(ConfigError, match="did not all come within 1 s"):
+    with pytest.raises(ConfigError, match="did not all join within 1 s"):
         _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
 
 
@@ -53,7 +127,7 @@ def test_the_store_of_another_run_is_recognised():
     port = free_port()
     mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
     store = create_store(mine, 5)  # noqa: F841  # keeps the port
-    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is answered by another run"):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is used by another run"):
         create_store(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
 
 
@@ -121,8 +195,8 @@ def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_o
 
 def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
     """Return the error of a process that waits for the others; the first word comes after a second."""
-    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
-    with pytest.raises(rendezvous.MissingProcess) as caught:
+    monkeypatch.setattr(group_module, "FIRST_REPORT_S", 1.0)
+    with pytest.raises(MissingProcessError) as caught:
         create_store(launch, timeout_s)
     assert caught.value.one_process and caught.value.status == 1
     return str(caught.value)
@@ -132,18 +206,18 @@ def test_a_process_that_never_comes_is_named(monkeypatch, caplog):
     error = wait_alone(Launch("test", 0, 0, 2, "127.0.0.1", free_port(), "mine"), 3, monkeypatch)
     said = "waiting for 1 of 2 processes: rank 1"
     assert caplog.messages == [said], "once, before the time is over"
-    assert error == f"launcher: the processes did not all come within 3 s (DIST.TIMEOUT_S): {said}"
+    assert error == f"launcher: the processes did not all join within 3 s (DIST.TIMEOUT_S): {said}"
 
 
 def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
     port = free_port()
     error = wait_alone(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 3, monkeypatch)
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("waiting for 1 of 2 processes: rank 0")
-    assert f"127.0.0.1:{port}, where the processes meet, cannot be reached" in error
+    assert f"cannot connect to the rendezvous at 127.0.0.1:{port}: " in error
 
 
 def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
+    monkeypatch.setattr(group_module, "FIRST_REPORT_S", 1.0)
     agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agents.port))
@@ -151,7 +225,7 @@ def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog)
         waiting = [pool.submit(create_store, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
         errors = [future.exception() for future in waiting]
     said = "waiting for 2 of 4 processes: ranks 1, 3"
-    assert all(isinstance(error, rendezvous.MissingProcess) for error in errors)
+    assert all(isinstance(error, MissingProcessError) for error in errors)
     assert caplog.messages == [said] and said in str(errors[0])
     assert [error.one_process for error in errors] == [True, False]
 
@@ -168,7 +242,7 @@ def test_processes_on_one_gpu_are_refused_together():
 
     def check(rank: int, device: str) -> str | None:
         try:
-            rendezvous.refuse_shared_device(store, Launch("test", rank, rank, 2), device)
+            check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
         except ConfigError as error:
             return str(error)
         return None

@@ -12,7 +12,8 @@ from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import full_state_dict, inference, is_sharded, parallelize_model, to_local
+from distribuuuu.distributed.fsdp import build_parallelize_fn, full_state_dict, inference, is_sharded, to_local
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -151,9 +152,9 @@ def test_fsdp_goes_with_other_options(small_cfg, tmp_path, words, tolerance):
 
 def measure_parts(cfg) -> dict:
     """Return what one of two processes holds after a step, clipped to 0.5, and what it gives for a checkpoint."""
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         torch.manual_seed(0)
-        model = parallelize_model(cfg, CPU)(build_model(cfg, False))
+        model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False))
         optimizer = build_optimizer(cfg, model)
         model(torch.ones(2, 3, 32, 32)).square().sum().backward()
         if not is_sharded(model):
@@ -197,8 +198,8 @@ def test_gathered_tensors_have_no_more_memory_than_they_need(run):
 def fail_to_load(cfg, content: dict) -> list[str]:
     """Return what is said of the states of an optimizer with other groups, and of another kind of optimizer."""
     messages = []
-    with dist.process_group(detect_launch(), CPU, 60):
-        model = parallelize_model(cfg, CPU)(build_model(cfg, False))
+    with process_group(detect_launch(), CPU, 60):
+        model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False))
         optimizer = build_optimizer(cfg, model)
         own = {index: dict.fromkeys(entry) for index, entry in content["state"].items()}
         groups = content["param_groups"]
@@ -237,9 +238,9 @@ def test_what_does_not_go_together_is_refused_before_the_start(words, message):
 def shard_a_single_number(cfg) -> str:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].scale = torch.nn.Parameter(torch.ones(()))
-    with dist.process_group(detect_launch(), CPU, 60):
-        with pytest.raises(ConfigError, match="fsdp cannot cut 0.scale, a single number; use zero1"):
-            parallelize_model(cfg, CPU)(model)
+    with process_group(detect_launch(), CPU, 60):
+        with pytest.raises(ConfigError, match="fsdp cannot shard 0.scale, a single number; use zero1"):
+            build_parallelize_fn(cfg, CPU)(model)
         return str(full_state_dict(model).keys())
 
 
@@ -250,8 +251,8 @@ def test_a_weight_that_cannot_be_cut_is_answered(small_cfg):
 
 def evaluate_twice(cfg) -> tuple[float, float]:
     """Return the greatest logit before and after the weights of the head are made zero, with a bias of 7."""
-    with dist.process_group(detect_launch(), CPU, 60):
-        model = parallelize_model(cfg, CPU)(build_model(cfg, False)).eval()
+    with process_group(detect_launch(), CPU, 60):
+        model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False)).eval()
         found = []
         for _ in range(2):
             with inference(model):
@@ -269,10 +270,10 @@ def test_an_evaluation_sees_what_the_weights_have_become(small_cfg):
 
 
 def refuse_old_torch(cfg, monkeypatch) -> str:
-    with dist.process_group(detect_launch(), CPU, 60), monkeypatch.context() as patch:
+    with process_group(detect_launch(), CPU, 60), monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0"))
         with pytest.raises(ConfigError) as caught:
-            parallelize_model(cfg, CPU)(build_model(cfg, False))
+            build_parallelize_fn(cfg, CPU)(build_model(cfg, False))
         return str(caught.value)
 
 

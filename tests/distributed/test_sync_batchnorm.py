@@ -7,6 +7,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sync_batchnorm import ProcessBatchNorm, convert_sync_batchnorm
 from distribuuuu.launch.detect import detect_launch
 
@@ -19,7 +20,7 @@ def make_images() -> torch.Tensor:
 
 def run_share(momentum: float | None) -> tuple[torch.Tensor, ...]:
     """Normalise this process's uneven share of the images; return output, gradients and running statistics."""
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         torch.manual_seed(1)
         model = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum))
         nn.init.uniform_(model[0].weight)
@@ -54,7 +55,7 @@ def test_it_equals_batch_norm_over_the_whole_batch(momentum):
 
 
 def norm_far_from_zero(mean: float, std: float) -> tuple[torch.Tensor, ...]:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         layer = convert_sync_batchnorm(nn.BatchNorm2d(3, momentum=1.0).train(), CPU)
         images = ((make_images() - 5) / 3 * std + mean)[slice(0, 4) if dist.rank() == 0 else slice(4, 6)]
         images.requires_grad_()
@@ -78,7 +79,7 @@ def test_a_variance_that_is_small_beside_the_mean_is_not_lost(mean, std):
 
 
 def norm_of_half_precision() -> tuple[torch.Tensor, torch.Tensor]:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         layer = convert_sync_batchnorm(nn.BatchNorm2d(3).train(), CPU)
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(make_images().bfloat16())
@@ -96,7 +97,7 @@ def test_half_precision_comes_in_and_goes_out_and_float32_is_summed():
 
 
 def convert_timm_and_odd() -> tuple[bool, str]:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         from timm.layers import BatchNormAct2d
 
         class OwnNorm(nn.BatchNorm2d):

@@ -1,4 +1,4 @@
-"""The watch where nothing is wrong; how it ends a run is seen on whole runs in test_stop.py."""
+"""Watchdog: healthy runs, invalid connections, network, stalls. Runs that it ends are tested in test_stop.py."""
 
 import json
 import shutil
@@ -11,30 +11,30 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fuzz_hub import fuzz
+from fuzz_watchdog import fuzz
 from support.runs import ROOT
 
-from distribuuuu.distributed import watchdog_server as watch_hub
+from distribuuuu.distributed import watchdog_server
 from distribuuuu.distributed.watchdog import WatchdogClient
-from distribuuuu.distributed.watchdog_server import MOST_STRANGERS, UNREACHABLE_S, Lines, WatchdogServer, describe_end
+from distribuuuu.distributed.watchdog_server import MAX_PENDING, UNREACHABLE_S, JsonLines, WatchdogServer, describe_end
 from distribuuuu.launch.ports import choose_addresses, find_own_address
 
 
 @pytest.fixture
-def hub():
-    """A hub of two processes."""
-    hub = WatchdogServer(world_size=2, token="secret", timeout_s=60)
-    hub.start()
-    yield hub
-    if hub.is_alive():
-        hub.close()
+def server():
+    """A server of two processes."""
+    server = WatchdogServer(world_size=2, token="secret", timeout_s=60)
+    server.start()
+    yield server
+    if server.is_alive():
+        server.close()
 
 
-def join(hub: WatchdogServer, rank: int, folder) -> WatchdogClient:
-    watch = WatchdogClient(rank, ("127.0.0.1", hub.ports[0]), "secret", folder)
-    watch.start()
-    wait_for(lambda: rank in hub._members)
-    return watch
+def join(server: WatchdogServer, rank: int, folder) -> WatchdogClient:
+    client = WatchdogClient(rank, ("127.0.0.1", server.ports[0]), "secret", folder)
+    client.start()
+    wait_for(lambda: rank in server._peers)
+    return client
 
 
 def wait_for(condition, timeout_s: float = 20) -> None:
@@ -44,79 +44,81 @@ def wait_for(condition, timeout_s: float = 20) -> None:
         time.sleep(0.02)
 
 
-def connect(hub: WatchdogServer, rank: int) -> Lines:
-    """Return the connection of a process without a watch of its own."""
-    connection = socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10)
+def connect(server: WatchdogServer, rank: int) -> JsonLines:
+    """Return the connection of a process that runs no client thread."""
+    connection = socket.create_connection(("127.0.0.1", server.ports[0]), timeout=10)
     connection.sendall(b"secret\n")
-    lines = Lines(connection)
+    lines = JsonLines(connection)
     lines.send({"rank": rank, "host": "here"})
     connection.setblocking(True)
     connection.settimeout(10)
-    wait_for(lambda: rank in hub._members)
+    wait_for(lambda: rank in server._peers)
     return lines
 
 
-def told(lines: Lines, what: str) -> bool:
-    """Tell whether a message comes, until the connection's time is over; skip those before it."""
+def has_message(lines: JsonLines, what: str) -> bool:
+    """Tell whether a message arrives before the time-out of the connection; skip others."""
     while messages := lines.receive():
         if any(what in message for message in messages):
             return True
     return False
 
 
-def test_processes_come_and_go_in_peace(hub, tmp_path):
-    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
-    watches[1].mark("epoch 1, step 3")
-    watches[1].close()
-    watches[0].close()
-    hub.close()
-    assert not any(thread.is_alive() for thread in (hub, *watches))
+def test_clients_leave_without_ending_the_run(server, tmp_path):
+    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
+    clients[1].mark("epoch 1, step 3")
+    clients[1].close()
+    clients[0].close()
+    server.close()
+    assert not any(thread.is_alive() for thread in (server, *clients))
 
 
-def test_the_end_of_the_hub_in_peace_frees_the_others(hub, tmp_path):
-    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
-    watches[0].close()
-    hub.close()
-    watches[1].join(5)
-    assert not watches[1].is_alive()
-    watches[1].close()
+def test_a_server_that_closes_stops_the_clients(server, tmp_path):
+    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
+    clients[0].close()
+    server.close()
+    clients[1].join(5)
+    assert not clients[1].is_alive()
+    clients[1].close()
 
 
-# ------------------------------------------------------------------------------------------ strangers and garbage
+# ------------------------------------------------------------------------------------------ invalid connections
 
 
 @pytest.mark.parametrize(
     "words", [b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"token": "secret", "rank": 0}\n', b"\xff\n", b"[" * 200_000]
 )
-def test_strangers_are_not_heard(hub, tmp_path, monkeypatch, words):
+def test_data_before_the_token_is_not_parsed(server, tmp_path, monkeypatch, words):
     parsed = []
-    monkeypatch.setattr(watch_hub, "_parse", lambda line, parse=watch_hub._parse: parsed.append(line) or parse(line))
-    watch = join(hub, 0, tmp_path)
-    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as stranger:
+    monkeypatch.setattr(
+        watchdog_server, "_parse", lambda line, parse=watchdog_server._parse: parsed.append(line) or parse(line)
+    )
+    client = join(server, 0, tmp_path)
+    with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=10) as connection:
         try:
-            stranger.sendall(words)
-            assert stranger.recv(1) == b"", "it is shown the door"
+            connection.sendall(words)
+            assert connection.recv(1) == b"", "it is closed"
         except ConnectionError:
             pass
-    assert hub.is_alive() and watch.is_alive()
-    assert not any(line[:5] == words[:5] for line in parsed), "nothing is interpreted before the token"
-    watch.close()
+    assert server.is_alive() and client.is_alive()
+    assert not any(line[:5] == words[:5] for line in parsed), "nothing is parsed before the token"
+    client.close()
 
 
-def test_a_stranger_that_says_nothing_has_to_go(hub, monkeypatch):
-    monkeypatch.setattr(watch_hub, "TOKEN_S", 0.5)
-    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=20) as stranger:
-        stranger.sendall(b"secr")
-        assert stranger.recv(1) == b""
+def test_a_connection_without_a_token_is_closed_after_a_timeout(server, monkeypatch):
+    monkeypatch.setattr(watchdog_server, "AUTH_TIMEOUT_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=20) as connection:
+        connection.sendall(b"secr")
+        assert connection.recv(1) == b""
 
 
-def test_strangers_in_the_way_do_not_keep_a_process_out(hub, tmp_path):
-    crowd = [socket.create_connection(("127.0.0.1", hub.ports[0])) for _ in range(3 * MOST_STRANGERS)]
-    watch = join(hub, 0, tmp_path)
-    assert len(hub._strangers) <= MOST_STRANGERS + hub.world_size
-    for stranger in crowd:
-        stranger.close()
-    watch.close()
+def test_many_pending_connections_do_not_block_a_process(server, tmp_path):
+    crowd = [socket.create_connection(("127.0.0.1", server.ports[0])) for _ in range(3 * MAX_PENDING)]
+    client = join(server, 0, tmp_path)
+    assert len(server._pending) <= MAX_PENDING + server.world_size
+    for connection in crowd:
+        connection.close()
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -125,85 +127,85 @@ def test_strangers_in_the_way_do_not_keep_a_process_out(hub, tmp_path):
      b'{"at": "' + b"x" * 100_000 + b'"}', b'{"marks": 1e999, "starting": "no", "leaves": []}', b"\xff\x00"],
     ids=range(9),
 )  # fmt: skip
-def test_what_is_no_message_is_skipped(hub, line):
-    lines = connect(hub, 1)
+def test_invalid_messages_are_skipped(server, line):
+    lines = connect(server, 1)
     lines.connection.sendall(line + b"\n")
     lines.send({"at": "epoch 7, step 1"})
-    wait_for(lambda: hub._members[1].position == "epoch 7, step 1")
-    assert hub.is_alive() and not hub._over.is_set()
+    wait_for(lambda: server._peers[1].position == "epoch 7, step 1")
+    assert server.is_alive() and not server._is_over.is_set()
     lines.send({"leaves": True})
-    wait_for(lambda: 1 not in hub._members)
+    wait_for(lambda: 1 not in server._peers)
 
 
 @pytest.mark.parametrize("rank", [-1, 2, True, "1", None, [1], 1e999, 10**30])
-def test_a_rank_that_cannot_be_is_refused(hub, tmp_path, rank):
-    watch = join(hub, 0, tmp_path)
+def test_an_invalid_rank_is_refused(server, tmp_path, rank):
+    client = join(server, 0, tmp_path)
     for wrong in (rank, 0):  # 0 is there already
-        with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as member:
+        with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=10) as member:
             member.sendall(b"secret\n" + json.dumps({"rank": wrong}).encode() + b"\n" + b'{"rank": 1}\n')
             assert member.recv(1) == b""
-    assert hub.is_alive() and not hub._over.is_set() and watch.is_alive()
-    watch.close()
+    assert server.is_alive() and not server._is_over.is_set() and client.is_alive()
+    client.close()
 
 
-def test_a_process_that_does_not_read_blocks_nobody(hub):
-    lines = connect(hub, 1)
+def test_a_process_that_does_not_read_blocks_nobody(server):
+    lines = connect(server, 1)
     lines.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-    theirs = hub._members[1].lines
+    theirs = server._peers[1].lines
     began = time.monotonic()
     for _ in range(2000):
         theirs.send({"words": "x" * 10_000})
     assert time.monotonic() - began < 10
 
 
-def test_the_hub_survives_a_fuzzer():
-    report = fuzz(seed=3, num_connections=150, most_s=30)
-    assert report.alive == report.members and report.hub_is_alive and report.connections == 150
+def test_the_server_survives_a_fuzzer():
+    report = fuzz(seed=3, num_connections=150, max_s=30)
+    assert report.alive == report.members and report.server_is_alive and report.connections == 150
 
 
-def test_errors_of_accept_are_survived(hub, tmp_path, monkeypatch):
+def test_errors_of_accept_are_survived(server, tmp_path, monkeypatch):
     errors = [OSError(24, "EMFILE"), ConnectionAbortedError(103, "aborted")]
-    monkeypatch.setattr(hub, "beat_s", 0.2)
+    monkeypatch.setattr(server, "heartbeat_s", 0.2)
     accept = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", lambda self: accept(self) if not errors else raise_(errors.pop()))
-    watch = join(hub, 0, tmp_path)
-    assert hub.is_alive() and not errors
-    watch.close()
+    client = join(server, 0, tmp_path)
+    assert server.is_alive() and not errors
+    client.close()
 
 
 def raise_(error: Exception):
     raise error
 
 
-def test_a_hub_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
-    watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
-    monkeypatch.setattr(hub, "_heed", lambda *anything: 1 / 0)
-    for watch in watches:
-        watch.join(10)
-        assert not watch.is_alive(), "and it was told"
-    assert len([record for record in caplog.records if "no longer watch each other" in record.message]) == 1
-    for watch in watches:
-        watch.close()
+def test_an_error_in_the_server_ends_no_run(server, tmp_path, monkeypatch, caplog):
+    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
+    monkeypatch.setattr(server, "_handle", lambda *anything: 1 / 0)
+    for client in clients:
+        client.join(10)
+        assert not client.is_alive(), "the server has stopped the client"
+    assert len([record for record in caplog.records if "watchdog disabled" in record.message]) == 1
+    for client in clients:
+        client.close()
 
 
-def test_a_watch_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
-    watch = join(hub, 1, tmp_path)
-    monkeypatch.setattr(watch, "_messages_until", lambda deadline: 1 / 0)
-    watch.join(10)
-    wait_for(lambda: 1 not in hub._members)
-    assert not hub._over.is_set() and "nobody watches this process any more" in caplog.text
-    watch.close()
+def test_an_error_in_a_client_ends_no_run(server, tmp_path, monkeypatch, caplog):
+    client = join(server, 1, tmp_path)
+    monkeypatch.setattr(client, "_receive_until", lambda deadline: 1 / 0)
+    client.join(10)
+    wait_for(lambda: 1 not in server._peers)
+    assert not server._is_over.is_set() and "watchdog disabled on this process" in caplog.text
+    client.close()
 
 
 # ------------------------------------------------------------------------------------------ the network
 
 
-def test_the_hub_listens_where_it_is_told_alone(hub):
+def test_the_server_listens_on_the_given_addresses_only(server):
     address = find_own_address("192.0.2.1")
     if address:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((address, hub.ports[0]), timeout=5)
-    assert [server.getsockname()[0] for server in hub._servers] == ["127.0.0.1"]
+            socket.create_connection((address, server.ports[0]), timeout=5)
+    assert [listener.getsockname()[0] for listener in server._listeners] == ["127.0.0.1"]
 
 
 def test_processes_of_one_machine_meet_on_the_loopback_address():
@@ -228,7 +230,7 @@ def test_processes_of_other_machines_are_met_on_the_way_to_them(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems give a dead connection up by their own times")
 def test_the_kernel_gives_a_vanished_machine_up():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
-        connection = Lines(connection).connection
+        connection = JsonLines(connection).connection
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREACHABLE_S * 1000
         idle, interval, count = (
@@ -241,20 +243,20 @@ def test_the_kernel_gives_a_vanished_machine_up():
 # Runs in a network of its own whose loopback device is switched off: nothing says goodbye.
 VANISHING = """
     import subprocess, sys, time
-    from distribuuuu.distributed import watchdog as watch
-    from distribuuuu.distributed import watchdog_server as watch_hub
-    watch_hub.UNREACHABLE_S = 3
+    from distribuuuu.distributed import watchdog
+    from distribuuuu.distributed import watchdog_server
+    watchdog_server.UNREACHABLE_S = 3
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    hub = watch_hub.WatchdogServer(2, "secret", 600)
-    hub.start()
-    one = watch.WatchdogClient(1, ("127.0.0.1", hub.ports[0]), "secret", sys.argv[1])
-    watch.end_process = lambda status: print("the member ends", status, flush=True)
+    server = watchdog_server.WatchdogServer(2, "secret", 600)
+    server.start()
+    one = watchdog.WatchdogClient(1, ("127.0.0.1", server.ports[0]), "secret", sys.argv[1])
+    watchdog.end_process = lambda status: print("the member ends", status, flush=True)
     one.start()
     time.sleep(1)
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-    hub.join(30)
+    server.join(30)
     one.join(30)
-    print("the hub ends" if not hub.is_alive() else "the hub did not notice")
+    print("the server ends" if not server.is_alive() else "the server did not notice")
 """
 
 
@@ -264,40 +266,40 @@ def test_a_machine_that_vanishes_is_missed(tmp_path):
         pytest.skip("this system lets nobody have a network of one's own")
     code = [sys.executable, "-c", textwrap.dedent(VANISHING), str(tmp_path)]
     done = subprocess.run([*command, *code], cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert "the hub ends" in done.stdout and "the member ends 1" in done.stdout, done
+    assert "the server ends" in done.stdout and "the member ends 1" in done.stdout, done
     assert "process 0 on" in done.stderr and "could not be reached" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ silence and progress
 
 
-def test_silence_is_no_death(hub, monkeypatch):
+def test_silence_is_no_death(server, monkeypatch):
     """A call into C, e.g. the launch of a kernel, may hold the interpreter lock for minutes."""
-    monkeypatch.setattr(hub, "beat_s", 0.05)
-    silent = connect(hub, 1)
-    time.sleep(3)  # sixty beats
-    assert hub.is_alive() and not hub._over.is_set()
+    monkeypatch.setattr(server, "heartbeat_s", 0.05)
+    silent = connect(server, 1)
+    time.sleep(3)  # sixty heartbeats
+    assert server.is_alive() and not server._is_over.is_set()
     silent.send({"leaves": True})
 
 
-# Holds the interpreter lock, in the process of the hub or in another, for a hundred beats and more.
+# Holds the interpreter lock, in the process of the server or in another, for more than a hundred heartbeats.
 HOLDING = """
     import ctypes, sys, time
-    from distribuuuu.distributed import watchdog as watch
-    from distribuuuu.distributed import watchdog_server as watch_hub
-    watch_hub.BEAT_S = watch.BEAT_S = 0.02
+    from distribuuuu.distributed import watchdog
+    from distribuuuu.distributed import watchdog_server
+    watchdog_server.HEARTBEAT_S = watchdog.HEARTBEAT_S = 0.02
     address = ("127.0.0.1", int(sys.argv[1]))
     if sys.argv[1] == "0":
-        hub = watch_hub.WatchdogServer(2, "secret", 600)
-        hub.start()
-        address = ("127.0.0.1", hub.ports[0])
+        server = watchdog_server.WatchdogServer(2, "secret", 600)
+        server.start()
+        address = ("127.0.0.1", server.ports[0])
         print(address[1], flush=True)
-    own = watch.WatchdogClient(int(sys.argv[1] != "0"), address, "secret", ".")
+    own = watchdog.WatchdogClient(int(sys.argv[1] != "0"), address, "secret", ".")
     own.start()
     time.sleep(0.5)
     ctypes.PyDLL(None).sleep(4)
     time.sleep(0.5)
-    print("alive", own.is_alive() and own._main_host != "", flush=True)
+    print("alive", own.is_alive() and own._server_host != "", flush=True)
     sys.stdin.read()
 """
 
@@ -318,56 +320,56 @@ def test_a_held_interpreter_lock_is_no_death():
 
 
 def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
-    monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
-    hub = WatchdogServer(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
-    hub.start()
-    members = {rank: connect(hub, rank) for rank in (0, 1)}
+    monkeypatch.setattr(watchdog_server, "HEARTBEAT_S", 0.05)
+    server = WatchdogServer(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
+    server.start()
+    members = {rank: connect(server, rank) for rank in (0, 1)}
     for number in range(20):
         for rank, lines in members.items():
             lines.send({"at": f"step {number}", "marks": number, "starting": rank == 1})
         time.sleep(0.02)
     time.sleep(2)
-    assert not hub._over.is_set(), "process 0 waits for one that is still starting"
+    assert not server._is_over.is_set(), "process 0 waits for one that is still starting"
     for number in range(20, 300):
-        if hub._over.is_set():
+        if server._is_over.is_set():
             break
         members[0].send({"at": f"step {number}", "marks": number, "starting": False})
         members[1].send({"at": "step 20", "marks": 20, "starting": False})
         time.sleep(0.02)
     for lines in members.values():
-        assert told(lines, "stacks")
+        assert has_message(lines, "stacks")
         lines.send({"wrote": True})
     members[1].connection.settimeout(10)
     end = next(m["end"] for m in iter(lambda: members[1].receive(), None) for m in m if "end" in m)
     assert "process 1 on here has made no step for 1 s (DIST.TIMEOUT_S) after step 20; all stop" == end["message"]
     members[1].connection.close()
-    assert told(members[0], "end")
+    assert has_message(members[0], "end")
 
 
-def test_a_suspended_job_has_not_hung(hub, monkeypatch):
+def test_a_suspended_job_has_not_hung(server, monkeypatch):
     """After an hour's suspension all clocks jump, and nobody has been stuck."""
-    lines, clock = connect(hub, 0), time.monotonic
+    lines, clock = connect(server, 0), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
-    time.sleep(2.5 * hub.beat_s)
-    assert not hub._over.is_set() and hub._clock < 30
+    time.sleep(2.5 * server.heartbeat_s)
+    assert not server._is_over.is_set() and server._clock < 30
     lines.send({"leaves": True})
 
 
 def test_nobody_is_ended_before_all_have_written_their_stacks(monkeypatch):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
-    monkeypatch.setattr(watch_hub, "BEAT_S", 0.05)
-    hub = WatchdogServer(world_size=2, token="secret", timeout_s=0.5)
-    hub.start()
-    members = {rank: connect(hub, rank) for rank in (1, 0)}
-    assert told(members[0], "stacks") and told(members[1], "stacks")
+    monkeypatch.setattr(watchdog_server, "HEARTBEAT_S", 0.05)
+    server = WatchdogServer(world_size=2, token="secret", timeout_s=0.5)
+    server.start()
+    members = {rank: connect(server, rank) for rank in (1, 0)}
+    assert has_message(members[0], "stacks") and has_message(members[1], "stacks")
     members[1].send({"wrote": True})
     members[1].connection.settimeout(1.0)
-    assert not told(members[1], "end")
+    assert not has_message(members[1], "end")
     members[0].send({"wrote": True})
     members[1].connection.settimeout(10)
-    assert told(members[1], "end")
+    assert has_message(members[1], "end")
     members[1].connection.close()
-    assert told(members[0], "end")
+    assert has_message(members[0], "end")
 
 
 def test_the_end_waits_for_a_checkpoint_but_not_for_idle_threads(tmp_path):
@@ -392,17 +394,19 @@ def test_the_end_waits_for_a_checkpoint_but_not_for_idle_threads(tmp_path):
 
 
 def test_four_thousand_processes_send_no_more_messages_a_second_than_a_few_hundred():
-    assert WatchdogServer(4096, "secret", 60).beat_s == 16 and WatchdogServer(8, "secret", 60).beat_s == 1
+    assert WatchdogServer(4096, "secret", 60).heartbeat_s == 16 and WatchdogServer(8, "secret", 60).heartbeat_s == 1
 
 
-def test_many_processes_join_and_are_told_the_end(tmp_path):
-    hub = WatchdogServer(world_size=200, token="secret", timeout_s=60)
-    hub.start()
+def test_many_processes_join_and_receive_the_end(tmp_path):
+    server = WatchdogServer(world_size=200, token="secret", timeout_s=60)
+    server.start()
     with ThreadPoolExecutor(8) as pool:
-        members = list(pool.map(lambda rank: connect(hub, rank), range(200)))
-    assert sorted(hub._members) == list(range(200)) and hub._speaker.rank == 1
+        members = list(pool.map(lambda rank: connect(server, rank), range(200)))
+    assert sorted(server._peers) == list(range(200)) and server._reporter.rank == 1
     members[77].connection.close()
-    enders = [threading.Thread(target=told, args=(lines, "end")) for lines in members if lines is not members[77]]
+    enders = [
+        threading.Thread(target=has_message, args=(lines, "end")) for lines in members if lines is not members[77]
+    ]
     for ender in enders:
         ender.start()
     for ender in enders:
@@ -412,7 +416,7 @@ def test_many_processes_join_and_are_told_the_end(tmp_path):
         lines.connection.close()
 
 
-def test_what_is_said(hub):
+def test_what_is_said(server):
     class Gone:
         is_unreachable = False
 

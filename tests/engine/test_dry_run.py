@@ -11,8 +11,8 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import MODELS
-from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import wrap_model
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.dry_run import dry_run_evaluation, dry_run_training
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -164,7 +164,7 @@ def step_with_idle_parameters(zero1: bool) -> tuple[bool, list[str], list[str], 
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("torch.distributed").addHandler(handler)
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         cfg = load_cfg(None, ["DIST.SHARD", "zero1" if zero1 else "none", "OPTIM.BASE_LR", "0.1"])
         optimizer = build_optimizer(cfg, model)
         images = torch.ones(2, 3, 8, 8)

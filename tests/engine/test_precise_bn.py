@@ -5,7 +5,7 @@ import torch
 from support.processes import on_processes
 from torch import nn
 
-from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import train_model
@@ -71,7 +71,7 @@ def test_a_compiled_model_runs_eagerly_and_is_not_compiled_again():
 
 def statistics_of_a_share() -> torch.Tensor:
     net, launch = make_net(), detect_launch()
-    with dist.process_group(launch, torch.device("cpu"), 60):
+    with process_group(launch, torch.device("cpu"), 60):
         compute_precise_statistics(net, whole_set()[launch.rank :: launch.world_size].split(5))
     return torch.stack([net[1].running_mean, net[1].running_var])
 

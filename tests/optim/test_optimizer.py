@@ -149,7 +149,7 @@ def test_factors_and_layer_decay_multiply_each_other():
             {"*": 2, "4.*": 3},
             r"FINETUNE.LR_MULT.4.\*: patterns before it match all that it matches; put it before them",
         ),
-        ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; leave it out"),
+        ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; remove it"),
         ({"4.wieght": 2}, "did you mean 4.weight"),
     ],
 )

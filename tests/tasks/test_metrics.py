@@ -7,6 +7,7 @@ from support.processes import on_processes
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.tasks.metrics import ClassificationMeter, MultilabelMeter, average_precisions, scaled_all_reduce
 
@@ -49,7 +50,7 @@ def test_update_leaves_no_graph_behind():
 
 
 def read_share() -> tuple[dict, list[float]]:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         meter = ClassificationMeter(3, CPU)
         for number in range(dist.rank()):  # rank 0 sees nothing
             meter.update(*batch(3 + number, 10 * dist.rank() + number))
@@ -77,7 +78,7 @@ def test_everything_works_without_a_group():
 
 
 def fetch(log) -> str:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         return dist.local_main_first(lambda: fetch_once(log))
 
 
@@ -93,7 +94,7 @@ def test_one_process_of_a_node_fetches_and_the_others_wait(tmp_path):
 
 
 def fail_first() -> str:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         try:
             dist.local_main_first(lambda: 1 / 0)
         except ZeroDivisionError:
@@ -191,7 +192,7 @@ def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
 
 
 def read_scores_share() -> dict:
-    with dist.process_group(detect_launch(), CPU, 60):
+    with process_group(detect_launch(), CPU, 60):
         meter = MultilabelMeter(4, CPU)
         scores, applies = scored(41, 3, 10)
         of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 sees nothing

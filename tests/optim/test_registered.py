@@ -1,0 +1,106 @@
+"""Registered optimizers and schedules: one new file, or a decorated function in a user's script, and no other edit."""
+
+import sys
+
+import pytest
+import torch
+from support.runs import newest
+from torch import nn
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.model_names import NameTable, keep_table
+from distribuuuu.config.registry import OPTIMIZERS, SCHEDULES
+from distribuuuu.engine.preflight import _name_problems
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.schedules import build_schedule
+from distribuuuu.trainer import train_model
+
+OPTIMIZER = """\
+import torch
+
+from distribuuuu.config.registry import OPTIMIZERS
+
+
+@OPTIMIZERS.register
+def rprop(params, lr, weight_decay):
+    return torch.optim.Rprop(params, lr)
+"""
+SCHEDULE = """\
+from distribuuuu.config.registry import SCHEDULES
+
+
+@SCHEDULES.register
+def sqrt(epoch, *, max_epoch):
+    return (1 - epoch / max_epoch) ** 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    """Restore both registries after the test."""
+    for registry in (OPTIMIZERS, SCHEDULES):
+        monkeypatch.setattr(registry, "_table", dict(registry._table))
+        monkeypatch.setattr(registry, "_declared", None)
+
+
+@pytest.fixture
+def new_files(monkeypatch, tmp_path):
+    """Add the two files to a copy of the package that the registries search."""
+    package = tmp_path / "registered_optim"
+    package.mkdir()
+    for name, text in {"__init__": "", "rprop": OPTIMIZER, "sqrt": SCHEDULE}.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for registry in (OPTIMIZERS, SCHEDULES):
+        monkeypatch.setattr(registry, "package", package.name)
+    yield
+    for module in [module for module in sys.modules if module.startswith(package.name)]:
+        del sys.modules[module]
+
+
+def make_cfg(*overrides):
+    return load_cfg(None, [str(override) for override in overrides])
+
+
+def test_one_new_file_is_enough(new_files, small_cfg):
+    assert len(OPTIMIZER.splitlines()) <= 8 and len(SCHEDULE.splitlines()) <= 6
+    overrides = ("OPTIM.NAME", "rprop", "OPTIM.LR_POLICY", "sqrt", "OPTIM.WARMUP_EPOCHS", 0)
+    cfg = small_cfg(*overrides, "OPTIM.MAX_EPOCH", 4, "OPTIM.BASE_LR", 0.1)
+    assert [build_schedule(cfg)(epoch) for epoch in (0, 3)] == [0.1, 0.05]
+    assert type(build_optimizer(cfg, nn.Linear(2, 2))) is torch.optim.Rprop
+    train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 1))
+    train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 2))  # resumes
+    content = newest(cfg.OUT_DIR)
+    assert content["epoch"] == 1 and "step_size" in content["optimizer"]["state"][0]
+
+
+def test_a_script_may_register_before_timm_is_asked():
+    @OPTIMIZERS.register("adamw")
+    def build(params, lr, weight_decay, momentum, betas=(0.5, 0.6)):
+        return torch.optim.AdamW(params, lr, betas, weight_decay=weight_decay + momentum)
+
+    model = nn.Linear(2, 2)
+    groups = ("OPTIM.NAME", "adamw", "OPTIM.WEIGHT_DECAY", 1, "OPTIM.MOMENTUM", 0.5)
+    assert build_optimizer(make_cfg(*groups), model).defaults["betas"] == (0.5, 0.6)
+    defaults = build_optimizer(make_cfg(*groups, "OPTIM.BETAS", "[0.7, 0.8]"), model).defaults
+    assert (defaults["betas"], defaults["weight_decay"]) == ((0.7, 0.8), 1.5)
+    with pytest.raises(ConfigError, match=r"OPTIM.EPS \(command line\): adamw takes none"):
+        build_optimizer(make_cfg(*groups, "OPTIM.EPS", 0.1), model)
+
+
+def test_a_class_can_be_registered():
+    OPTIMIZERS.register(torch.optim.Adagrad)
+    optimizer = build_optimizer(make_cfg("OPTIM.NAME", "Adagrad", "OPTIM.EPS", 0.1), nn.Linear(2, 2))
+    assert type(optimizer) is torch.optim.Adagrad and optimizer.defaults["eps"] == 0.1
+
+
+def test_the_check_of_names_knows_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_table("optimizers", lambda: NameTable({"adam": None}))
+    OPTIMIZERS.register("shampoo")(torch.optim.SGD)
+    assert list(_name_problems(make_cfg("OPTIM.NAME", "shampoo"), train=True)) == []
+    cfg = make_cfg("OPTIM.NAME", "shampo")
+    message = "unknown optimizer 'shampo'; did you mean shampoo?"
+    assert list(_name_problems(cfg, train=True)) == [("OPTIM.NAME", message)]
+    with pytest.raises(ConfigError, match="unknown optimizer 'shampo'; did you mean shampoo"):
+        build_optimizer(cfg, nn.Linear(2, 2))
