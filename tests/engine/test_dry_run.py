@@ -16,7 +16,7 @@ from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.engine.dry_run import dry_run_evaluation, dry_run_training
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
-from distribuuuu.models.construction import without_auxiliary_heads
+from distribuuuu.models.constructor import remove_auxiliary_heads
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.trainer import train_model
 
@@ -110,7 +110,7 @@ def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
         dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
     plain = nn.Linear(2, 2)
-    assert without_auxiliary_heads(plain) is plain
+    assert remove_auxiliary_heads(plain) is plain
 
 
 def test_a_model_of_ones_own_keeps_what_is_named_like_an_auxiliary_head(small_cfg, monkeypatch):
