@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config.errors import did_you_mean
 
@@ -97,7 +98,7 @@ SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 
 
-def dataset_class(cfg) -> type:
+def dataset_class(cfg) -> type[Any]:
     """Return the data-set family of a config; for an unknown name, which is told elsewhere, that of random images."""
     name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     return DATASETS.get(name if name in DATASETS else "dummy")

@@ -28,7 +28,7 @@ def wrap_model(
     bucket_mb: float = 25,
     compress: str = "none",
     unused: Sequence[str] = (),
-    skips: bool = False,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Return the model with gradients averaged over the processes; alone or sharded, the model itself.
 
@@ -42,7 +42,7 @@ def wrap_model(
         compress: the type they are sent in: one of COMPRESSIONS.
         unused: names of the parameters that get no gradient on any process. They are frozen: optimizers skip them
             anyway, and to look for them DDP would wait for the device in each step.
-        skips: this process has seen other parameters without a gradient; DDP then does look for such in each step.
+        find_unused: other parameters may get no gradient in a step; if so on any process, DDP looks for them in each.
     """
     if not is_distributed() or is_sharded(model):
         return model
@@ -55,7 +55,7 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        find_unused_parameters=bool(all_reduce_max([skips])[0]),
+        find_unused_parameters=bool(all_reduce_max([find_unused])[0]),
         **{exchange: False},
     )
     if COMPRESSIONS[compress]:

@@ -64,16 +64,21 @@ def test_a_rehearsal_leaves_no_trace(small_cfg):
             ("MODEL.ARCH", "resnet18"),
             1,
             32,
-            r"MODEL.ARCH \(command line\).*: resnet18 fails on images, 1 of 32 x 32 px",
+            r"MODEL.ARCH \(command line\).*: resnet18 fails on an input of shape \(1, 3, 32, 32\)",
         ),
         (
             ("MODEL.ARCH", "torchvision/inception_v3"),
             2,
             40,
-            r"torchvision/inception_v3 fails .* 2 of 40 x 40 px .*\(torchvision/models/inception.py:\d+\)$",
+            r"torchvision/inception_v3 fails .* shape \(2, 3, 40, 40\).*\(torchvision/models/inception.py:\d+\)$",
         ),
-        (("MODEL.ARCH", "timm/test_vit"), 4, 40, "timm/test_vit fails on images, 4 of 40 x 40 px at a time"),
-        (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads answers a tuple, not logits \(2, 3\); heads beside the last"),
+        (("MODEL.ARCH", "timm/test_vit"), 4, 40, r"timm/test_vit fails on an input of shape \(2, 3, 40, 40\): "),
+        (
+            ("MODEL.ARCH", "two_heads"),
+            2,
+            16,
+            r"two_heads: model output is a tuple; expected logits \(2, 3\); fix: turn",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
@@ -86,7 +91,9 @@ def test_what_a_step_would_fail_at_is_said(small_cfg, words, num, px, said):
 def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64,
                     "TEST.CROP_SIZE", 48)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*48 x 48 px"):
+    with pytest.raises(
+        ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*\(1, 3, 48, 48\)"
+    ):
         train_model(cfg)
     cfg = small_cfg("MODEL.ARCH", "two_heads")
     dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
@@ -95,7 +102,7 @@ def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_c
 def test_what_the_size_at_the_start_would_fail_at_is_said(small_cfg):
     words = ("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1)
     start = ("TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
-    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .* 2 of 4 x 4 px"
+    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .*\(2, 3, 4, 4\)"
     with pytest.raises(ConfigError, match=said):
         train_model(small_cfg(*words, *start))
 
@@ -107,7 +114,7 @@ def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
     assert not any("aux" in name for name in model.state_dict())
     assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
     asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
-    with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
+    with pytest.raises(ConfigError, match="is a GoogLeNetOutputs; expected logits .* in MODEL.KWARGS"):
         dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
     plain = nn.Linear(2, 2)
     assert remove_auxiliary_heads(plain) is plain

@@ -76,7 +76,7 @@ def test_where_only_the_images_tell_they_are_read(monkeypatch):
 
 @pytest.mark.parametrize("words", [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]])
 def test_dummy_images_have_no_classes_of_their_own(words):
-    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): 0 asks the data, but dummy images"):
+    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): got 0, .*; dummy images have none"):
         resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
 
 
@@ -181,7 +181,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_training(image_fo
 def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*words, train=False)
-    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar is not there")
+    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar does not exist; fix: ")
     assert problems_of(*words) == problems_of(*words, *EVALUATED, train=False) == []
     (tmp_path / "best_ema.pth.tar").touch()
     assert problems_of(*words, train=False) != [] == problems_of(*words, "EMA.HALF_LIFE", 9, train=False)
