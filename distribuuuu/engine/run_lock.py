@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = ".lock"
 # Seconds to wait for a training that may be exiting, e.g. after its launcher was killed.
-WAIT_S = 10.0
+PATIENCE_S = 10.0
 POLL_S = 0.2
 # Fields of the file that describe the holder, and the number of characters read.
 _FIELDS = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
@@ -62,7 +62,7 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
 
 def _acquire(path: Path) -> tuple[IO | None, str | None]:
     """Return the open and locked file, or the problem."""
-    deadline, has_warned = time.monotonic() + WAIT_S, False
+    deadline, has_warned = time.monotonic() + PATIENCE_S, False
     while True:
         try:
             file = open(path, "a+", encoding="utf-8")
@@ -87,7 +87,7 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
                 path.unlink()
         elif not has_warned:
             has_warned = True
-            logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its exit", path, WAIT_S)
+            logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, PATIENCE_S)
         time.sleep(POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""What runs out of memory says what it was, how much there is and what would help; no checkpoint is lost."""
+"""Out-of-memory errors name the phase, the memory and the options to change; no checkpoint is lost."""
 
 import re
 

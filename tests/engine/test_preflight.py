@@ -1,4 +1,4 @@
-"""What is told before torch is imported: the number of classes that the data has, and weights to fine-tune from."""
+"""Checks before torch is imported: the number of classes, initial weights, batch sizes, OUT_DIR."""
 
 from pathlib import Path
 

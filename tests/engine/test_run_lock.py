@@ -1,4 +1,4 @@
-"""One training at a time in an OUT_DIR; whatever becomes of it, the next one starts at once."""
+"""One training at a time per OUT_DIR; however it ends, the next one starts at once."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ from training_process import TrainingProcess
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT_S", 0.3)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -76,10 +76,10 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
 
 
 def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(run_lock, "WAIT_S", 30)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 30)
     with held(tmp_path, seconds=0.5), lock_out_dir(tmp_path):
         pass
-    assert "waiting up to 30 s for its exit" in caplog.text
+    assert "waiting up to 30 s for its end" in caplog.text
 
 
 def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
@@ -129,7 +129,7 @@ def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, 
     with run_lock.lock_out_dir(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     (tmp_path / ".lock").write_bytes(record)
-    monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
     monkeypatch.setattr(run_lock, "_try_lock", lambda file: False)
     with pytest.raises(OutDirLocked, match="unknown process"), run_lock.lock_out_dir(tmp_path):
         pass

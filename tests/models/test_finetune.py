@@ -1,4 +1,4 @@
-"""Starting from weights of other data: every kind of file, what is taken and what is not; parts that stay frozen."""
+"""Fine-tuning: file formats, tensors that are loaded or not, frozen parts."""
 
 import argparse
 import copy
