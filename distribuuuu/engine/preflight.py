@@ -132,11 +132,10 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
     weights = cfg.FINETUNE.WEIGHTS
     if not weights:
         return
-    for key in ("MODEL.WEIGHTS", "MODEL.PRETRAINED"):
-        section, name = key.split(".")
-        if cfg[section][name]:
-            remedy = f"set {key} {'null' if name == 'WEIGHTS' else 'False'}, or leave this one empty"
-            yield "FINETUNE.WEIGHTS", f"{key} sets the initial weights too; fix: {remedy}"
+    others = (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, "null"), ("MODEL.PRETRAINED", cfg.MODEL.PRETRAINED, "False"))
+    for key, value, off in others:
+        if value:
+            yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
     if weights != PUBLISHED:
         try:
             find_weights_file(weights)

@@ -127,8 +127,8 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
     (tmp_path / "b.pth").write_bytes(b"any")
     both = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", "True", "MODEL.WEIGHTS", tmp_path / "b.pth")
     first, second = finetune_problems(image_folder, *both)
-    assert "set MODEL.WEIGHTS null, or leave this one empty" in first
-    assert "set MODEL.PRETRAINED False, or leave this one empty" in second
+    assert "set MODEL.WEIGHTS null, or leave this option empty" in first
+    assert "set MODEL.PRETRAINED False, or leave this option empty" in second
     assert finetune_problems(image_folder, *both, train=False) == []
 
 
