@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
-"""Disturb small trainings in every way, at random moments, and prove that nothing is lost and no bit is changed.
+"""Inject faults into small trainings at random moments and check that no step and no bit is lost.
 
-Each run is a small model trained on JPEGs through `tools/train_net.py`. Each event disturbs it, in its start or later;
-if that ends it, the same command is started again with another number of loader workers. When the events are spent the
-run finishes, and is compared with one left in peace. The runs take turns:
+Each run trains a small model on JPEGs through `tools/train_net.py`. Each event is a fault during start-up or later. If
+it ends the run, the same command is started again with another number of loader workers. After its last event the run
+finishes and is compared with an uninterrupted run. The kinds of run alternate:
 
 1. one process; 2. two under --nproc; 3. two under torchrun: the last checkpoint, the best weights, all checkpoints of
-   epochs and all records of metrics.jsonl equal those of the undisturbed run of as many processes, bit by bit;
-4. one, two or three processes, another number each start: the last weights are those of the undisturbed run of one
-   process up to rounding (rtol = atol = 1e-5), and every step is recorded once. Rounding grows with the learning rate,
-   because a ReLU that flips changes the gradient at once; so this run has a small one, and a norm of each image alone.
+   epochs and all records of metrics.jsonl are bitwise equal to those of the uninterrupted run on as many processes;
+4. one, two or three processes, another number at each start: the last weights equal those of the uninterrupted run of
+   one process up to rounding (rtol = atol = 1e-5), and every step is recorded once. Rounding errors grow with the
+   learning rate, because a ReLU that switches changes the gradient; so this run has a small one, and group norm.
 
-What an event may cost, in steps recorded before it that the next start does again; E is CHECKPOINT.EVERY_STEPS:
+Limits on lost steps, which are recorded before the event and repeated by the next start; E is CHECKPOINT.EVERY_STEPS:
 
 - SIGTERM, SIGINT, SIGUSR1 (to the launcher; "to all": to every process, loader workers included): 0.
 - kill -9 of a rank, the launcher or all: E.
-- truncate (kill -9 of all, then the newest checkpoint is cut off somewhere): E, and the steps between the file that was
-  cut, which cannot be avoided, and the newest whole one.
-- disk full (no file may grow to the size of a checkpoint, for some steps): 0, the same process goes on, and after the
-  disk has room again it writes a checkpoint within 2 E steps.
-- full, kill -9 all: E, and the steps made while it was full, which cannot be avoided.
+- truncate (kill -9 of all, then the newest checkpoint is truncated): E, plus the unavoidable steps between the
+  truncated file and the newest valid one.
+- disk full (for some steps no file may grow to the size of a checkpoint): 0, the same process continues and writes a
+  checkpoint within 2 E steps after the disk has space again.
+- full, kill -9 all: E, plus the unavoidable steps made while the disk was full.
 
 After each event no process may be left after 30 s, the exit status must be that of the event, no traceback may be
-printed, the best weights must be those that the newest checkpoint knows of or newer, and the next start must go on from
-the newest whole checkpoint. Linux only.
+printed, the best weights must be at least as new as the newest checkpoint says, and the next start must resume from the
+newest valid checkpoint. Linux only.
 """
 
 import argparse
@@ -43,21 +43,21 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import checkpoint_name
 
 TOLERANCE = 1e-5
-# Of a run: enough that its last event comes before its end.
+# Enough epochs that the last event of a run comes before its end.
 SPARE_EPOCHS = 8
 EPOCHS_PER_EVENT = 2
 
 
 def compare(run: DisturbedRun, reference: Path) -> tuple[bool, str]:
-    """Return whether a run is as it should be beside the undisturbed one, and a line that says so."""
+    """Compare a run with the uninterrupted one; return whether it is as expected, and a line for the report."""
     last = checkpoint_name(run.trainings.epochs, 0)
     if run.any_world:
         return compare_roughly(reference, run.out_dir, f"checkpoints/{last}")
     different, num_tensors = compare_runs(reference, run.out_dir)
-    missing = {line: line.split()[0] for line in different if line.endswith("is only in one of them")}
+    missing = {line: line.split()[0] for line in different if line.endswith("exists in one run only")}
     excused = [line for line, name in missing.items() if name not in (last, "best.pth.tar") and run.may_lack(name)]
     for line in excused:
-        print(f"  note: {line}: it is of the middle of an epoch, or the disk was full; not compared")
+        print(f"  note: {line}: saved within an epoch, or the disk was full; not compared")
     different = [line for line in different if line not in excused]
     if not different:
         return True, f"identical: yes, {num_tensors} tensors and {len(positions(reference))} records compared"
@@ -65,7 +65,7 @@ def compare(run: DisturbedRun, reference: Path) -> tuple[bool, str]:
 
 
 def compare_roughly(reference: Path, out_dir: Path, last: str) -> tuple[bool, str]:
-    """Return whether two runs end with the same weights up to rounding and recorded the same steps, and a line."""
+    """Compare the last weights of two runs up to rounding, and their recorded steps; return as `compare`."""
     one, other = (read_checkpoint(folder / last)["state_dict"] for folder in (reference, out_dir))
     first = read_checkpoint(reference / "checkpoints" / checkpoint_name(1, 0))["state_dict"]
     close = all(torch.allclose(one[key], other[key], rtol=TOLERANCE, atol=TOLERANCE) for key in one)
@@ -78,32 +78,32 @@ def compare_roughly(reference: Path, out_dir: Path, last: str) -> tuple[bool, st
 
 
 def largest_difference(one: dict, other: dict) -> float:
-    """Return by how much two state dicts differ at most."""
+    """Return the largest absolute difference of two state dicts."""
     return max((one[key].double() - other[key].double()).abs().max().item() for key in one)
 
 
 def main() -> int:
-    """Disturb and compare all runs; return 1 if anything was lost or is different."""
+    """Disturb and compare all runs; return 1 if anything is lost or different."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--events", type=int, default=60, help="how often to disturb, over all runs")
-    parser.add_argument("--runs", type=int, default=4, help="how many trainings to disturb")
-    parser.add_argument("--seed", type=int, default=1, help="of the events, moments and worker counts")
-    parser.add_argument("--folder", type=Path, help="where to keep all files; default: a temporary folder")
+    parser.add_argument("--events", type=int, default=60, help="number of events over all runs")
+    parser.add_argument("--runs", type=int, default=4, help="number of runs")
+    parser.add_argument("--seed", type=int, default=1, help="of events, moments and worker counts")
+    parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
     args = parser.parse_args()
     if args.folder and args.folder.exists():
-        parser.error(f"--folder {args.folder}: is there already; name a new one")
+        parser.error(f"--folder {args.folder}: exists already; fix: name a new folder")
     if not 1 <= args.runs <= args.events:
-        parser.error("--runs: at least 1, and at least one event each")
+        parser.error("--runs: expected at least 1, and at least one event per run")
     print(describe_run())
     started = time.time()
     with tempfile.TemporaryDirectory() as temporary:
-        sound = disturb_all(args, args.folder or Path(temporary))
-    print(f"{time.time() - started:.0f} s in all")
-    return 0 if sound else 1
+        passed = disturb_all(args, args.folder or Path(temporary))
+    print(f"{time.time() - started:.0f} s in total")
+    return 0 if passed else 1
 
 
 def disturb_all(args: argparse.Namespace, folder: Path) -> bool:
-    """Run everything and print it; return whether nothing was lost and nothing is different."""
+    """Run and print everything; return whether nothing is lost and nothing different."""
     names = draw_names(args.events, args.seed)
     epochs = SPARE_EPOCHS + EPOCHS_PER_EVENT * -(-args.events // args.runs)
     trainings = Trainings(folder, epochs)
@@ -112,8 +112,8 @@ def disturb_all(args: argparse.Namespace, folder: Path) -> bool:
     for number in range(1, args.runs + 1):
         runs.append(DisturbedRun(number, names[number - 1 :: args.runs], trainings, args.seed))
         try:
-            reference, start_s = trainings.run_in_peace(runs[-1].kind)
-            runs[-1].go(start_s)
+            reference, start_s = trainings.run_uninterrupted(runs[-1].kind)
+            runs[-1].run(start_s)
             same, line = compare(runs[-1], reference)
         except RuntimeError as error:
             same, line = False, f"FAILED: {error}"
@@ -123,14 +123,14 @@ def disturb_all(args: argparse.Namespace, folder: Path) -> bool:
     num_lost = args.events - sum(event.survived for event in events)
     most = max((event.lost - event.unavoidable for event in events), default=0)
     num_broken = sum(bool(event.problems) for event in events)
-    print(f"events with a broken rule: {num_broken}")
+    print(f"events that violate a rule: {num_broken}")
     print(f"{args.events} events over {args.runs} runs: {num_lost} lost, {verdicts.count(False)} different, "
           f"at most {most} steps lost (allowed {EVERY_STEPS})")  # fmt: skip
     return all(verdicts) and not num_lost and not num_broken
 
 
 def draw_names(number: int, seed: int) -> list[str]:
-    """Return what the events are: each kind equally often, in random order."""
+    """Return the names of the events: each equally often, in random order."""
     rng, names = random.Random(seed), []
     while len(names) < number:
         names += rng.sample(NAMES, len(NAMES))

@@ -1,4 +1,4 @@
-"""The events of chaos.py: what each does to a running training, and what it may cost. For Linux."""
+"""Events of chaos.py: the fault that each injects into a training, and the steps that it may cost (Linux)."""
 
 import random
 import re
@@ -25,12 +25,12 @@ SIGNALS = {
 KILLS = ("kill -9 rank", "kill -9 launcher", "kill -9 all", "truncate")
 FULL_DISKS = ("disk full", "full, kill -9 all")
 NAMES = (*SIGNALS, *KILLS, *FULL_DISKS)
-# Seconds that a run gets to end after a signal or the death of a process.
+# Seconds for a run to end after a signal or the death of a process.
 GONE_S = 30.0
 POLL_S = 0.01
-# What the console, the records and the curves may grow by while the disk is full.
+# Bytes by which console, records and TensorBoard files may grow while the disk is full.
 ROOM = 1 << 16
-# In a traceback: it is torchrun's own, which prints one however its processes end.
+# Marks of torchrun's own traceback, which it prints whenever a process fails.
 TORCHRUN = ("<frozen runpy>", "torch/distributed/run.py", "torch/distributed/elastic")
 HEADER = (
     f"{'run':>3} {'no':>3}  {'event':<17} {'start':<24} {'phase':<10} {'survived':<8} {'gone s':>6} {'reached':>7} "
@@ -40,16 +40,16 @@ HEADER = (
 
 @dataclass
 class Event:
-    """One event, what it hit and what came of it. Positions are counted in steps of the whole run.
+    """One event and its outcome. Positions are counted in steps of the whole run.
 
     Attributes:
         start: the launcher and the loader workers of the start that was hit.
-        reached: the steps done when it was over.
-        left: the position of the newest whole checkpoint after it.
-        unavoidable: the lost steps that no training could have kept.
-        seconds: how long it took until no process was left; None: the same process went on.
-        problems: the rules that were broken.
-        said: what the start that was hit has printed.
+        reached: the steps done at its end.
+        left: the position of the newest valid checkpoint after it.
+        unavoidable: lost steps that no training could have saved.
+        seconds: the time until no process was left; None: the same process continued.
+        problems: violated rules.
+        output: the console output of the start that was hit.
     """
 
     run: int
@@ -65,16 +65,16 @@ class Event:
     seconds: float | None = None
     survived: bool = False
     problems: list[str] = field(default_factory=list)
-    said: str = ""
+    output: str = ""
 
     @property
     def lost(self) -> int:
-        """How many steps had to be done again."""
+        """The number of steps that were repeated."""
         return self.reached - self.left
 
     @property
     def allowed(self) -> int:
-        """How many steps may be lost beyond the unavoidable ones."""
+        """The number of steps that may be lost beyond the unavoidable ones."""
         return 0 if self.name in SIGNALS or self.name == "disk full" else EVERY_STEPS
 
     def __str__(self) -> str:
@@ -87,11 +87,11 @@ class Event:
 
 
 class Progress:
-    """How far a run has come, by what is on disk.
+    """The progress of a run according to its files.
 
     Args:
         out_dir: the OUT_DIR of the run.
-        num_steps: steps of an epoch.
+        num_steps: steps per epoch.
     """
 
     def __init__(self, out_dir: Path, num_steps: int):
@@ -100,20 +100,20 @@ class Progress:
         self._checkpoints = CheckpointManager(out_dir)
 
     def of_record(self, record: dict) -> int:
-        """Return the steps that were done at a record."""
+        """Return the number of steps done at a record."""
         return (record["epoch"] - 1) * self.num_steps + record["step"]
 
     def of_file(self, path: Path) -> int:
-        """Return the steps that were done at a checkpoint."""
+        """Return the number of steps done at a checkpoint."""
         epoch, step = position_of(path)
         return epoch * self.num_steps + step
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint by its name."""
+        """Return the newest checkpoint according to the file names."""
         return (self._checkpoints.list() or [None])[-1]
 
-    def whole(self) -> list[Path]:
-        """Return the checkpoints that can be read, oldest first, as far back as the two newest of them."""
+    def valid(self) -> list[Path]:
+        """Return the two newest readable checkpoints, oldest first."""
         found: list[Path] = []
         for path in reversed(self._checkpoints.list()):
             try:
@@ -126,21 +126,21 @@ class Progress:
         return found
 
     def saved(self) -> int:
-        """Return the position of the newest whole checkpoint."""
-        return self.of_file(self.whole()[-1]) if self.whole() else 0
+        """Return the position of the newest valid checkpoint."""
+        return self.of_file(self.valid()[-1]) if self.valid() else 0
 
     def find_problem_of_best(self) -> str | None:
-        """Return what is wrong if the best weights are older than those the newest whole checkpoint knows of."""
-        if not self.whole():
+        """Return the problem if the best weights are older than the newest valid checkpoint says."""
+        if not self.valid():
             return None
-        known = read_checkpoint(self.whole()[-1])["best_epoch"]
+        known = read_checkpoint(self.valid()[-1])["best_epoch"]
         best = self._checkpoints.bests["raw"]
-        there = read_checkpoint(best)["epoch"] if best.exists() else -1
-        return f"best.pth.tar is of epoch {there + 1}, but the best was {known + 1}" if there < known else None
+        saved = read_checkpoint(best)["epoch"] if best.exists() else -1
+        return f"best.pth.tar is of epoch {saved + 1}, expected {known + 1}" if saved < known else None
 
 
-def strike(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
-    """Do to the run what the event says and wait until it is over; note the time, the cost and the problems."""
+def inject(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
+    """Inject the fault of an event and wait for its end; record time, cost and problems."""
     began = time.monotonic()
     status = None
     if event.name in SIGNALS:
@@ -171,51 +171,51 @@ def strike(event: Event, run: TrainingProcess, progress: Progress, rng: random.R
         status = None
     run.kill()
     check_end(event, run, status)
-    note_cost(event, run, progress, rng)
+    record_cost(event, run, progress, rng)
 
 
 def fill_disk(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
-    """Let the run do some steps on a full disk; for 'disk full' make room and wait for a checkpoint."""
-    whole = progress.newest()
+    """Let the run make some steps on a full disk; for 'disk full', free space and wait for a checkpoint."""
+    checkpoint = progress.newest()
     files = [path for path in progress.out_dir.rglob("*") if path.is_file() and ".pth.tar" not in path.name]
     limit = max(path.stat().st_size for path in [*files, Path(f"{run.out_dir}.console")]) + ROOM
-    if limit >= whole.stat().st_size:
-        raise RuntimeError("the records have outgrown a checkpoint, no limit is between them; fewer --events a run")
+    if limit >= checkpoint.stat().st_size:
+        raise RuntimeError("the records are larger than a checkpoint; fix: fewer --events per run")
     before = progress.of_record(run.records()[-1])
     run.limit_files(limit)
     most = progress.of_record(run.records()[-1])
     enough = before + rng.randint(4, 16)
     try:
-        wait_slowly(run, lambda: progress.of_record(run.records()[-1]) >= enough)
+        wait_polling(run, lambda: progress.of_record(run.records()[-1]) >= enough)
         if progress.of_file(progress.newest()) > most:
-            event.problems.append("the disk did not refuse a checkpoint")
+            event.problems.append("the full disk did not prevent a checkpoint")
         event.reached = progress.of_record(run.records()[-1])
         event.unavoidable = event.reached - before
         if event.name != "disk full":
             return
         run.limit_files(resource.RLIM_INFINITY)
-        lifted = progress.of_record(run.records()[-1])
-        wait_slowly(run, lambda: progress.of_file(progress.newest()) > lifted)
+        freed_at = progress.of_record(run.records()[-1])
+        wait_polling(run, lambda: progress.of_file(progress.newest()) > freed_at)
     except RunEnded as error:
-        raise RuntimeError(f"a full disk ended the run, {error}:\n{run.last_lines()}") from error
+        raise RuntimeError(f"the run ended on a full disk, {error}:\n{run.last_lines()}") from error
     event.reached = event.left = progress.of_record(run.records()[-1])
     event.unavoidable = 0
     event.survived = True
-    event.said = run.said_since_start()
-    check_words(event)
-    late = progress.of_file(progress.newest()) - lifted
+    event.output = run.said_since_start()
+    check_output(event)
+    late = progress.of_file(progress.newest()) - freed_at
     if late > 2 * EVERY_STEPS:
-        event.problems.append(f"the first checkpoint after the disk was full came {late} steps late")
+        event.problems.append(f"first checkpoint {late} steps after the disk had space, allowed are {2 * EVERY_STEPS}")
 
 
-def wait_slowly(run: TrainingProcess, condition) -> None:
-    """Wait for a condition that reads files: without taking the processor from the run that makes it true."""
+def wait_polling(run: TrainingProcess, condition) -> None:
+    """Wait for a condition that reads files; sleeps between two checks to leave the CPU to the run."""
     run.wait_for(lambda: condition() or time.sleep(POLL_S))
 
 
 def check_end(event: Event, run: TrainingProcess, status: int | None) -> None:
-    """Note what is wrong with the exit status and with what was printed."""
-    event.said = run.said_since_start()
+    """Check the exit status and the console output."""
+    event.output = run.said_since_start()
     signum = SIGNALS.get(event.name)
     under_torchrun = event.launcher == "torchrun" and event.processes > 1
     expected = STATUS_OF[signum] if signum else -signal.SIGKILL
@@ -223,12 +223,12 @@ def check_end(event: Event, run: TrainingProcess, status: int | None) -> None:
         expected = 128 + signal.SIGKILL
     if (not status) if under_torchrun else (status != expected):
         event.problems.append(f"exit status {status} instead of {'any but 0' if under_torchrun else expected}")
-    check_words(event)
+    check_output(event)
 
 
-def check_words(event: Event) -> None:
-    """Note a traceback on the console that is not torchrun's."""
-    for part in event.said.split("Traceback (most recent call last)")[1:]:
+def check_output(event: Event) -> None:
+    """Check the console output for tracebacks other than torchrun's."""
+    for part in event.output.split("Traceback (most recent call last)")[1:]:
         lines = part.splitlines()[1:]
         end = next(
             (number for number, line in enumerate(lines) if not re.match(r"\s|\[rank\d+\]:\s", line)), len(lines)
@@ -237,16 +237,16 @@ def check_words(event: Event) -> None:
             event.problems.append(f"a traceback: {lines[end] if end < len(lines) else '?'}")
 
 
-def note_cost(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
-    """Note the position reached and the newest whole checkpoint; for 'truncate' break the newest one before."""
+def record_cost(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
+    """Record the position reached and that of the newest valid checkpoint; for 'truncate', truncate it first."""
     records = run.records()
     if records:
         reached = progress.of_record(records[-1])
         if event.name in FULL_DISKS:  # the disk was full until the end
             event.unavoidable += reached - event.reached
         event.reached = reached
-    if event.name == "truncate" and progress.whole():
-        *older, newest = progress.whole()
+    if event.name == "truncate" and progress.valid():
+        *older, newest = progress.valid()
         event.unavoidable = progress.of_file(newest) - (progress.of_file(older[-1]) if older else 0)
         with open(newest, "r+b") as file:
             file.truncate(rng.randrange(newest.stat().st_size))
@@ -256,7 +256,7 @@ def note_cost(event: Event, run: TrainingProcess, progress: Progress, rng: rando
 
 
 def phase_of(run: TrainingProcess) -> str:
-    """Return what a run is doing."""
+    """Return the phase of a run."""
     if not run.records():
         return "start"
     if run.temporary_file():
@@ -265,5 +265,5 @@ def phase_of(run: TrainingProcess) -> str:
 
 
 def positions(out_dir: Path) -> list[tuple]:
-    """Return what the records of a run are about, without what they measured."""
+    """Return kind, epoch and step of the records of a run."""
     return [(record["kind"], record["epoch"], record["step"]) for record in read_records(out_dir)]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what saving a checkpoint at every step costs, against saving none inside an epoch.
+"""Measure the cost of a checkpoint at every step, compared with no checkpoint within an epoch.
 
-Both are the real `train_epoch` on one batch in memory, in turns, in blocks of a few steps. A block that saves ends when
-its last file is on disk. Beside them: how long one save takes when training waits for it.
+Both run the real `train_epoch` on one batch in memory, in alternating blocks of a few steps. A block with checkpoints
+ends when its last file is on disk. The time of a synchronous save is measured too.
 """
 
 import argparse
@@ -24,18 +24,18 @@ from distribuuuu.report.run_log import RunLog
 from distribuuuu.tasks.classification import build_recipe
 from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
 
-# The most that a step with a save may take, in steps without.
+# Limit of the ratio of step times, with a checkpoint to without.
 BAR = 1.10
 
 
 class Training:
-    """One training whose epochs are blocks of a few steps."""
+    """A training whose epochs are blocks of a few steps."""
 
     def __init__(self, args: argparse.Namespace, out_dir: str):
-        words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} DATA.NAME dummy "
-        words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
-        words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False CHECKPOINT.EVERY_STEPS 1 OUT_DIR {out_dir}"
-        self.cfg = load_cfg(None, words.split())
+        overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} DATA.NAME dummy "
+        overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
+        overrides += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False CHECKPOINT.EVERY_STEPS 1 OUT_DIR {out_dir}"
+        self.cfg = load_cfg(None, overrides.split())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
         labels = torch.arange(args.batch, device=device) % CLASSES
@@ -47,7 +47,7 @@ class Training:
         self.log: RunLog = open_log(self.cfg, self.state, self.loader)
 
     def time_block(self, checkpoints: CheckpointManager) -> float:
-        """Return the seconds a step of one block."""
+        """Return the seconds per step of one block."""
         start, self.state.step = time.perf_counter(), 0
         recipe = build_recipe(self.cfg, self.loader, self.loader.device, self.state.precision)
         train_epoch(self.cfg, self.state, self.state.model, self.loader, recipe, checkpoints, self.log, StopRequest())
@@ -55,19 +55,19 @@ class Training:
         return (time.perf_counter() - start) / self.loader.num_steps
 
     def time_save(self) -> float:
-        """Return the seconds of one save that is waited for."""
+        """Return the seconds of one synchronous save."""
         start = time.perf_counter()
         self.saving.save(self.state)
         return time.perf_counter() - start
 
 
 def main() -> None:
-    """Measure and print the ratio."""
+    """Measure and print the times and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="resnet18", help="MODEL.ARCH")
-    parser.add_argument("--batch", type=int, default=32, help="images a step")
+    parser.add_argument("--batch", type=int, default=32, help="images per step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--steps", type=int, default=4, help="steps per block")
     parser.add_argument("--blocks", type=int, default=7, help="blocks of each kind")
     args = parser.parse_args()
     print(describe_run())

@@ -6,7 +6,6 @@ A damaged file must have the same content as before or be refused with Checkpoin
     python benchmarks/fuzz_checkpoints.py --number 5000 --seed 0
 """
 
-import argparse
 import collections
 import faulthandler
 import random
@@ -16,13 +15,14 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mutations import damage
+from mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
 from same_runs import find_differences
 from torch import nn
 
@@ -93,40 +93,34 @@ def judge(subject: Subject, state: TrainState) -> str:
     return f"violation: {different}" if subject.is_checksummed else "other values"
 
 
-def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
-    """Damage files `number` times; return the counts of verdicts by kind of file, and the violations."""
-    subjects, state, chance = make_subjects(folder), make_state(), random.Random(seed)
-    counts: dict[str, collections.Counter] = {str(subject.path): collections.Counter() for subject in subjects}
-    violations = []
-    for index in range(number):
-        subject = chance.choice(subjects)
-        done = damage(subject.path, subject.data, [other.data for other in subjects if other != subject], chance)
+def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Damage and read files; yield the file, the mutation and the verdict of each trial."""
+    subjects, state, rng = make_subjects(folder), make_state(), random.Random(seed)
+    for _ in range(number):
+        subject = rng.choice(subjects)
+        mutation = damage(subject.path, subject.whole, [other.whole for other in subjects if other != subject], rng)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             verdict = judge(subject, state)
-        if done == "another file" and not verdict.startswith("violation: Traceback"):
-            verdict = "another file"  # a valid file with other content
-        counts[str(subject.path)][verdict.partition(":")[0]] += 1
-        if verdict.startswith("violation"):
-            violations.append(f"mutation {index} of {subject.path.name}, {done}: {verdict}")
-    return counts, violations
+        if mutation == "another file" and not verdict.startswith("violation: Traceback"):
+            verdict = "another file"  # undamaged, with other content
+        yield str(subject.path.relative_to(folder)), mutation, verdict
+
+
+def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage files `number` times; return the counts of verdicts by file, and the violations."""
+    return count_verdicts(run_trials(folder, number, seed))
 
 
 def main() -> int:
     """Run the fuzzer, print a summary, and return the status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=5000, help="mutations")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parse_fuzz_args(__doc__)
     faulthandler.enable()
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
         counts, violations = fuzz(Path(folder), args.number, args.seed)
-        for name, verdicts in counts.items():
-            shown = ", ".join(f"{verdict} {count}" for verdict, count in sorted(verdicts.items()))
-            print(f"{Path(name).relative_to(folder)}: {shown}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(*violations, sep="\n")
+    print_verdicts(counts, violations)
     print(f"{args.number} mutations with seed {args.seed} in {time.perf_counter() - start:.0f} s, memory grew by "
           f"{grown:.0f} MiB: {len(violations)} violations")  # fmt: skip
     return 1 if violations else 0

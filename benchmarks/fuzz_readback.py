@@ -7,7 +7,6 @@ file; what it can do without is repaired or made anew.
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
 
-import argparse
 import collections
 import faulthandler
 import json
@@ -18,12 +17,12 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mutations import damage
+from mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
 from PIL import Image
 
 from distribuuuu.checkpoint.locate import find_weights_file
@@ -265,48 +264,41 @@ def restore(subject: Subject) -> None:
     subject.path.write_bytes(subject.whole)
 
 
-def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
-    """Damage files so many times; return by file how often each verdict was reached, and the violations."""
+def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Damage and read files; yield the file, the mutation and the verdict of each trial."""
     subjects, chance = make_subjects(folder), random.Random(seed)
-    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    violations = []
     for subject in subjects:
         subject.read()
-    for index in range(number):
+    for _ in range(number):
         if chance.random() < 0.1:
-            name = "words"
-            done, verdict = read_words(chance)
+            yield "words", *read_words(chance)
+            continue
+        subject = chance.choice(subjects)
+        restore(subject)
+        if subject.craft and chance.random() < 0.5:
+            subject.path.write_bytes(subject.craft(subject.whole, chance))
+            mutation = "crafted"
         else:
-            subject = chance.choice(subjects)
-            name = str(subject.path.relative_to(folder))
-            restore(subject)
-            if subject.craft and chance.random() < 0.5:
-                subject.path.write_bytes(subject.craft(subject.whole, chance))
-                done = "crafted"
-            else:
-                done = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
-            verdict = verdict_of(subject.read, str(folder))
-            restore(subject)
-        counts[name][verdict.partition(":")[0]] += 1
-        if verdict.startswith("violation"):
-            violations.append(f"mutation {index} of {name}, {done}: {verdict}")
-    return counts, violations
+            mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
+        verdict = verdict_of(subject.read, str(folder))
+        restore(subject)
+        yield str(subject.path.relative_to(folder)), mutation, verdict
+
+
+def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage files `number` times; return the counts of verdicts by file, and the violations."""
+    return count_verdicts(run_trials(folder, number, seed))
 
 
 def main() -> int:
     """Run the fuzzer, print a summary, and return the status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=5000, help="mutations")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parse_fuzz_args(__doc__)
     faulthandler.enable()
     logging.getLogger("distribuuuu").setLevel(logging.ERROR)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         counts, violations = fuzz(Path(folder), args.number, args.seed)
-    for name, verdicts in sorted(counts.items()):
-        print(f"{name}: {', '.join(f'{verdict} {count}' for verdict, count in sorted(verdicts.items()))}")
-    print(*violations, sep="\n")
+    print_verdicts(counts, violations)
     seconds = time.perf_counter() - start
     print(f"{args.number} mutations with seed {args.seed} in {seconds:.0f} s: {len(violations)} violations")
     return 1 if violations else 0

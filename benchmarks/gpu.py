@@ -41,7 +41,7 @@ from gpu_contestants import (
     timm_loop,
     torchvision_loop,
 )
-from machine import describe_run
+from machine import describe_run, show_spread
 from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import load_cfg
@@ -217,11 +217,6 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
         print(f"ours / {fastest}: {ratio:.3f}; the bar of {BAR:.2f} {'holds' if ratio >= BAR else 'DOES NOT HOLD'}")
     else:
         print("no bar: " + ("this is not a GPU" if fastest else "no reference script ran"))
-
-
-def show_spread(values: list[float]) -> str:
-    """Return the median with the least and the greatest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def parse_args() -> argparse.Namespace:

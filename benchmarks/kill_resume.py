@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Prove that an interrupted run ends with the same bits as an uninterrupted one.
+"""Check that an interrupted run is bitwise equal to an uninterrupted one.
 
-A small model is trained on JPEGs through `tools/train_net.py` once in peace. Then again, with SIGKILL to all its
-processes at random moments of its start, its steps, its saves and its evaluations, and another number of loader workers
-after each. At the end every tensor of both runs' checkpoints and best weights, every other value in them and every
-record of metrics.jsonl must be equal, and no kill may have cost more steps than lie between two checkpoints.
+A small model is trained on JPEGs through `tools/train_net.py` without interruption, then again with SIGKILL to all of
+its processes at random moments of start-up, steps, saves and evaluations, and with another number of loader workers
+after each kill. In the end all tensors and other values of both runs' checkpoints and best weights and all records of
+metrics.jsonl must be equal, and no kill may cost more steps than lie between two checkpoints.
 
-KEY VALUE words replace the model, e.g. `MODEL.ARCH timm/test_efficientnet MODEL.KWARGS.drop_rate 0.2`.
+KEY VALUE overrides replace the model, e.g. `MODEL.ARCH timm/test_efficientnet MODEL.KWARGS.drop_rate 0.2`.
 """
 
 import argparse
@@ -33,12 +33,19 @@ EVERY_STEPS = 2
 NUM_IMAGES = {"train": 90, "val": 37}
 CLASSES = ("blue", "green", "red")
 WORKERS = (0, 1, 2, 3)
-AIMS = ("start", "steps", "save", "evaluation", "end save")
+PHASES = ("start", "steps", "save", "evaluation", "end save")
 
 
 @dataclass
 class Kill:
-    """One kill: the phase it hit, the steps done by then (None: none yet), and after how many the run went on."""
+    """One kill.
+
+    Attributes:
+        phase: the phase that was hit.
+        workers: the loader workers of the start that was killed.
+        before: the steps of the whole run done by then; None: this start had made none.
+        resumed: the step after which the next start resumed.
+    """
 
     phase: str
     workers: int
@@ -47,8 +54,8 @@ class Kill:
 
     @property
     def lost(self) -> int:
-        """How many steps had to be done again; a start without a step loses none."""
-        return 0 if self.before is None else self.before - self.resumed
+        """The number of steps that were repeated; a start without a step loses none."""
+        return 0 if self.before is None or self.resumed is None else self.before - self.resumed
 
     def __str__(self) -> str:
         before = "-" if self.before is None else self.before
@@ -57,7 +64,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Durations:
-    """How long the phases of the uninterrupted run took, in seconds."""
+    """Durations of the phases of the uninterrupted run in seconds."""
 
     start: float
     step: float
@@ -69,7 +76,7 @@ class Durations:
 
 
 def draw_images(folder: Path) -> None:
-    """Draw JPEGs of noise, each class with a tint, into folder/SPLIT/CLASS."""
+    """Write JPEGs of noise, tinted by class, to folder/SPLIT/CLASS."""
     rng = random.Random(0)
     for split, number in NUM_IMAGES.items():
         for index in range(number):
@@ -83,7 +90,7 @@ def draw_images(folder: Path) -> None:
 
 
 class Experiment:
-    """The commands of the runs, and the moments to kill them at."""
+    """The commands of the runs and the moments of the kills."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args = args
@@ -92,18 +99,18 @@ class Experiment:
         self.num_steps = NUM_IMAGES["train"] // args.batch
 
     def start(self, name: str, workers: int) -> TrainingProcess:
-        """Start the training into folder/name, or start it again."""
+        """Start or resume the training in folder/name."""
         args, out_dir = self.args, self.folder / name
         launcher = [sys.executable]
         if args.processes > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}"]
-        words = [*SETTINGS.split(), *(args.words or MODEL), "TRAIN.DATASET", str(self.folder / "data")]
-        words += ["TRAIN.WORKERS", str(workers), "OPTIM.MAX_EPOCH", str(args.epochs), "OUT_DIR", str(out_dir)]
-        words += ["TRAIN.GLOBAL_BATCH_SIZE", str(args.batch)]
-        return TrainingProcess([*launcher, TRAIN_NET, *words], out_dir, self.num_steps)
+        overrides = [*SETTINGS.split(), *(args.overrides or MODEL), "TRAIN.DATASET", str(self.folder / "data")]
+        overrides += ["TRAIN.WORKERS", str(workers), "OPTIM.MAX_EPOCH", str(args.epochs), "OUT_DIR", str(out_dir)]
+        overrides += ["TRAIN.GLOBAL_BATCH_SIZE", str(args.batch)]
+        return TrainingProcess([*launcher, TRAIN_NET, *overrides], out_dir, self.num_steps)
 
-    def run_in_peace(self, name: str, workers: int) -> Durations:
-        """Train to the end; return how long the phases took.
+    def run_uninterrupted(self, name: str, workers: int) -> Durations:
+        """Train to the end; return the durations of the phases.
 
         Raises:
             RuntimeError: the training failed.
@@ -117,81 +124,81 @@ class Experiment:
         step = (end - records[0]["time"] - sum(evaluations)) / (len(records) - len(evaluations))
         return Durations(start, step, sum(evaluations) / len(evaluations))
 
-    def wait_for_moment(self, aim: str, run: TrainingProcess, durations: Durations) -> None:
-        """Wait for a random moment of the phase aimed at."""
-        if aim == "start":
+    def wait_for_moment(self, target: str, run: TrainingProcess, durations: Durations) -> None:
+        """Wait for a random moment of the target phase."""
+        if target == "start":
             moment = time.time() + self.rng.uniform(0.05, 1) * durations.start
             run.wait_for(lambda: time.time() > moment)
             return
         run.wait_for(run.records)
-        if aim == "steps":
+        if target == "steps":
             number = self.rng.randint(1, self.num_steps)
             run.wait_for(lambda: len(run.records()) >= number)
             time.sleep(self.rng.uniform(0, durations.step))
-        elif aim == "evaluation":
+        elif target == "evaluation":
             self.wait_for_evaluation(run, durations.evaluation)
         else:
-            self.wait_for_save(run, aim)
+            self.wait_for_save(run, target)
 
-    def wait_for_save(self, run: TrainingProcess, aim: str) -> None:
-        """Freeze the run while it writes a file: inside an epoch, at its end, or the best weights."""
-        passed = {"save": self.num_steps // EVERY_STEPS, "end save": 1, "best save": 0}[aim]
-        passed, seen = self.rng.randint(0, passed), set()
+    def wait_for_save(self, run: TrainingProcess, target: str) -> None:
+        """Suspend the run while it saves a checkpoint within an epoch, at its end, or the best weights."""
+        max_skipped = {"save": self.num_steps // EVERY_STEPS, "end save": 1, "best save": 0}[target]
+        num_skipped, seen = self.rng.randint(0, max_skipped), set()
 
-        def has_come() -> bool:
+        def is_saving() -> bool:
             name = run.temporary_file() or ""
-            if name and (aim == "save" or name.startswith(".best") or aim == "end save" and "_step_" not in name):
+            if name and (target == "save" or name.startswith(".best") or target == "end save" and "_step_" not in name):
                 seen.add(name)
-                return len(seen) > passed
+                return len(seen) > num_skipped
             return False
 
         while True:
-            run.wait_for(has_come)
-            run.freeze()
-            if has_come():
+            run.wait_for(is_saving)
+            run.suspend()
+            if is_saving():
                 return
-            run.thaw()
+            run.resume()
 
     def wait_for_evaluation(self, run: TrainingProcess, evaluation_s: float) -> None:
-        """Freeze the run at a random moment of an evaluation."""
+        """Suspend the run at a random moment of an evaluation."""
         while True:
             run.wait_for(run.is_evaluating)
             time.sleep(self.rng.uniform(0, evaluation_s))
-            run.freeze()
+            run.suspend()
             if run.is_evaluating():
                 return
-            run.thaw()
+            run.resume()
 
     def kill_many(self, name: str, durations: Durations) -> list[Kill]:
-        """Start and kill the run, over and over, then let it finish; return the kills.
+        """Start and kill the run repeatedly, then let it finish; return the kills.
 
         Raises:
-            RuntimeError: the run ended before its last kill, or failed, or a kill has cost the best weights.
+            RuntimeError: the run ended before the last kill, failed, or lost its best weights.
         """
-        aims = [AIMS[number % len(AIMS)] for number in range(self.args.kills - 1)]
-        self.rng.shuffle(aims)
-        aims.insert(0, "best save")  # only the first epoch is sure to be the best so far
+        targets = [PHASES[number % len(PHASES)] for number in range(self.args.kills - 1)]
+        self.rng.shuffle(targets)
+        targets.insert(0, "best save")  # only the first epoch is certain to be the best so far
         kills: list[Kill] = []
         print("\nkill  phase hit   workers   steps before  resumed after  steps lost")
-        for aim in aims:
+        for target in targets:
             workers = self.rng.choice([number for number in WORKERS if not kills or number != kills[-1].workers])
             run = self.start(name, workers)
             try:
-                self.wait_for_moment(aim, run, durations)
+                self.wait_for_moment(target, run, durations)
             except RunEnded as error:
-                raise RuntimeError(f"the run ended after {len(kills)} kills, {error}; more --epochs?") from error
+                raise RuntimeError(f"the run ended after {len(kills)} kills, {error}; fix: more --epochs") from error
             finally:
                 run.kill()
-            before = self.note_resumption(kills, run.records())
+            before = self.record_resumption(kills, run.records())
             kills.append(Kill(self.phase_of(run), workers, before))
             check_best(run.out_dir)
         last = self.start(name, self.rng.choice(WORKERS))
         last.finish()
-        self.note_resumption(kills, last.records())
+        self.record_resumption(kills, last.records())
         return kills
 
-    def note_resumption(self, kills: list[Kill], records: list[dict]) -> int | None:
-        """Complete the kills before this start by its first record and show them; return the steps done by its last."""
+    def record_resumption(self, kills: list[Kill], records: list[dict]) -> int | None:
+        """Complete and print the kills before this start by its first record; return the steps done at its last one."""
         if not records:
             return None
         for number, kill in enumerate(kills, 1):
@@ -201,11 +208,11 @@ class Experiment:
         return self.position_of(records[-1])
 
     def position_of(self, record: dict) -> int:
-        """Return the steps that the run had done at a record."""
+        """Return the number of steps of the run at a record."""
         return (record["epoch"] - 1) * self.num_steps + record["step"]
 
     def phase_of(self, run: TrainingProcess) -> str:
-        """Return the phase that a killed run was in, by what it left behind."""
+        """Return the phase in which a run was killed, according to its files."""
         records = run.records()
         if not records:
             return "start"
@@ -217,13 +224,13 @@ class Experiment:
         return "evaluation" if run.is_evaluating() else "steps"
 
 
-def judge(kills: list[Kill], folder: Path) -> bool:
-    """Print the verdict; return whether both runs are the same and no kill has cost too much."""
-    different, num_tensors = compare_runs(folder / "peaceful", folder / "killed")
+def report(kills: list[Kill], folder: Path) -> bool:
+    """Print the comparison; return whether both runs are equal and no kill cost too many steps."""
+    different, num_tensors = compare_runs(folder / "uninterrupted", folder / "killed")
     most = max((kill.lost for kill in kills), default=0)
     phases = sorted({kill.phase for kill in kills})
     print(f"\n{len(kills)} kills in {', '.join(f'{sum(k.phase == p for k in kills)} x {p}' for p in phases)}")
-    print(f"steps lost by a kill: at most {most}; {EVERY_STEPS} lie between two checkpoints")
+    print(f"steps lost per kill: at most {most}; checkpoint interval: {EVERY_STEPS} steps")
     print(f"{num_tensors} tensors and {len(read_records(folder / 'killed'))} records compared: "
           f"{'all equal' if not different else f'{len(different)} DIFFERENCES'}")  # fmt: skip
     for difference in different[:20]:
@@ -232,18 +239,18 @@ def judge(kills: list[Kill], folder: Path) -> bool:
 
 
 def main() -> int:
-    """Run both trainings and compare; return 1 if they differ."""
+    """Run both trainings and compare them; return 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", metavar="KEY VALUE", help=f"the model (default: {' '.join(MODEL)})")
-    parser.add_argument("--kills", type=int, default=20, help="how often to kill")
+    parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help=f"the model (default: {' '.join(MODEL)})")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills")
     parser.add_argument("--processes", type=int, default=1, help="training processes; above 1 under torchrun")
     parser.add_argument("--epochs", type=int, default=16, help="epochs of the run")
-    parser.add_argument("--batch", type=int, default=8, help=f"images a step, of {NUM_IMAGES['train']} an epoch")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments and worker counts")
-    parser.add_argument("--folder", type=Path, help="where to keep all files; default: a temporary folder")
+    parser.add_argument("--batch", type=int, default=8, help=f"images per step; an epoch has {NUM_IMAGES['train']}")
+    parser.add_argument("--seed", type=int, default=1, help="of moments and worker counts")
+    parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
     args = parser.parse_intermixed_args()
     if args.folder and args.folder.exists():
-        parser.error(f"--folder {args.folder}: is there already; name a new one")
+        parser.error(f"--folder {args.folder}: exists already; fix: name a new folder")
     print(describe_run())
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -251,13 +258,14 @@ def main() -> int:
         draw_images(folder / "data")
         experiment = Experiment(args, folder)
         try:
-            durations = experiment.run_in_peace("peaceful", workers=2)
+            durations = experiment.run_uninterrupted("uninterrupted", workers=2)
             print(f"uninterrupted: {args.epochs} epochs of {experiment.num_steps} steps; {durations}")
-            same = judge(experiment.kill_many("killed", durations), folder)
+            same = report(experiment.kill_many("killed", durations), folder)
         except RuntimeError as error:
             print(f"FAILED: {error}")
             return 1
-        print(f"{'interrupted = uninterrupted' if same else 'NOT THE SAME'}, {time.time() - started:.0f} s in all")
+        verdict = "equal" if same else "NOT EQUAL"
+        print(f"interrupted and uninterrupted runs: {verdict}; {time.time() - started:.0f} s in total")
     return 0 if same else 1
 
 

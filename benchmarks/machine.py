@@ -1,20 +1,27 @@
-"""Say on what machine and with what command a benchmark ran."""
+"""Lines that every benchmark prints: the machine, the command, the spread of a measurement."""
 
 import os
 import platform
 import shlex
+import statistics
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from distribuuuu.report.environment import name_cpu
 
 
 def describe_run() -> str:
-    """Return two lines: the machine with its versions and load, and the command."""
+    """Return two lines: the machine with its load and versions, and the command."""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    words = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"machine: {name_cpu()}, {cores} cores{load}, python {platform.python_version()}, torch {version('torch')}\n"
-        f"command: {words}"
+        f"command: {command}"
     )
+
+
+def show_spread(values: Sequence[float]) -> str:
+    """Return the median with the minimum and the maximum."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure the peak memory and the time of a step of a large model: DDP, ZeRO-1, FSDP, recomputation and offloading.
+"""Measure peak memory and step time of a large model: DDP, ZeRO-1, FSDP, activation checkpointing and CPU offloading.
 
-Each row is a start of its own, in fresh processes, with AdamW, the same images and the same weights. Memory is that of
-the process that needs most, without what it needs before there is a model: on CUDA what tensors took at most, on a CPU
-the greatest private memory seen by a thread that looks every few milliseconds.
+Each row runs in new processes, with AdamW, the same images and the same weights. Memory is the maximum over the
+processes, minus the memory before the model is built: on CUDA the peak of allocated tensors, on a CPU the peak of
+private memory, sampled by a thread every 20 ms.
 """
 
 import argparse
@@ -43,52 +43,52 @@ ROWS = {
     "FSDP, recomputed, offloaded": f"DIST.SHARD fsdp {RECOMPUTED} DIST.CPU_OFFLOAD True",
 }
 MIB = 2**20
-LOOK_EVERY_S = 0.02
+SAMPLE_EVERY_S = 0.02
 
 
 class PrivateMemory(threading.Thread):
-    """Looks at this process's private memory until it is told to stop, and remembers the most (Linux)."""
+    """A thread that samples the private memory of this process and keeps the maximum (Linux)."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.most_mib = 0.0
+        self.peak_mib = 0.0
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look again and again."""
-        while not self._ended.wait(LOOK_EVERY_S):
-            self.most_mib = max(self.most_mib, self.now_mib())
+        """Sample until `finish`."""
+        while not self._ended.wait(SAMPLE_EVERY_S):
+            self.peak_mib = max(self.peak_mib, self.now_mib())
 
     def finish(self) -> float:
-        """Return the most MiB that were seen."""
+        """Stop sampling and return the maximum in MiB."""
         self._ended.set()
         self.join()
-        return self.most_mib
+        return self.peak_mib
 
     @staticmethod
     def now_mib() -> float:
-        """Return the MiB that are private now."""
+        """Return the current private memory in MiB."""
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device, result: dict) -> Iterator[None]:
-    """Write into `result` the MiB that the block takes at most, beyond those that were taken before."""
+    """Set `result["mib"]` to the peak memory of the block in MiB, minus the memory before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
         result["mib"] = (torch.cuda.max_memory_allocated(device) - before) / MIB
         return
-    before, watch = PrivateMemory.now_mib(), PrivateMemory()
-    watch.start()
+    before, sampler = PrivateMemory.now_mib(), PrivateMemory()
+    sampler.start()
     yield
-    result["mib"] = watch.finish() - before
+    result["mib"] = sampler.finish() - before
 
 
 def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[list[float], int]:
-    """Train for some steps; return the seconds of each but the first, and the number of parameters."""
+    """Train for some steps; return the seconds of all but the first, and the number of parameters."""
     torch.manual_seed(0)
     model = build_act_checkpoint(cfg, build_model(cfg, False))
     num_parameters = count_parameters(model)
@@ -111,31 +111,32 @@ def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[lis
     return seconds[1:], num_parameters
 
 
-def run_process(rank: int, args: argparse.Namespace, words: str, port: int, folder: str) -> None:
-    """Be one process of a row; the first writes what was measured."""
+def run_process(rank: int, args: argparse.Namespace, overrides: str, port: int, folder: str) -> None:
+    """Run one process of a row; the first writes the results."""
     torch.set_num_threads(args.threads)
     launch, result = Launch("benchmark", rank, rank, args.processes, "127.0.0.1", port), {}
     device = pick_device(rank)
-    words += f" MODEL.ARCH {args.arch} TRAIN.IM_SIZE {args.im_size} TEST.IM_SIZE {args.im_size} TRAIN.AMP {args.amp}"
-    cfg = load_cfg(None, f"{words} OPTIM.NAME adamw OPTIM.BASE_LR 1e-4 OUT_DIR {folder}".split())
+    overrides += f" MODEL.ARCH {args.arch} TRAIN.IM_SIZE {args.im_size} TEST.IM_SIZE {args.im_size}"
+    overrides += f" TRAIN.AMP {args.amp} OPTIM.NAME adamw OPTIM.BASE_LR 1e-4 OUT_DIR {folder}"
+    cfg = load_cfg(None, overrides.split())
     with process_group(launch, device, 600):
         with peak_memory(device, result):
             seconds, num = take_steps(cfg, args, device)
-        (most,) = dist.all_reduce_max([result["mib"]])
+        (peak_mib,) = dist.all_reduce_max([result["mib"]])
     if rank == 0:
-        measured = {"mib": most, "step_s": statistics.median(seconds), "parameters": num}
+        measured = {"mib": peak_mib, "step_s": statistics.median(seconds), "parameters": num}
         (Path(folder) / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
 
 
-def measure(args: argparse.Namespace, words: str) -> dict:
-    """Return what a row measures, in processes of its own."""
+def measure(args: argparse.Namespace, overrides: str) -> dict:
+    """Return the results of a row, measured in new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_process, (args, words, find_free_port(), folder), nprocs=args.processes)
+        torch.multiprocessing.spawn(run_process, (args, overrides, find_free_port(), folder), nprocs=args.processes)
         return json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8"))
 
 
 def main() -> None:
-    """Measure every row and print it beside DDP."""
+    """Measure and print every row, relative to DDP."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="vit_large_patch16_224" if on_gpu else "vit_small_patch16_224")
@@ -143,15 +144,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64 if on_gpu else 2, help="images per process and step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
     parser.add_argument("--amp", default="bf16" if on_gpu else "none", help="TRAIN.AMP")
-    parser.add_argument("--steps", type=int, default=20 if on_gpu else 3, help="timed steps; one more comes before")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--steps", type=int, default=20 if on_gpu else 3, help="timed steps, after one warm-up step")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
     args = parser.parse_args()
-    # What is freed goes back to the system at once, so that a CPU's peak is that of what is in use.
+    # malloc returns freed memory to the system at once, so that a peak on the CPU is that of used memory.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
     print(describe_run())
     first = None
-    for name, words in ROWS.items():
-        row = measure(args, words)
+    for name, overrides in ROWS.items():
+        row = measure(args, overrides)
         if first is None:
             first = row
             print(f"{args.arch}, {row['parameters'] / 1e6:.1f} M parameters, {args.processes} processes, {args.batch} "

@@ -1,80 +1,82 @@
-"""Random damage to files, the same for the same seed."""
+"""Random mutations of files, reproducible by seed, and the tally of their verdicts for the fuzzers."""
 
+import argparse
+import collections
 import random
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 TEXT = b"this is not the file that you are looking for\n"
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
 
 
-def flip_bits(data: bytearray, chance: random.Random) -> None:
-    """Flip one bit, or some."""
-    for _ in range(chance.choice((1, 1, 1, 20))):
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+def flip_bits(data: bytearray, rng: random.Random) -> None:
+    """Flip one or several bits."""
+    for _ in range(rng.choice((1, 1, 1, 20))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
-def set_bytes(data: bytearray, chance: random.Random) -> None:
-    """Set one byte, or some, to any value."""
-    for _ in range(chance.choice((1, 1, 20))):
-        data[chance.randrange(len(data))] = chance.choice((*_EXTREMES, chance.randrange(256)))
+def set_bytes(data: bytearray, rng: random.Random) -> None:
+    """Set one or several bytes to random values."""
+    for _ in range(rng.choice((1, 1, 20))):
+        data[rng.randrange(len(data))] = rng.choice((*_EXTREMES, rng.randrange(256)))
 
 
-def truncate(data: bytearray, chance: random.Random) -> None:
-    """Cut the end off."""
-    del data[chance.choice((len(data) - 1, chance.randrange(len(data)))) :]
+def truncate(data: bytearray, rng: random.Random) -> None:
+    """Truncate the file."""
+    del data[rng.choice((len(data) - 1, rng.randrange(len(data)))) :]
 
 
-def insert(data: bytearray, chance: random.Random) -> None:
+def insert(data: bytearray, rng: random.Random) -> None:
     """Insert random bytes."""
-    place = chance.randrange(len(data) + 1)
-    data[place:place] = chance.randbytes(chance.choice((1, 4, 100)))
+    place = rng.randrange(len(data) + 1)
+    data[place:place] = rng.randbytes(rng.choice((1, 4, 100)))
 
 
-def delete(data: bytearray, chance: random.Random) -> None:
+def delete(data: bytearray, rng: random.Random) -> None:
     """Delete a block."""
-    place = chance.randrange(len(data))
-    del data[place : place + chance.choice((1, 4, 100))]
+    place = rng.randrange(len(data))
+    del data[place : place + rng.choice((1, 4, 100))]
 
 
-def zero_block(data: bytearray, chance: random.Random) -> None:
-    """Write zeros over a block."""
-    place = chance.randrange(len(data))
-    size = min(chance.choice((4, 64, 4096)), len(data) - place)
+def zero_block(data: bytearray, rng: random.Random) -> None:
+    """Overwrite a block with zeros."""
+    place = rng.randrange(len(data))
+    size = min(rng.choice((4, 64, 4096)), len(data) - place)
     data[place : place + size] = bytes(size)
 
 
-def duplicate_block(data: bytearray, chance: random.Random) -> None:
-    """Repeat a block, in place of what follows it or before it."""
-    place, size = chance.randrange(len(data)), chance.choice((4, 64, 512))
+def duplicate_block(data: bytearray, rng: random.Random) -> None:
+    """Duplicate a block, overwriting the bytes after it or moving them."""
+    place, size = rng.randrange(len(data)), rng.choice((4, 64, 512))
     block = data[place : place + size]
     end = place + len(block)
-    data[end : end + chance.choice((0, len(block)))] = block
+    data[end : end + rng.choice((0, len(block)))] = block
 
 
-def swap_blocks(data: bytearray, chance: random.Random) -> None:
-    """Exchange two blocks of the same size."""
-    size = min(chance.choice((4, 64, 512)), len(data) // 2)
-    one, other = chance.randrange(len(data) - 2 * size + 1), len(data) - size
+def swap_blocks(data: bytearray, rng: random.Random) -> None:
+    """Swap two blocks of the same size."""
+    size = min(rng.choice((4, 64, 512)), len(data) // 2)
+    one, other = rng.randrange(len(data) - 2 * size + 1), len(data) - size
     data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
 
 
-def change_header(data: bytearray, chance: random.Random) -> None:
-    """Change a byte or a 32-bit number of a zip's directory and local headers, or else of the first bytes."""
+def change_header(data: bytearray, rng: random.Random) -> None:
+    """Change a byte or a 32-bit number in the headers of a zip file, or in the first bytes of another file."""
     places = _zip_headers(data) or range(min(len(data), 600))
-    place = places[chance.randrange(len(places))]
-    if chance.random() < 0.5:
-        data[place] = chance.choice((*_EXTREMES, chance.randrange(256)))
+    place = places[rng.randrange(len(places))]
+    if rng.random() < 0.5:
+        data[place] = rng.choice((*_EXTREMES, rng.randrange(256)))
     else:
-        number = struct.pack("<I", chance.choice((0, 1, 2**31 - 1, 2**32 - 1, chance.randrange(2**32))))
+        number = struct.pack("<I", rng.choice((0, 1, 2**31 - 1, 2**32 - 1, rng.randrange(2**32))))
         data[place : place + 4] = number[: len(data) - place]
 
 
-def append(data: bytearray, chance: random.Random) -> None:
-    """Add random bytes at the end."""
-    data += chance.randbytes(chance.choice((1, 50, 70_000)))
+def append(data: bytearray, rng: random.Random) -> None:
+    """Append random bytes."""
+    data += rng.randbytes(rng.choice((1, 50, 70_000)))
 
 
 MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
@@ -83,30 +85,67 @@ MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
 )  # fmt: skip
 
 
-def damage(path: Path, whole: bytes, others: list[bytes], chance: random.Random) -> str:
-    """Put a damaged version of a file in its place, and return what was done."""
+def damage(path: Path, whole: bytes, others: list[bytes], rng: random.Random) -> str:
+    """Replace a file by a damaged version; return the names of the mutations.
+
+    Args:
+        path: the file.
+        whole: its undamaged content.
+        others: contents of other files, one of which may replace it.
+        rng: the source of randomness.
+    """
     if path.is_dir():
         path.rmdir()
-    if chance.random() < 0.03:
-        kind = chance.choice(("text", "empty", "directory", "another file"))
+    if rng.random() < 0.03:
+        kind = rng.choice(("text", "empty", "directory", "another file"))
         path.unlink(missing_ok=True)
         if kind == "directory":
             path.mkdir()
         else:
-            path.write_bytes({"text": TEXT, "empty": b"", "another file": chance.choice(others)}[kind])
+            path.write_bytes({"text": TEXT, "empty": b"", "another file": rng.choice(others)}[kind])
         return kind
     data, done = bytearray(whole), []
-    for _ in range(chance.choice((1, 1, 1, 2))):
+    for _ in range(rng.choice((1, 1, 1, 2))):
         if data:
-            mutate = chance.choice(MUTATIONS)
-            mutate(data, chance)
+            mutate = rng.choice(MUTATIONS)
+            mutate(data, rng)
             done.append(mutate.__name__)
     path.write_bytes(data)
     return ", ".join(done)
 
 
+def count_verdicts(trials: Iterable[tuple[str, str, str]]) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Count the verdicts of mutations by file; return the counts and the violations.
+
+    Args:
+        trials: the file, the mutation and the verdict of each; a verdict may have details after a colon.
+    """
+    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    violations = []
+    for number, (name, mutation, verdict) in enumerate(trials):
+        counts[name][verdict.partition(":")[0]] += 1
+        if verdict.startswith("violation"):
+            violations.append(f"mutation {number} of {name}, {mutation}: {verdict}")
+    return counts, violations
+
+
+def parse_fuzz_args(description: str) -> argparse.Namespace:
+    """Parse the command line of a fuzzer: --number and --seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=5000, help="number of mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def print_verdicts(counts: dict[str, collections.Counter], violations: list[str]) -> None:
+    """Print the counts of each file, then the violations."""
+    for name, verdicts in sorted(counts.items()):
+        print(f"{name}: {', '.join(f'{verdict} {count}' for verdict, count in sorted(verdicts.items()))}")
+    print(*violations, sep="\n")
+
+
 def _zip_headers(data: bytearray) -> list[int]:
-    """Return the places of a zip's bytes that are no content: of the local headers and of the directory."""
+    """Return the byte positions of a zip file's local headers and directory."""
     if not data.startswith(b"PK\3\4"):
         return []
     import io
@@ -114,6 +153,6 @@ def _zip_headers(data: bytearray) -> list[int]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             starts, directory = [entry.header_offset for entry in archive.infolist()], archive.start_dir
-    except Exception:  # damaged before
+    except Exception:  # by an earlier mutation
         return []
     return [place for start in starts for place in range(start, start + 30)] + [*range(directory, len(data))] * 2

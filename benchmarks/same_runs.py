@@ -1,4 +1,4 @@
-"""Compare what two runs have left behind, to the last bit."""
+"""Bitwise comparison of the outputs of two runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +10,16 @@ from training_process import read_records
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 
-# What a record says about time, which no two runs share.
+# Fields of a record that depend on time.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
-# What a checkpoint says about time and place (the options, among them OUT_DIR), and the checkpoints that a stop added.
+# Entries of a checkpoint that depend on time, on OUT_DIR (the options) or on the number of interruptions.
 NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config", "checkpoints")
 
 
 def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
-    """Return what differs between two OUT_DIRs, and how many tensors were compared: checkpoints, best, metrics."""
+    """Return the differences of two OUT_DIRs (checkpoints, best weights, metrics) and the number of tensors."""
     first, second = files_of(one), files_of(other)
-    different = [f"{name} is only in one of them" for name in sorted(set(first) ^ set(second))]
+    different = [f"{name} exists in one run only" for name in sorted(set(first) ^ set(second))]
     num_tensors = 0
     for name in sorted(set(first) & set(second)):
         contents = read_weights(first[name]), read_weights(second[name])
@@ -30,21 +30,21 @@ def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
 
 
 def files_of(out_dir: Path) -> dict[str, Path]:
-    """Return the checkpoints and the best weights by name."""
+    """Return the paths of the checkpoints and the best weights by file name."""
     checkpoints = CheckpointManager(out_dir)
     return {path.name: path for path in [*checkpoints.list(), checkpoints.bests["raw"]] if path.exists()}
 
 
 def read_weights(path: Path) -> dict:
-    """Return what a checkpoint holds but for `NOT_COMPARED`."""
+    """Return the content of a checkpoint without the entries `NOT_COMPARED`."""
     return {key: value for key, value in read_checkpoint(path).items() if key not in NOT_COMPARED}
 
 
 def check_best(out_dir: Path) -> None:
-    """Check, at any moment of a run, that the best weights are those the newest checkpoint knows of, or newer ones.
+    """Check that the best weights are at least as new as the newest checkpoint says; valid at any moment of a run.
 
     Raises:
-        RuntimeError: they are not there, or older.
+        RuntimeError: they are missing or older.
     """
     checkpoints = CheckpointManager(out_dir)
     if not checkpoints.list():
@@ -58,17 +58,17 @@ def check_best(out_dir: Path) -> None:
 
 
 def timeless_records(out_dir: Path) -> list[dict]:
-    """Return the records of metrics.jsonl without what they say about time."""
+    """Return the records of metrics.jsonl without the fields that depend on time."""
     return [{key: record[key] for key in record if key not in TIMES} for record in read_records(out_dir)]
 
 
 def find_differences(one: Any, other: Any, where: str) -> Iterator[str]:
-    """Yield the places where two nested contents differ; tensors must be equal bit by bit."""
+    """Yield the differences of two nested values; tensors must be bitwise equal."""
     if type(one) is not type(other):
         yield f"{where}: {type(one).__name__} and {type(other).__name__}"
     elif isinstance(one, dict):
         if list(one) != list(other):
-            yield f"{where}: the keys differ"
+            yield f"{where}: different keys"
         for key in one.keys() & other.keys():
             yield from find_differences(one[key], other[key], f"{where}/{key}")
     elif isinstance(one, (list, tuple)):
@@ -78,13 +78,13 @@ def find_differences(one: Any, other: Any, where: str) -> Iterator[str]:
             yield from find_differences(*pair, f"{where}/{number}")
     elif isinstance(one, torch.Tensor):
         if one.dtype != other.dtype or not torch.equal(one, other):
-            yield f"{where}: the tensors differ"
+            yield f"{where}: different tensors"
     elif one != other:
         yield f"{where}: {one!r} and {other!r}"
 
 
 def count_tensors(content: Any) -> int:
-    """Return how many tensors a nested content holds."""
+    """Return the number of tensors in a nested value."""
     if isinstance(content, (dict, list, tuple)):
         return sum(count_tensors(item) for item in (content.values() if isinstance(content, dict) else content))
     return int(isinstance(content, torch.Tensor))

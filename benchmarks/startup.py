@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure how soon `tools/train_net.py` answers: help, mistakes, and the first step of training.
+"""Measure the time of `tools/train_net.py` to help texts, error messages and the first training step.
 
-Each command is a fresh process, timed from its start to its end, or to the line of the log that shows the first step.
-The commands take turns, next to the bare imports of torch and torchvision, which none of them can beat that needs both.
+Each command is a new process, timed from its start to its end or to the log line of the first step. The commands
+alternate with the bare imports of torch and torchvision, a lower bound for every command that needs both.
 """
 
 import argparse
@@ -22,27 +22,27 @@ from machine import describe_run
 
 TRAIN_NET = str(Path(__file__).resolve().parents[1] / "tools" / "train_net.py")
 SMALL = "DATA.NAME dummy MODEL.NUM_CLASSES 10 TRAIN.IM_SIZE 32 TEST.IM_SIZE 32 TRAIN.BATCH_SIZE 8 TRAIN.PRINT_FREQ 1"
-# The row of the log after the first step: epoch 1/N, step 1/N.
+# The log line of the first step: epoch 1/N, step 1/N.
 FIRST_STEP = re.compile(rb" 1/\d+ +1/\d+ ")
 TORCH = "import torch"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the exit status it must have, and whether it is over at its first step."""
+    """A command, its expected exit status, and whether it is timed to its first step."""
 
     name: str
-    words: list[str]
+    args: list[str]
     status: int = 0
     to_first_step: bool = False
 
 
 def list_cases(folder: str) -> list[Case]:
-    """Return what is measured; every run has its own OUT_DIR below the folder."""
+    """Return the commands to time; every run has its own OUT_DIR in the folder."""
     numbers = itertools.count()
 
-    def train_net(*words: str) -> list[str]:
-        return [TRAIN_NET, *words, "OUT_DIR", f"{folder}/{next(numbers)}"]
+    def train_net(*args: str) -> list[str]:
+        return [TRAIN_NET, *args, "OUT_DIR", f"{folder}/{next(numbers)}"]
 
     small = SMALL.split()
     step = [*small, "MODEL.ARCH", "resnet8"]
@@ -61,14 +61,14 @@ def list_cases(folder: str) -> list[Case]:
 
 
 def time_case(case: Case) -> float:
-    """Return the seconds of one run of a command.
+    """Return the duration of a command in seconds.
 
     Raises:
-        RuntimeError: it ended with another status than it must.
+        RuntimeError: it ended with an unexpected status.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *case.words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, *case.args], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         shown = b""
@@ -86,7 +86,7 @@ def time_case(case: Case) -> float:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process with its loader workers, if it still runs."""
+    """Kill a process and its loader workers if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -94,7 +94,7 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def measure(repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each command; the first round, which warms the file cache, does not count."""
+    """Return the seconds of each command; the first round warms the file cache and is not counted."""
     seconds: dict[str, list[float]] = {}
     for number in range(1 + repeats):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -108,7 +108,7 @@ def measure(repeats: int) -> dict[str, list[float]]:
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="times that each command is run")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each command")
     repeats = parser.parse_args().repeats
     print(describe_run())
     seconds = measure(repeats)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import describe_run
+from machine import describe_run, show_spread
 from torch import nn
 
 from distribuuuu.config import load_cfg
@@ -204,11 +204,6 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
-
-
-def show_spread(values: list[float]) -> str:
-    """Return the median with the least and the greatest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> None:

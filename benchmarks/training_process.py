@@ -1,7 +1,7 @@
-"""One start of a training that is there to be disturbed: watch what it writes, signal it, leave nothing running.
+"""A training process under test: read its output, send it signals, kill all of its processes (Linux).
 
-For Linux: the processes of a run are found in /proc by a mark in their environment, because torchrun puts its
-processes in groups of their own and a killed launcher orphans them.
+The processes of a run are found in /proc by a variable in their environment, because torchrun gives its processes
+process groups of their own and a killed launcher orphans them.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ HANGS_AFTER_S = 120
 
 
 class RunEnded(Exception):
-    """The training ended before the moment that was waited for."""
+    """The training ended before the expected moment."""
 
 
-def _hear_hang_ups() -> None:
-    """Undo what `nohup` has done to this process and so to those that it starts."""
+def _restore_sighup() -> None:
+    """Undo the effect of `nohup` on this process and so on its children."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -33,9 +33,9 @@ class TrainingProcess:
     """A running `tools/train_net.py`, alone or under a launcher.
 
     Args:
-        command: what to run.
+        command: the command line.
         out_dir: its OUT_DIR.
-        num_steps: steps of an epoch.
+        num_steps: steps per epoch.
     """
 
     def __init__(self, command: list[str], out_dir: Path, num_steps: int = 0):
@@ -52,16 +52,16 @@ class TrainingProcess:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
             start_new_session=True,
-            preexec_fn=_hear_hang_ups,
+            preexec_fn=_restore_sighup,
         )
         self._writer: int | None = None
 
     def records(self) -> list[dict]:
-        """Return the records of metrics.jsonl that this start has written."""
+        """Return the records that this start has appended to metrics.jsonl."""
         return [record for record in read_records(self.out_dir) if record["time"] >= self._started]
 
     def temporary_file(self) -> str | None:
-        """Return the name of the file that a save is writing at this moment."""
+        """Return the name of the file that is being saved at this moment; None: no save is in progress."""
         for folder in (self.out_dir / "checkpoints", self.out_dir):
             try:
                 names = [name for name in os.listdir(folder) if name.startswith(".") and ".pth.tar." in name]
@@ -72,7 +72,7 @@ class TrainingProcess:
         return None
 
     def is_evaluating(self) -> bool:
-        """Tell whether this start has finished the steps of an epoch and not yet its evaluation."""
+        """Tell whether this start has finished the steps of an epoch but not its evaluation."""
         records = self.records()
         return bool(records) and records[-1]["kind"] == "train" and records[-1]["step"] == self.num_steps
 
@@ -81,27 +81,27 @@ class TrainingProcess:
 
         Raises:
             RunEnded: the training ended first.
-            RuntimeError: nothing happened for minutes.
+            RuntimeError: the condition was false for HANGS_AFTER_S seconds.
         """
         while not condition():
             if self._process.poll() is not None:
                 raise RunEnded(f"exit status {self._process.returncode}")
             if time.time() - self._started > HANGS_AFTER_S:
-                raise RuntimeError(f"no end after {HANGS_AFTER_S} s:\n{self.last_lines()}")
+                raise RuntimeError(f"timeout after {HANGS_AFTER_S} s:\n{self.last_lines()}")
             time.sleep(POLL_S)
 
-    def freeze(self) -> None:
-        """Stop the process that writes, so that its phase can be looked at before it is killed in it."""
-        self._writer = self._writer or self._find_writer()
+    def suspend(self) -> None:
+        """Stop the main process, so that its phase can be verified before it is killed."""
+        self._writer = self._writer or self._find_process("RANK=0")
         os.kill(self._writer, signal.SIGSTOP)
         self.wait_for(lambda: _state_of(self._writer) in "TtZX")
 
-    def thaw(self) -> None:
-        """Let a frozen process go on."""
+    def resume(self) -> None:
+        """Continue a suspended process."""
         os.kill(self._writer, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL to every process of the run, and return when none is left."""
+        """Send SIGKILL to all processes of the run; return when none is left."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -113,47 +113,47 @@ class TrainingProcess:
         self._console.close()
 
     def signal_launcher(self, signum: int) -> None:
-        """Send a signal to the process that was started: a launcher, or the training itself."""
+        """Send a signal to the process of the command: a launcher, or the training itself."""
         self._process.send_signal(signum)
 
     def signal_rank(self, rank: int, signum: int) -> None:
-        """Send a signal to one training process of several."""
+        """Send a signal to the training process of a rank."""
         os.kill(self._find_process(f"RANK={rank}"), signum)
 
     def kill_marked(self, mark: str) -> None:
-        """Kill the training process whose environment has NAME=VALUE.
+        """Kill the training process whose environment contains NAME=VALUE.
 
         Raises:
-            StopIteration: none is seen from here.
+            StopIteration: there is none.
         """
         marked = [pid for pid in self.list_pids() if mark in _environment_of(pid)]
         os.kill(next(pid for pid in marked if _parent_of(pid) not in marked), signal.SIGKILL)
 
     def signal_everybody(self, signum: int) -> None:
-        """Send a signal to every process of the run, loader workers included, as Slurm does."""
+        """Send a signal to all processes of the run including loader workers, as Slurm does."""
         for pid in self.list_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def has_rank(self, rank: int) -> bool:
-        """Tell whether a launcher has started the training process of a number."""
+        """Tell whether the training process of a rank has been started."""
         return any(f"RANK={rank}" in _environment_of(pid) for pid in self.list_pids())
 
     def limit_files(self, most_bytes: int) -> None:
-        """Let no process of the run make a file larger than this: what a full disk does, without one."""
+        """Limit the file size of all processes of the run, to simulate a full disk."""
         for pid in self.list_pids():
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
 
     def said_since_start(self) -> str:
-        """Return what this start has printed."""
+        """Return the console output of this start."""
         return Path(self._console.name).read_bytes()[self._console_start :].decode(errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit status, negative for a signal.
+        """Wait for the exit status, negative for a signal.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended by then.
+            subprocess.TimeoutExpired: the process is still running.
         """
         return self._process.wait(timeout_s)
 
@@ -161,37 +161,34 @@ class TrainingProcess:
         """Wait for the end of the training.
 
         Raises:
-            RuntimeError: it failed, or there is no end to it.
+            RuntimeError: it failed or timed out.
         """
         try:
-            status = self._process.wait(timeout=HANGS_AFTER_S)
+            status: int | str = self._process.wait(timeout=HANGS_AFTER_S)
         except subprocess.TimeoutExpired:
-            status = f"unknown, no end after {HANGS_AFTER_S} s"
+            status = f"unknown, timeout after {HANGS_AFTER_S} s"
         finally:
             self.kill()
         if status:
             raise RuntimeError(f"the training failed, exit status {status}:\n{self.last_lines()}")
 
     def last_lines(self, number: int = 30) -> str:
-        """Return the end of what the run has printed."""
+        """Return the last lines of the console output."""
         return "\n".join(Path(self._console.name).read_text(errors="replace").splitlines()[-number:])
 
     def list_pids(self) -> list[int]:
-        """Return the processes of the run that are still there."""
+        """Return the pids of the live processes of the run."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [pid for pid in pids if self._mark in _environment_of(pid) and _state_of(pid) not in "ZX"]
 
-    def _find_writer(self) -> int:
-        return self._find_process("RANK=0")
-
     def _find_process(self, mark: str) -> int:
-        """Return the training process with a mark; its loader workers have its environment, but it is their parent."""
+        """Return the training process with a variable; its loader workers inherit the variable and are excluded."""
         marked = [pid for pid in self.list_pids() if mark in _environment_of(pid)] or [self._process.pid]
         return next(pid for pid in marked if _parent_of(pid) not in marked)
 
 
 def read_records(out_dir: Path) -> list[dict]:
-    """Return the whole records of metrics.jsonl; a line that is just being written does not count."""
+    """Return the records of metrics.jsonl; an incomplete last line is ignored."""
     try:
         lines = (out_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
@@ -215,7 +212,7 @@ def _state_of(pid: int) -> str:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name: the state, the parent, ..."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ..."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -189,10 +189,11 @@ def build_state(cfg, device: torch.device, loader: TrainLoader, pretrained: bool
 
 @explain_out_of_memory("the first passes")
 def prepare_model(cfg, model: nn.Module, train_loader: TrainLoader, val_loader: Loader) -> nn.Module:
-    """Return the model ready for steps: tried out on a few images, wrapped for several processes, compiled."""
-    example = train_loader.dummy_batch()
-    found = dry_run(cfg, model, example, val_loader.zero_images(1))
-    model = wrap_model(model, train_loader.device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
+    """Return the model ready for steps: after a dry run, wrapped for several processes, compiled."""
+    example, settings = train_loader.dummy_batch(), cfg.DIST
+    unused = dry_run(cfg, model, example, val_loader.zero_images(1))
+    model = wrap_model(model, train_loader.device, example, settings.BUCKET_MB, settings.COMPRESS,
+                       unused=unused.names, find_unused=unused.varies)  # fmt: skip
     compile_model(model, cfg.MODEL.COMPILE)
     return model
 

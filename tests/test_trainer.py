@@ -189,7 +189,7 @@ def test_an_older_run_stays_in_place_until_the_new_one_is_sure_to_start(referenc
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
     words = small_options(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
-    with pytest.raises(ConfigError, match="fails on images"):
+    with pytest.raises(ConfigError, match="fails on an input"):
         train_model(load_cfg(None, [*words, "MODEL.ARCH", "timm/vit_tiny_patch16_224", "TEST.CROP_SIZE", "15"]))
     assert (out_dir / "best.pth.tar").exists() and not (out_dir / "checkpoints.1").exists()
     train_model(load_cfg(None, [*words, "RNG_SEED", "4"]))

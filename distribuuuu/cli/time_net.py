@@ -99,8 +99,9 @@ class Step:
         self.recipe = build_recipe(cfg, loader, device, self.state.precision)
         self.meter = build_meter(cfg, device)
         example = loader.dummy_batch()
-        found = dry_run(cfg, self.state.model, example, example[:1])
-        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, *found)
+        unused = dry_run(cfg, self.state.model, example, example[:1])
+        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
+                                unused=unused.names, find_unused=unused.varies)  # fmt: skip
         compile_model(self.model, cfg.MODEL.COMPILE)
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)

@@ -28,7 +28,7 @@ def wrap_model(
     bucket_mb: float = 25,
     compress: str = "none",
     unused: Sequence[str] = (),
-    skips: bool = False,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Return the model wrapped in DDP; the model itself if there is one process or it is sharded.
 
@@ -42,7 +42,7 @@ def wrap_model(
         compress: type of the gradients sent: 'none' (their own), 'bf16' or 'fp16'.
         unused: names of the parameters without a gradient on every process. They are frozen: optimizers skip them
             anyway, and DDP would have to wait for the device in each step to find them.
-        skips: other parameters had no gradient on this process; DDP then does search for such in each step.
+        find_unused: other parameters may get no gradient in a step; if so on any process, DDP searches in each step.
     """
     if not is_distributed() or is_sharded(model):
         return model
@@ -56,7 +56,7 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        find_unused_parameters=bool(all_reduce_max([skips])[0]),
+        find_unused_parameters=bool(all_reduce_max([find_unused])[0]),
         **settings,
     )
     if compress != "none":

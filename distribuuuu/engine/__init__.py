@@ -1,1 +1,11 @@
-"""What surrounds the training loop: state, evaluation, dry run, preflight, set-up, stopping."""
+"""The parts of a run around the training loop.
+
+- preflight.py: checks of paths, data and batch sizes before torch is imported.
+- setup.py: process group, OUT_DIR and log of a run; run_lock.py: one training at a time per OUT_DIR.
+- dry_run.py: one training step and one evaluation batch before training, to fail early.
+- out_of_memory.py: out-of-memory errors that name the options to change.
+- state.py: what a checkpoint stores, and how training resumes from it.
+- evaluator.py: evaluation of every image exactly once; precise_bn.py: exact batch-norm statistics before it.
+- stop.py: the stop on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or after CHECKPOINT.MAX_HOURS, at the same step on every
+  process. launch/signals.py receives the signals and defines the exit statuses; trainer.py saves the checkpoint.
+"""

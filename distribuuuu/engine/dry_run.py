@@ -1,4 +1,4 @@
-"""What a model would fail at in its first step or its first evaluation, said before either."""
+"""Dry run: one training step and one evaluation batch before training, to fail early."""
 
 import contextlib
 import logging
@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,51 +19,61 @@ from distribuuuu.engine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-# Enough for batch norm, and little to compute.
-MOST_IMAGES = 2
+# Batch norm needs two.
+MAX_IMAGES = 2
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-def dry_run(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> tuple[list[str], bool]:
-    """Rehearse an evaluation and steps of the first and the last size; returns what `dry_run_training` does."""
+class UnusedParameters(NamedTuple):
+    """Trainable parameters without a gradient in the dry run.
+
+    Attributes:
+        names: the parameters that neither training nor evaluation uses.
+        varies: whether training skipped others, which may get a gradient in other steps.
+    """
+
+    names: list[str]
+    varies: bool
+
+
+def dry_run(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> UnusedParameters:
+    """Run an evaluation batch, then a training step of the first and of the last image size."""
     dry_run_evaluation(cfg, model, test_images)
     if start := cfg.TRAIN.IM_SIZE_START:
-        small_images = torch.zeros_like(train_images[:MOST_IMAGES, :, :start, :start])
+        small_images = torch.zeros_like(train_images[:MAX_IMAGES, :, :start, :start])
         dry_run_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
     return dry_run_training(cfg, model, train_images)
 
 
-def dry_run_training(
-    cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE"
-) -> tuple[list[str], bool]:
-    """Take a few images forward and backward, without a trace on the model.
+def dry_run_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE") -> UnusedParameters:
+    """Run a forward and a backward pass of a few images; the model is restored. Return the unused parameters.
 
-    Returns the names of the parameters that never get a gradient, and whether others get none in some steps: a model
-    may skip layers at random in training, so a parameter counts as unused if evaluation does not use it either.
+    A model may skip layers at random in training: a parameter is unused only if evaluation does not use it either.
 
     Args:
         cfg: the config.
-        model: the model on its device, not wrapped; if it is sharded every process must call it.
-        images: (N, 3, H, W) on the device, of which two are used.
-        size_key: the option that says how large they are.
+        model: the unwrapped model on its device; if it is sharded every process must call it.
+        images: (N, 3, H, W) on the device; the first two are used.
+        size_key: the option that sets the image size.
 
     Raises:
-        ConfigError: the model does not take them, or its answer is not one row of logits an image.
+        ConfigError: the model fails on the images, or does not return one row of logits per image.
     """
     model.train()
-    with _untouched(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
-        logits = model(images[:MOST_IMAGES])
-        _check_logits(cfg, logits, len(images[:MOST_IMAGES]))
+    images = images[:MAX_IMAGES]
+    with _restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
+        logits = model(images)
+        _check_logits(cfg, logits, len(images))
         logits.sum().backward()
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
             model.eval()
-            model(images[:1]).sum().backward()  # adds to the gradients that are there
+            model(images[:1]).sum().backward()  # adds to the gradients of training
             unused = _without_gradient(model)
     if unused:
-        names = ", ".join(unused[:4]) + ", ..." * (len(unused) > 4)
+        names = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
         logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), names)
-    return unused, len(skipped) > len(unused)
+    return UnusedParameters(unused, varies=len(skipped) > len(unused))
 
 
 def _without_gradient(model: nn.Module) -> list[str]:
@@ -70,15 +81,15 @@ def _without_gradient(model: nn.Module) -> list[str]:
 
 
 def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:
-    """Take images (N, 3, H, W) of an evaluation through a model; raises and asks as `dry_run_training`."""
+    """Run a forward pass of evaluation images (N, 3, H, W); arguments and errors as for `dry_run_training`."""
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
         _check_logits(cfg, model(images), len(images))
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Give a model its buffers back after a block, and no gradients."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model and remove its gradients after the block."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         yield
@@ -91,7 +102,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[None]:
-    """Say what a model's error in the block has to do with the config."""
+    """Raise the errors of a model within the block as a ConfigError that names the options."""
     try:
         yield
     except ConfigError:
@@ -99,19 +110,20 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         if is_communication_error(error) or is_out_of_memory(error):
             raise
-        where = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-        place = f"{'/'.join(Path(where[-1].filename).parts[-3:])}:{where[-1].lineno}"
-        what = f"{len(images)} of {images.shape[-2]} x {images.shape[-1]} px"
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        message = f"{cfg.MODEL.ARCH} fails on images, {what} at a time: {message} ({place})"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
+        place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = f"{cfg.MODEL.ARCH} fails on an input of shape {tuple(images.shape)}: {reason} ({place})"
         raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
 
 
-def _check_logits(cfg, logits: object, num: int) -> None:
-    expected = (num, cfg.MODEL.NUM_CLASSES)
+def _check_logits(cfg, logits: object, num_images: int) -> None:
+    expected = (num_images, cfg.MODEL.NUM_CLASSES)
     if isinstance(logits, torch.Tensor) and logits.shape == expected:
         return
-    got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-    remedy = "; heads beside the last one have to be off, see MODEL.KWARGS" * (not isinstance(logits, torch.Tensor))
-    message = f"{cfg.MODEL.ARCH} answers {got}, not logits {expected}{remedy}"
+    if isinstance(logits, torch.Tensor):
+        message = f"{cfg.MODEL.ARCH}: model output has shape {tuple(logits.shape)}; expected logits {expected}"
+    else:
+        got = f"{cfg.MODEL.ARCH}: model output is a {type(logits).__name__}"
+        message = f"{got}; expected logits {expected}; fix: turn off auxiliary heads in MODEL.KWARGS"
     raise ConfigError(Problem("MODEL.ARCH", message), cfg.origins)

@@ -1,4 +1,4 @@
-"""What can be known to fail before torch is imported or a process group is joined: the check before the start."""
+"""Checks of paths, data and batch sizes before torch is imported and the process group is created."""
 
 import sys
 import tempfile
@@ -18,36 +18,36 @@ from distribuuuu.launch.ports import find_port_problem
 
 
 def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[Problem]:
-    """Return what is wrong with the paths, the data folders and the arithmetic of the batch; takes milliseconds.
+    """Return the problems of the paths, the data folders and the batch sizes; takes milliseconds.
 
     Args:
         cfg: a loaded config.
-        train: check what training needs; else what an evaluation needs.
-        nproc: the processes that are to be started; None: as the launcher says.
-        set_keys_only: speak only of keys that were set: the config has problems already, and a default that does not
-            fit may follow from them.
+        train: check for training; else for an evaluation.
+        nproc: the number of processes; None: that of the launcher.
+        set_keys_only: report only options that were set, because the config has other problems: they may be the reason
+            why a default does not fit.
     """
     problems: list[Problem] = []
-    asked = cfg
-    cfg = _with_num_classes(asked, _count_classes(asked))
-    if cfg is not asked:
-        told = find_problems(asked)
-        problems += [problem for problem in find_problems(cfg) if problem not in told]
+    given, cfg = cfg, _with_num_classes(cfg, _count_classes(cfg))
+    if cfg is not given:
+        known = find_problems(given)
+        problems += [problem for problem in find_problems(cfg) if problem not in known]
     found = list(_path_problems(cfg, train))
     problems += [
         Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
     ]
     try:
         launch = detect_launch()
-        if launch.rank == 0 and launch.address and (problem := find_port_problem(launch.address, launch.port)):
+        is_first = launch.rank == 0 and launch.address and launch.port
+        if is_first and (problem := find_port_problem(launch.address, launch.port)):
             problems.append(Problem("launcher", problem))
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
             plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
             check_pairs(cfg, plan)
             check_accumulation(cfg, plan)
-            is_data_sound = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
-            if is_data_sound and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
+            has_data = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
+            if has_data and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
                 check_num_images(cfg, plan, num_images)
     except ConfigError as error:
         problems += [problem.located(cfg.origins) for problem in error.problems]
@@ -55,18 +55,18 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
 
 
 def resolve_num_classes(cfg: Config) -> Config:
-    """Return the config with the number of classes of the training data where MODEL.NUM_CLASSES is 0; else itself.
+    """Return the config with the number of classes of the training data if MODEL.NUM_CLASSES is 0; else itself.
 
-    Where only the images tell, they are read.
+    The data set is opened only if its class count does not tell.
 
     Raises:
-        ConfigError: the data has no classes of its own, or their number contradicts the config.
+        ConfigError: the data set has no fixed number of classes, or the number contradicts the config.
     """
     if cfg.MODEL.NUM_CLASSES:
         return cfg
     num_classes = _count_classes(cfg) or len(dataset_class(cfg).from_cfg(cfg, train=True).classes)
     if not num_classes:
-        problem = "0 asks the data, but dummy images have as many classes as it says; set it"
+        problem = "got 0, the number of classes of the data; dummy images have none; fix: set the number of classes"
         raise ConfigError(Problem("MODEL.NUM_CLASSES", problem), cfg.origins)
     resolved = _with_num_classes(cfg, num_classes)
     check_cfg(resolved)
@@ -74,7 +74,7 @@ def resolve_num_classes(cfg: Config) -> Config:
 
 
 def _with_num_classes(cfg: Config, num_classes: int) -> Config:
-    """Return a frozen copy with the number of classes that the data has; the config itself for 0."""
+    """Return a frozen copy with this number of classes; the config itself for 0."""
     if not num_classes:
         return cfg
     resolved = cfg.clone()
@@ -86,7 +86,7 @@ def _with_num_classes(cfg: Config, num_classes: int) -> Config:
 
 
 def _count_classes(cfg: Config) -> int:
-    """Return the number of classes of the data if the config leaves it to the data and no image tells it, else 0."""
+    """Return the number of classes of the data if MODEL.NUM_CLASSES is 0; 0 if it is set or the data must be read."""
     return 0 if cfg.MODEL.NUM_CLASSES else dataset_class(cfg).count_classes(cfg)
 
 
@@ -95,7 +95,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):
-        yield "DATA.DECODER", "the package simplejpeg is not installed: pip install simplejpeg"
+        yield "DATA.DECODER", "got simplejpeg, which is not installed; fix: pip install simplejpeg"
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not Path(path).is_file():
@@ -105,21 +105,22 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
         yield from _finetune_problems(cfg)
     else:
         yield from _weights_problems(cfg)
-    if "torch" not in sys.modules:  # else the tables themselves answer at once, also for what was registered since
+    if "torch" not in sys.modules:  # with torch imported, names are checked without the cached tables, later
         yield from _name_problems(cfg, train)
     yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
-    """Yield that an evaluation has no weights."""
+    """Yield a problem if an evaluation has no weights."""
     best, averaged = (Path(cfg.OUT_DIR) / name for name in ("best.pth.tar", "best_ema.pth.tar"))
     has_best = best.exists() or (cfg.EMA.HALF_LIFE and averaged.exists())
     if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or has_best):
-        yield "MODEL.WEIGHTS", f"is not set, and {best} is not there; name a file to evaluate, or the OUT_DIR of a run"
+        remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
+        yield "MODEL.WEIGHTS", f"is not set, and {best} does not exist; fix: {remedy}"
 
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
-    """Yield unknown names of models and optimizers, where an earlier process has kept the known ones."""
+    """Yield unknown names of models and optimizers, if an earlier process has cached the known ones."""
     yield from find_model_problems("MODEL.ARCH", cfg.MODEL.ARCH, "MODEL.KWARGS", cfg.MODEL.KWARGS)
     if not train:
         return
@@ -134,11 +135,10 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
     weights = cfg.FINETUNE.WEIGHTS
     if not weights:
         return
-    for key in ("MODEL.WEIGHTS", "MODEL.PRETRAINED"):
-        section, name = key.split(".")
-        if cfg[section][name]:
-            off = "null" if name == "WEIGHTS" else "False"
-            yield "FINETUNE.WEIGHTS", f"{key} says as well what to start from; set {key} {off}, or leave this one empty"
+    others = (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, "null"), ("MODEL.PRETRAINED", cfg.MODEL.PRETRAINED, "False"))
+    for key, value, off in others:
+        if value:
+            yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
     if weights != PUBLISHED:
         try:
             find_weights_file(weights)
@@ -147,14 +147,14 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
 
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a run from writing: training also writes to the folder of its checkpoints."""
+    """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder."""
     for path in (out_dir, out_dir / "checkpoints") if train else (out_dir,):
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
             yield "OUT_DIR", f"{existing} is a file, not a folder"
             return
         try:
-            tempfile.TemporaryFile(dir=existing).close()  # os.access() knows neither read-only file systems nor quotas
+            tempfile.TemporaryFile(dir=existing).close()  # os.access() ignores read-only file systems and quotas
         except OSError as error:
             yield "OUT_DIR", f"{existing} cannot be written to: {error.strerror}"
             return

@@ -1,7 +1,7 @@
-"""The lock on OUT_DIR: one training at a time writes to a folder.
+"""A lock on OUT_DIR: one training at a time writes to a folder.
 
-The kernel's lock on OUT_DIR/.lock decides: it ends with the process that holds it, however that ends, and network file
-systems pass it on to other hosts. What the file says only names the holder.
+The lock is the kernel's on OUT_DIR/.lock: it ends with its process, even after SIGKILL, and network file systems share
+it with other hosts. The content of the file only describes the holder.
 """
 
 import contextlib
@@ -22,33 +22,33 @@ from distribuuuu.distributed import comm as dist
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = ".lock"
-# Seconds to wait for a training that may be ending, e.g. one whose launcher was just killed.
+# Seconds to wait for a training that may be exiting, e.g. after its launcher was killed.
 PATIENCE_S = 10.0
 POLL_S = 0.2
-# What the file says of the holder, and the most of it that is read.
-_RECORD = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
-_MOST_CHARACTERS = 4096
-# What file systems without locks answer.
+# Fields of the file that describe the holder, and the number of characters read.
+_FIELDS = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
+_MAX_CHARACTERS = 4096
+# Errors of file systems without locks.
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class OutDirLocked(ConfigError):
-    """Another training writes to OUT_DIR, or the lock cannot be made; raised on every process."""
+    """Another training writes to OUT_DIR, or the lock file cannot be written; raised on every process."""
 
     on_all_processes = True
 
 
 @contextlib.contextmanager
 def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
-    """Let no other training write to an existing folder for the length of the block. Every process must call it.
+    """Lock an existing folder for the length of the block. Every process must call it.
 
     Raises:
-        OutDirLocked: another training writes to it, or the folder cannot be written to.
+        OutDirLocked: another training holds the lock, or the folder is not writable.
     """
     file, problem = _acquire(Path(out_dir) / FILE_NAME) if dist.is_main() else (None, None)
     if problem := dist.broadcast_object(problem):
@@ -61,8 +61,8 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> tuple[IO | None, str | None]:
-    """Return the locked file, whose end is the lock's, or the problem; neither where there are no locks."""
-    deadline, has_told = time.monotonic() + PATIENCE_S, False
+    """Return the open and locked file, or the problem."""
+    deadline, has_warned = time.monotonic() + PATIENCE_S, False
     while True:
         try:
             file = open(path, "a+", encoding="utf-8")
@@ -71,28 +71,28 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
             return None, f"OUT_DIR: {path} cannot be written: {error.strerror or error}"
         holder = _read_holder(file)
         if is_locked is None and not _is_running_here(holder):
-            logger.warning("OUT_DIR: %s: this file system has no locks; a second training in the same folder would not"
-                           " be noticed", path.parent)  # fmt: skip
+            logger.warning("OUT_DIR: the file system of %s has no locks: a second training in the same folder is not "
+                           "detected", path.parent)  # fmt: skip
             is_locked = True
         if is_locked and _is_at(file, path):
             _write_holder(file)
             return file, None
         file.close()
-        if is_locked:
+        if is_locked:  # of a file that its holder has deleted meanwhile
             continue
         if time.monotonic() > deadline:
             return None, _describe(path, holder)
-        if _is_earlier_start(holder):  # its host is gone, and the file server has not noticed yet
+        if _is_earlier_start(holder):  # its host is down, and the file server still keeps the lock
             with contextlib.suppress(OSError):
                 path.unlink()
-        elif not has_told:
-            has_told = True
+        elif not has_warned:
+            has_warned = True
             logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, PATIENCE_S)
         time.sleep(POLL_S)
 
 
 def _try_lock(file: IO) -> bool | None:
-    """Return whether this process now has the lock on a file; None: the file system knows no locks."""
+    """Try to lock a file; return whether it succeeded, or None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -107,7 +107,7 @@ def _try_lock(file: IO) -> bool | None:
 
 
 def _is_at(file: IO, path: Path) -> bool:
-    """Tell whether an open file is still the one at its path: who ends deletes it."""
+    """Tell whether an open file is still the one at its path: its holder deletes it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def _release(file: IO) -> None:
 
 
 def _write_holder(file: IO) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the lock stays without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock has no description
         file.truncate(0)
         file.write(json.dumps(describe_holder()) + "\n")
         file.flush()
@@ -129,7 +129,7 @@ def _write_holder(file: IO) -> None:
 
 
 def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what the file says: host, pid, start time, and the job with the number of its restarts."""
+    """Return the content of the lock file: host, pid, start time, and the job with its number of restarts."""
     job, restarts = "", "0"
     if "SLURM_JOB_ID" in env:
         job, restarts = f"Slurm job {env['SLURM_JOB_ID']}", env.get("SLURM_RESTART_COUNT", "0")
@@ -143,28 +143,28 @@ def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def _read_holder(file: IO) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         file.seek(0)
-        holder = json.loads(file.read(_MOST_CHARACTERS))
-        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in _RECORD} == _RECORD:
+        holder = json.loads(file.read(_MAX_CHARACTERS))
+        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in _FIELDS} == _FIELDS:
             return holder
     return {}
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process of this host started, in clock ticks since its boot; None: it is gone, or not known."""
+    """Return the start of a process of this host, in clock ticks since boot; None: it has ended or is unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return None
 
 
 def _is_running_here(holder: dict[str, Any]) -> bool:
-    """Tell whether the holder is a process of this host: a pid that was given to another one started later."""
+    """Tell whether the holder is a live process of this host; the start time excludes a reused pid."""
     if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
         return False
     return holder.get("pid_started") is not None and _start_of(holder["pid"]) == holder["pid_started"]
 
 
 def _is_earlier_start(holder: dict[str, Any]) -> bool:
-    """Tell whether the holder is on another host and an earlier start of this job, which the launcher has ended."""
+    """Tell whether the holder is an earlier start of this job, on another host: the launcher has ended it."""
     own = describe_holder()
     is_same_job = bool(own["job"]) and holder.get("job") == own["job"] and holder.get("host") != own["host"]
     return is_same_job and holder.get("restarts", 0) < own["restarts"]
@@ -172,6 +172,6 @@ def _is_earlier_start(holder: dict[str, Any]) -> bool:
 
 def _describe(path: Path, holder: dict[str, Any]) -> str:
     known = [f"host {holder['host']}, pid {holder['pid']}, started {holder['started']}"] if "pid" in holder else []
-    who = ", ".join([*known, *filter(None, [holder.get("job")])]) or "a process that left no name"
-    remedy = f"set another OUT_DIR, or stop that one; if its host is down, delete {path}"
+    who = ", ".join([*known, *filter(None, [holder.get("job")])]) or "unknown process"
+    remedy = f"set another OUT_DIR, or stop the other training; if its host is down, delete {path}"
     return f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {remedy}"

@@ -1,7 +1,13 @@
-"""Stop a run in the middle, on a signal or after its hours: all processes after the same step."""
+"""Graceful stop on a signal or after CHECKPOINT.MAX_HOURS, after the same step on every process.
+
+What happens on SIGTERM: `handled_by` of launch/signals.py passes it to this process's `SignalState`; the next `check`
+on which the processes agree raises `RunStopped` on all of them; the trainer saves a checkpoint; the command exits with
+the status of the signal. A second signal ends the process at once.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import TypeVar
 
 from distribuuuu.distributed import comm as dist
@@ -10,22 +16,21 @@ from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, han
 
 T = TypeVar("T")
 
-# Seconds between two agreements of the processes, and the most calls: a run may turn slow in between.
+# The processes exchange their stop requests about this often, and at least every so many calls: steps may turn slower.
 AGREE_EVERY_S = 1.0
-MOST_CALLS = 50
-# What is wanted when no signal came.
-_NOTHING = 0
+MAX_CALLS = 50
+_NO_REASON = 0
 
 
 class StopRequest:
-    """Listens for signals and the clock; every process calls `check` equally often and leaves at the same call.
+    """A request of any process to stop; every process calls `check` equally often and stops at the same call.
 
     Args:
-        max_hours: stop after so many hours; 0: never.
+        max_hours: stop after this many hours; 0: never.
     """
 
     def __init__(self, max_hours: float = 0.0):
-        self._ends_at = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
+        self._deadline = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
         self._signals = SignalState()
         self._handling = handled_by(self._signals.receive)
         self._begun = {""}
@@ -35,14 +40,16 @@ class StopRequest:
         self._handling.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._handling.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handling.__exit__(kind, error, trace)
 
     def begin_phase(self, name: str = "") -> None:
-        """Agree at the next call: what follows may be slower or faster than what was before.
+        """Exchange stop requests at the next call, because the calls of a new phase may be slower or faster.
 
         Args:
-            name: the first of a name in this start may compile something before its first call.
+            name: if new in this start, the start-up timeout applies until the next call: it may include a compilation.
         """
         if name not in self._begun:
             self._begun.add(name)
@@ -50,10 +57,9 @@ class StopRequest:
         self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:
-        """Note the position reached, and leave if any process was asked to stop.
+        """Record the position for the watchdog, and stop if any process has a reason to.
 
-        The processes talk about once a second, at a call that they agreed upon the time before; nothing is waited for
-        in between.
+        The processes communicate about once a second, at a call on which they agreed the time before.
 
         Raises:
             RunStopped: on every process, after the same call.
@@ -63,15 +69,15 @@ class StopRequest:
         if self._calls < self._calls_to_wait:
             return
         now = time.monotonic()
-        wanted, pace_s = dist.all_reduce_max([self._wanted(now), (now - self._agreed_at) / self._calls])
-        if wanted != _NOTHING:
-            raise RunStopped(int(wanted))
+        reason, call_s = dist.all_reduce_max([self._reason(now), (now - self._agreed_at) / self._calls])
+        if reason != _NO_REASON:
+            raise RunStopped(int(reason))
         self._agreed_at, self._calls = now, 0
-        calls = int(AGREE_EVERY_S / max(pace_s, 1e-6)) if dist.is_distributed() else 1
-        self._calls_to_wait = min(max(calls, 1), MOST_CALLS)
+        calls = int(AGREE_EVERY_S / max(call_s, 1e-6)) if dist.is_distributed() else 1
+        self._calls_to_wait = min(max(calls, 1), MAX_CALLS)
 
     def checked(self, items: Iterable[T], max_num_batches: int, position: str) -> Iterator[T]:
-        """Yield the items with a `check` after each, and as many more as make `max_num_batches` on every process."""
+        """Yield the items with a `check` after each; every process makes at least `max_num_batches` checks."""
         self.begin_phase()
         done = 0
         for done, item in enumerate(items, 1):  # noqa: B007
@@ -80,7 +86,7 @@ class StopRequest:
         for _ in range(done, max_num_batches):
             self.check(f"{position}, batch {done}")
 
-    def _wanted(self, now: float) -> int:
+    def _reason(self, now: float) -> int:
         if self._signals.first is not None:
             return int(self._signals.first)
-        return OUT_OF_TIME if now > self._ends_at else _NOTHING
+        return OUT_OF_TIME if now > self._deadline else _NO_REASON

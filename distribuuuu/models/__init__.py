@@ -1,7 +1,14 @@
-"""Models by name, one family a file.
+"""Models by name.
 
-A new model is one new file here with a function in it, decorated with `@MODELS.register`, that takes `num_classes` and
-whatever else MODEL.KWARGS may set; with a parameter `im_size` it is given TRAIN.IM_SIZE.
+- `build_model` (this file): MODEL.ARCH to a model; `check_model`: the same checks without memory or downloads.
+- constructor.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments.
+- pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
+- finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).
+- freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
+- botnet.py, cifar_resnet.py, plain_vit.py, torchvision_nets.py: one family per file.
+
+To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
+its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
 """
 
 from collections.abc import Iterator
@@ -13,48 +20,46 @@ from torch import nn
 
 from distribuuuu.checkpoint.locate import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.construction import Construction, plan_construction
+from distribuuuu.models.constructor import Architecture, ModelSpec, find_architecture, make_model_spec
 from distribuuuu.models.freeze import freeze
-from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized
-from distribuuuu.models.resolve import Architecture, find_architecture
+from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized_layers
 from distribuuuu.optim.param_groups import lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     """Return the model of MODEL.ARCH: images (N, 3, IM_SIZE, IM_SIZE) -> logits (N, NUM_CLASSES).
 
-    The name is looked up in our registry, then in timm, then in torchvision; `timm/NAME` and `torchvision/NAME` force
-    one. MODEL.KWARGS go to the constructor, and so does TRAIN.IM_SIZE if it takes an image size and they do not give
-    it. With `pretrained` (None: MODEL.PRETRAINED) it starts from the published weights, its head fresh if the classes
-    differ.
+    The constructor gets MODEL.KWARGS, and TRAIN.IM_SIZE if it has an image-size parameter that they do not set. With
+    `pretrained` (None: MODEL.PRETRAINED) the model has the published weights; its head is randomly initialized if the
+    classes differ.
 
     Raises:
-        ConfigError: an unknown name or keyword, a value that the constructor refuses, or weights that do not exist or
-            cannot be fetched.
+        ConfigError: an unknown name or keyword, a value that the constructor rejects, or weights that do not exist or
+            cannot be downloaded.
     """
     try:
-        construction = _plan(cfg)
+        spec = _model_spec(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
-        model = build_pretrained(construction) if pretrained else construction.build()
+        model = build_pretrained(spec) if pretrained else spec.build()
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
 def check_model(cfg) -> None:
-    """Check all that `build_model` checks, short of fetching weights; the model takes no memory (meta device).
+    """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
 
     Raises:
-        ConfigError: as `build_model`; or a pattern of FINETUNE.FREEZE or FINETUNE.LR_MULT that does not suit the model.
+        ConfigError: as `build_model`; or a pattern of FINETUNE.FREEZE or FINETUNE.LR_MULT does not match the model.
     """
     try:
-        construction = _plan(cfg)
-        model = construction.build_on_meta()
+        spec = _model_spec(cfg)
+        model = spec.build_on_meta()
         if cfg.MODEL.PRETRAINED:
-            find_published(construction.arch)
+            find_published(spec.arch)
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
-    problems = list(_finetune_problems(cfg, construction.arch, model))
+    problems = list(_finetune_problems(cfg, spec.arch, model))
     if problems:
         raise ConfigError(problems, cfg.origins)
 
@@ -82,11 +87,11 @@ def as_finetune_problems(error: ConfigError) -> list[Problem]:
 
 
 def find_head(cfg, model: nn.Module) -> list[str]:
-    """Return the layers of a config's model whose shapes depend on the number of classes, by name: its head."""
-    other = replace(_plan(cfg), num_classes=cfg.MODEL.NUM_CLASSES + 1)
+    """Return the names of the layers of the head: those whose shapes depend on the number of classes."""
+    other = replace(_model_spec(cfg), num_classes=cfg.MODEL.NUM_CLASSES + 1)
     with torch.random.fork_rng(devices=[]):
         resized = other.build_on_meta()
-        return find_resized(model, other.build() if resized is None else resized)
+        return find_resized_layers(model, other.build() if resized is None else resized)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -94,12 +99,12 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _plan(cfg) -> Construction:
+def _model_spec(cfg) -> ModelSpec:
     arch = find_architecture(cfg.MODEL.ARCH)
-    kwargs, train = _plain(cfg.MODEL.KWARGS), cfg.TRAIN
-    return plan_construction(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
+    kwargs, train = _to_plain_dict(cfg.MODEL.KWARGS), cfg.TRAIN
+    return make_model_spec(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
 
 
-def _plain(value: Any) -> Any:
-    """Turn nodes of the config, which are frozen, into dicts."""
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _to_plain_dict(value: Any) -> Any:
+    """Convert config nodes, which are frozen, to dicts."""
+    return {key: _to_plain_dict(item) for key, item in value.items()} if isinstance(value, dict) else value

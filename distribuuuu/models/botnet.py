@@ -1,4 +1,4 @@
-"""BoTNet-50: ResNet-50 whose last stage attends over the whole map (Srinivas et al., arXiv 2101.11605)."""
+"""BoTNet-50: ResNet-50 with self-attention in its last stage (Srinivas et al., arXiv 2101.11605)."""
 
 import torch
 from torch import nn
@@ -6,12 +6,12 @@ from torchvision.models import resnet50
 
 from distribuuuu.config.registry import MODELS
 
-# Pixels of the image per cell of the map that the stack sees, after layer3 of ResNet-50.
+# Image pixels per cell of the feature map after layer3 of ResNet-50.
 STRIDE = 16
 
 
 class RelativePosition(nn.Module):
-    """One learnt vector for each vertical and each horizontal distance between two cells of the map."""
+    """A learned vector for each vertical and each horizontal distance between two cells of the feature map."""
 
     def __init__(self, size: int, dim: int):
         super().__init__()
@@ -19,24 +19,24 @@ class RelativePosition(nn.Module):
         self.rel_width = nn.Parameter(torch.randn(2 * size - 1, dim) * dim**-0.5)
 
     def forward(self, q: torch.Tensor) -> torch.Tensor:
-        """Map queries (N, heads, H, W, dim) to logits (N, heads, H * W, H * W), one for each pair (query, key)."""
+        """Map queries (N, heads, H, W, dim) to logits (N, heads, H * W, H * W), one per pair of query and key."""
         num, heads, height, width, _ = q.shape
         # [query row, key row, dim] and [query column, key column, dim]
-        rows, columns = _by_pair(self.rel_height, height), _by_pair(self.rel_width, width)
+        rows, columns = _by_distance(self.rel_height, height), _by_distance(self.rel_width, width)
         vertical = torch.einsum("nhxyd,xid->nhxyi", q, rows)
         horizontal = torch.einsum("nhxyd,yjd->nhxyj", q, columns)
         logits = vertical.unsqueeze(-1) + horizontal.unsqueeze(-2)
         return logits.reshape(num, heads, height * width, height * width)
 
 
-def _by_pair(vectors: torch.Tensor, size: int) -> torch.Tensor:
-    """Lay out (2 size - 1, dim) vectors by distance as (size, size, dim): [a, b] is that of the distance b - a."""
+def _by_distance(vectors: torch.Tensor, size: int) -> torch.Tensor:
+    """Gather (2 size - 1, dim) vectors into (size, size, dim): element [a, b] is the vector of distance b - a."""
     position = torch.arange(size, device=vectors.device)
     return vectors[position[None, :] - position[:, None] + size - 1]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over a square map of `size` cells a side, with relative positions."""
+    """Multi-head self-attention over a feature map of `size` x `size` cells, with relative positions."""
 
     def __init__(self, dim: int, size: int, num_heads: int = 4, head_dim: int = 128):
         super().__init__()
@@ -49,13 +49,13 @@ class Attention(nn.Module):
         """Map (N, dim, size, size) to (N, num_heads * head_dim, size, size).
 
         Raises:
-            ValueError: the map has another size.
+            ValueError: the feature map has another size.
         """
         num, _, height, width = x.shape
         if (height, width) != (self.size, self.size):
             raise ValueError(
-                f"the attention was built for a {self.size} x {self.size} map (im_size {self.size * STRIDE}), "
-                f"but the map is {height} x {width}: give images of that size, or build with another im_size"
+                f"got a feature map of {height} x {width}; expected {self.size} x {self.size}; "
+                f"fix: use images of {self.size * STRIDE} px, or build the model with another im_size"
             )
         q, k = (self._by_head(half) for half in self.to_qk(x).chunk(2, dim=1))
         v = self._by_head(self.to_v(x))
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class BottleneckTransformer(nn.Module):
-    """A bottleneck block of ResNet with attention in place of its 3x3 convolution."""
+    """A ResNet bottleneck block with attention instead of the 3x3 convolution."""
 
     def __init__(self, dim: int, dim_out: int, size: int, num_heads: int = 4, head_dim: int = 128):
         super().__init__()
@@ -80,12 +80,12 @@ class BottleneckTransformer(nn.Module):
             *_conv1x1_norm(dim, inner),
             nn.ReLU(),
             Attention(inner, size, num_heads, head_dim),
-            nn.Identity(),  # the place of the pooling in a block of stride 2: keeps the numbers of the state dict
+            nn.Identity(),  # the pooling of a block of stride 2: keeps the indices of the state dict
             nn.BatchNorm2d(inner),
             nn.ReLU(),
             *_conv1x1_norm(inner, dim_out),
         )
-        nn.init.zeros_(self.net[-1].weight)  # the block starts as its shortcut
+        nn.init.zeros_(self.net[-1].get_parameter("weight"))  # the block starts as its shortcut
         self.activation = nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _conv1x1_norm(num_in: int, num_out: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]
 
 
 class BottleneckStack(nn.Module):
-    """Three blocks of stride 1, in place of the last stage of ResNet-50."""
+    """Three blocks of stride 1 that replace the last stage of ResNet-50."""
 
     def __init__(self, dim: int, dim_out: int, size: int, num_blocks: int = 3):
         super().__init__()
@@ -114,14 +114,14 @@ class BottleneckStack(nn.Module):
 def botnet50(num_classes: int = 1000, im_size: int = 224) -> nn.Sequential:
     """Return BoTNet-50 of stride 1: images (N, 3, im_size, im_size) -> logits (N, num_classes).
 
-    Srinivas et al., arXiv 2101.11605. The attention knows the distances of one map size, so a model serves one
-    `im_size`; its weights fit no other.
+    Srinivas et al., arXiv 2101.11605. The relative positions fix the image size: weights of one `im_size` do not fit
+    another.
 
     Raises:
         ValueError: `im_size` is not a multiple of 16; in forward, images of another size.
     """
     if not isinstance(im_size, int) or im_size < STRIDE or im_size % STRIDE:
-        raise ValueError(f"im_size must be a multiple of {STRIDE}, as 224 or 256, not {im_size!r}")
+        raise ValueError(f"got im_size {im_size!r}; expected a multiple of {STRIDE}, e.g. 224 or 256")
     stem_to_layer3 = list(resnet50().children())[:7]
     return nn.Sequential(
         *stem_to_layer3,

@@ -1,4 +1,4 @@
-"""The small ResNets for CIFAR of He et al., arXiv 1512.03385, section 4.2: 6n + 2 layers in three stages."""
+"""Small ResNets for CIFAR (He et al., arXiv 1512.03385, section 4.2): 6n + 2 layers in three stages."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ from distribuuuu.config.registry import MODELS
 
 
 def _group_norm(num_channels: int) -> nn.GroupNorm:
-    """Return a group norm with groups of 8 channels, or the next number that divides the channels."""
-    most = max(1, num_channels // 8)
-    num_groups = max(count for count in range(1, most + 1) if num_channels % count == 0)
+    """Return a group norm with groups of 8 channels, or of the next larger number that divides `num_channels`."""
+    max_groups = max(1, num_channels // 8)
+    num_groups = max(count for count in range(1, max_groups + 1) if num_channels % count == 0)
     return nn.GroupNorm(num_groups, num_channels)
 
 
-# "group" has no batch statistics: the result does not depend on which images share a batch.
+# "group" uses no batch statistics: the output for an image does not depend on the other images of its batch.
 NORMS: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 
 
@@ -26,21 +26,21 @@ def _conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 class CifarBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters (option A of the paper)."""
+    """Two 3x3 convolutions and a shortcut without parameters (option A of the paper)."""
 
     def __init__(self, num_in: int, num_out: int, stride: int, norm: Callable[[int], nn.Module]):
         super().__init__()
         self.conv1, self.norm1 = _conv3x3(num_in, num_out, stride), norm(num_out)
         self.conv2, self.norm2 = _conv3x3(num_out, num_out), norm(num_out)
         self.stride = stride
-        self.num_new = num_out - num_in
+        self.num_added = num_out - num_in
 
     def shortcut(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop every other pixel and pad the channels with zeros where the shape changes."""
-        if self.stride == 1 and self.num_new == 0:
+        """Subsample the pixels and pad the channels with zeros where the shape changes."""
+        if self.stride == 1 and self.num_added == 0:
             return x
-        before = self.num_new // 2
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.num_new - before))
+        before = self.num_added // 2
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.num_added - before))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (N, C, H, W) to (N, num_out, ceil(H / stride), ceil(W / stride))."""
@@ -50,9 +50,9 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """A 3x3 stem and three stages of `width`, 2 `width` and 4 `width` channels; any image size.
+    """A 3x3 stem and three stages of `width`, 2 `width` and 4 `width` channels, for any image size.
 
-    A `stem_stride` of 2 halves the image at once: a quarter of the work, for a width that is twice as large.
+    A `stem_stride` of 2 halves the feature maps, which pays for twice the width.
 
     Raises:
         ValueError: `depth` is not 6n + 2, `width` or `stem_stride` is below 1, or `norm` is not one of NORMS.
@@ -61,13 +61,12 @@ class CifarResNet(nn.Module):
     def __init__(self, depth: int, num_classes: int = 10, width: int = 16, norm: str = "batch", stem_stride: int = 1):
         super().__init__()
         if depth < 8 or depth % 6 != 2:
-            raise ValueError(f"depth must be 6n + 2, as 8, 14 or 20, not {depth}")
-        if not isinstance(width, int) or width < 1:
-            raise ValueError(f"width must be a whole number of channels, 1 or more, not {width!r}")
-        if not isinstance(stem_stride, int) or stem_stride < 1:
-            raise ValueError(f"stem_stride must be a whole number of pixels, 1 or more, not {stem_stride!r}")
+            raise ValueError(f"got depth {depth}; expected 6n + 2, e.g. 8, 14 or 20")
+        for name, value in (("width", width), ("stem_stride", stem_stride)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"got {name} {value!r}; expected an integer, 1 or more")
         if norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}, not {norm!r}{did_you_mean(str(norm), NORMS)}")
+            raise ValueError(f"got norm {norm!r}; expected one of {', '.join(NORMS)}{did_you_mean(str(norm), NORMS)}")
         make_norm, num_blocks = NORMS[norm], (depth - 2) // 6
         self.stem = nn.Sequential(_conv3x3(3, width, stem_stride), make_norm(width), nn.ReLU(inplace=True))
         self.stage1 = self._stage(width, width, 1, num_blocks, make_norm)

@@ -1,15 +1,15 @@
-"""Start from weights that were trained on other data: all that fits the model is taken; the head may start fresh."""
+"""Initial weights of a run, and fine-tuning: weights of other data, loaded as far as names and shapes match."""
 
 import argparse
 import logging
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, is_state_dict, read_checkpoint
+from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -21,47 +21,56 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 
-# What wrappers put before the names of a model's tensors: DDP, lightning and others, detectors, torch.compile.
+# Prefixes that wrappers add to the names of tensors: DDP, lightning and others, detectors, torch.compile.
 PREFIXES = ("module.", "model.", "backbone.", "_orig_mod.")
-# Where a checkpoint keeps the moving average of the weights: ours, timm's.
+# Checkpoint keys of the moving average of the weights: this package's, timm's.
 EMA_KEYS = ("ema_state_dict", "state_dict_ema")
 
 
 class IncompatibleWeightsError(ValueError):
-    """Weights of another model: less than half of the tensors below the head, or of its matrices and kernels, fit."""
+    """Weights of another model: more than half of the backbone's tensors, or of its matrices and kernels, mismatch."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the tensors: those of the model, loaded or fresh, and those of the file that were not used."""
+    """Names of the tensors that were loaded or not.
+
+    Attributes:
+        loaded: of the model, loaded.
+        initialized: of the model, not loaded: they keep their initial values.
+        unused: of the file, not loaded.
+        num_missing: how many of `initialized` are in the backbone.
+    """
 
     loaded: list[str]
-    fresh: list[str]
+    initialized: list[str]
     unused: list[str]
-    # How many of the fresh ones are below the head.
-    num_misfits: int
+    num_missing: int
 
     def __str__(self) -> str:
-        total = len(self.loaded) + len(self.fresh)
-        parts = f"{len(self.loaded)} of {counted(total, 'tensor')} loaded; left fresh: {_some(self.fresh)}"
-        return f"{parts}; of the file not used: {_some(self.unused)}"
+        total = len(self.loaded) + len(self.initialized)
+        parts = f"{len(self.loaded)} of {counted(total, 'tensor')} loaded; randomly initialized: "
+        return f"{parts}{_abbreviate(self.initialized)}; unused in the file: {_abbreviate(self.unused)}"
 
 
-def _some(names: list[str], num: int = 4) -> str:
-    """Return how many names there are, and the first of them."""
-    return f"{len(names)} ({', '.join(names[:num])}{', ...' * (len(names) > num)})" if names else "none"
+def _abbreviate(names: list[str], num: int = 4) -> str:
+    """Return the number of names and the first ones."""
+    if not names:
+        return "none"
+    more = ", ..." if len(names) > num else ""
+    return f"{len(names)} ({', '.join(names[:num])}{more})"
 
 
 def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
-    """Return the model that a run begins with, on the CPU.
+    """Return the model at the start of a run, on the CPU.
 
     Args:
         cfg: the config.
-        classes: the names of the data's classes.
-        pretrained: start from what MODEL.PRETRAINED or FINETUNE.WEIGHTS say; else from random weights.
+        classes: the class names of the data.
+        pretrained: load the weights of MODEL.PRETRAINED or FINETUNE.WEIGHTS; else initialize randomly.
 
     Raises:
-        ConfigError: the model cannot be built, or the weights cannot be had or do not fit.
+        ConfigError: the model cannot be built, or the weights cannot be loaded.
     """
     weights = cfg.FINETUNE.WEIGHTS if pretrained else ""
     if not weights:
@@ -76,119 +85,111 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
     except ConfigError as error:
         raise ConfigError(as_finetune_problems(error), cfg.origins) from error
     if cfg.FINETUNE.HEAD_RESET:
-        fresh, layers = build_model(cfg, pretrained=False).state_dict(), find_head(cfg, model)
-        head = {name: tensor for name, tensor in fresh.items() if _is_in(name, layers)}
+        initial, layers = build_model(cfg, pretrained=False).state_dict(), find_head(cfg, model)
+        head = {name: tensor for name, tensor in initial.items() if _is_in(name, layers)}
         model.load_state_dict(head, strict=False)
-        logger.info("FINETUNE.HEAD_RESET: the head starts fresh: %s", _some(list(head)))
+        logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(list(head)))
     return model
 
 
 def freeze_parts(cfg, model: nn.Module) -> None:
-    """Freeze what FINETUNE.FREEZE names, and log how much that is; call it when the layers are what they will be.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
-    """
+    """Freeze the parts that FINETUNE.FREEZE matches and log their size; raises as `freeze`."""
     if cfg.FINETUNE.FREEZE:
         freeze(model, cfg.FINETUNE.FREEZE)
-        (numbers, norms), total = count_frozen(model), count_parameters(model)
-        logger.info("frozen: %.3f of %.3f M parameters, %d batch norms", numbers / 1e6, total / 1e6, norms)
+        (frozen, norms), total = count_frozen(model), count_parameters(model)
+        logger.info("frozen: %.3f of %.3f M parameters, %d batch norms", frozen / 1e6, total / 1e6, norms)
 
 
 def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
-    """Load what fits of the file that FINETUNE.WEIGHTS names into a model that is as its constructor leaves it.
+    """Load the matching tensors of the file FINETUNE.WEIGHTS into a newly built model.
 
     Raises:
-        ConfigError: there is no such file, it is not sound, or it is of another model.
+        ConfigError: the file does not exist, is damaged, or belongs to another model.
     """
     settings = cfg.FINETUNE
     try:
         path = find_weights_file(settings.WEIGHTS)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm and torchvision keep their flags
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm and torchvision store their flags
             content = read_checkpoint(path)
-    except CheckpointError as error:
-        raise CheckpointError(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
-    except ConfigError as error:
-        raise ConfigError(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
+    except ConfigError as error:  # or a CheckpointError
+        raise type(error)(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
     averages = [content.get(name) for name in EMA_KEYS if settings.EMA]
     average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
-    made_by = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
+    arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:
-        transfer = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)
+        report = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)
     except IncompatibleWeightsError as error:
-        problem = f"{path}{made_by} does not fit {cfg.MODEL.ARCH}: {error}; was MODEL.ARCH another one?"
+        problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
         raise ConfigError(Problem("FINETUNE.WEIGHTS", problem), cfg.origins) from error
-    logger.info("fine-tuning from %s%s: %s", path, ", its moving average" * bool(average), transfer)
-    if transfer.num_misfits:
-        logger.warning("%s below the head randomly initialized: is the file%s of another MODEL.ARCH, MODEL.KWARGS or "
-                       "TRAIN.IM_SIZE?", counted(transfer.num_misfits, "tensor"), made_by)  # fmt: skip
-    if not settings.HEAD_RESET:
-        other = find_class_mismatch(content, classes)
-        if other:
-            logger.warning("the head was trained on other classes: %s; FINETUNE.HEAD_RESET True starts it fresh", other)
+    logger.info("fine-tuning from %s%s: %s", path, " (moving average)" if average else "", report)
+    if report.num_missing:
+        logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
+                       "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(report.num_missing, "tensor"), arch)  # fmt: skip
+    if not settings.HEAD_RESET and (other := find_class_mismatch(content, classes)):
+        logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", other)
 
 
 def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False) -> LoadReport:
-    """Load every tensor whose name and shape fit; names may differ by what wrappers put before them.
+    """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
 
-    A layer of the head is loaded whole or not at all. Where timm has a conversion for the model it is tried, which also
-    resamples position embeddings to another size of the image.
+    A layer of the head is loaded completely or not at all. If tensors are missing, timm's conversion for the model is
+    tried too: it also resamples position embeddings to another image size.
 
     Args:
-        model: the model; what is not loaded stays as it is.
+        model: the model; tensors that are not loaded stay unchanged.
         state_dict: the weights.
         head: the names of the layers of the head.
-        reset_head: load none of them.
+        reset_head: load no layer of the head.
 
     Raises:
-        IncompatibleWeightsError: less than half of what is below the head fits; the model is as it was.
+        IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
     """
-    mine = model.state_dict()
-    backbone = [name for name in mine if not _is_in(name, head)]
-    taken, unused = match_tensors(mine, state_dict)
-    if any(name not in taken for name in backbone):
-        converted = match_tensors(mine, convert_by_timm(model, _without_prefixes(state_dict, mine)))
-        if len(converted[0]) > len(taken):
-            taken, unused = converted
-    whole = {layer for layer in head if not reset_head and all(name in taken for name in mine if _is_in(name, [layer]))}
-    dropped = [name for name in taken if _is_in(name, head) and not _is_in(name, whole)]
-    loaded = {name: taken[name] for name in mine if name in taken and name not in dropped}
-    kernels = [name for name in backbone if mine[name].ndim > 1]
-    for names in (backbone, kernels):  # vectors fit soon, those of norms even between a ResNet-50 and a ResNet-18
-        misfits = [name for name in names if name not in loaded]
-        if 2 * len(misfits) > len(names):
-            raise IncompatibleWeightsError(_misfit(misfits, mine, state_dict, len(names)))
+    own = model.state_dict()
+    backbone = [name for name in own if not _is_in(name, head)]
+    matched, unused = match_tensors(own, state_dict)
+    if any(name not in matched for name in backbone):
+        converted = match_tensors(own, convert_by_timm(model, _rename(state_dict, own)))
+        if len(converted[0]) > len(matched):
+            matched, unused = converted
+    missing = {name.rpartition(".")[0] for name in own if name not in matched}
+    dropped = [name for name in matched if _is_in(name, head) and (reset_head or _is_in(name, missing))]
+    loaded = {name: tensor for name, tensor in matched.items() if name not in dropped}
+    kernels = [name for name in backbone if own[name].ndim > 1]
+    for names in (backbone, kernels):  # vectors match by chance: those of norms even between ResNet-50 and ResNet-18
+        mismatches = [name for name in names if name not in loaded]
+        if 2 * len(mismatches) > len(names):
+            raise IncompatibleWeightsError(_describe_mismatches(mismatches, own, state_dict, len(names)))
     model.load_state_dict(loaded, strict=False)
-    fresh = [name for name in mine if name not in loaded]
-    return LoadReport(list(loaded), fresh, [*dropped, *unused], sum(name in backbone for name in fresh))
+    initialized = [name for name in own if name not in loaded]
+    num_missing = sum(name in backbone for name in initialized)
+    return LoadReport(list(loaded), initialized, [*dropped, *unused], num_missing)
 
 
 def _is_in(name: str, layers: Collection[str]) -> bool:
     return name.rpartition(".")[0] in layers
 
 
-def _misfit(misfits: list[str], mine: Tensors, theirs: Tensors, num: int) -> str:
-    named = _without_prefixes(theirs, mine)
-    shapes = {name: tuple(named[name].shape) if name in named else "missing" for name in misfits[:2]}
-    examples = ", ".join(f"{name} is {tuple(mine[name].shape)} here, {shape} there" for name, shape in shapes.items())
-    others = [name for name in named if name not in mine][:2]
-    instead = f", with {', '.join(others)} instead" if others else ""
-    return f"{len(misfits)} of {counted(num, 'tensor')} below its head not in it, e.g. {examples}{instead}"
+def _describe_mismatches(names: list[str], own: Tensors, other: Tensors, num: int) -> str:
+    renamed = _rename(other, own)
+    shapes = {name: tuple(renamed[name].shape) if name in renamed else "missing" for name in names[:2]}
+    examples = ", ".join(f"{name}: expected {tuple(own[name].shape)}, got {shape}" for name, shape in shapes.items())
+    unknown = [name for name in renamed if name not in own][:2]
+    more = f"; the file has {', '.join(unknown)}, ..." if unknown else ""
+    return f"{len(names)} of {counted(num, 'tensor')} of the backbone do not match, e.g. {examples}{more}"
 
 
-def match_tensors(mine: Tensors, theirs: Tensors) -> tuple[Tensors, list[str]]:
-    """Return those of `theirs` that fit, under our names, and the names of the others."""
-    named = _without_prefixes(theirs, mine)
-    taken = {name: named[name] for name in mine if name in named and named[name].shape == mine[name].shape}
-    return taken, [name for name in named if name not in taken]
+def match_tensors(own: Tensors, other: Tensors) -> tuple[Tensors, list[str]]:
+    """Return the tensors of `other` that match `own` by name and shape, in its order, and the names of the rest."""
+    renamed = _rename(other, own)
+    matched = {name: renamed[name] for name in own if name in renamed and renamed[name].shape == own[name].shape}
+    return matched, [name for name in renamed if name not in matched]
 
 
-def _without_prefixes(theirs: Tensors, known: Iterable[str]) -> Tensors:
-    """Return tensors under the names that we know them by, the others under their names without prefixes."""
-    known = set(known)
+def _rename(tensors: Tensors, known: Collection[str]) -> Tensors:
+    """Return tensors under the known names that equal theirs up to prefixes; the others without prefixes."""
     by_core = {_core(name): name for name in known}
-    renamed = {name: tensor for name, tensor in theirs.items() if name in known}
-    for name, tensor in theirs.items():
+    renamed = {name: tensor for name, tensor in tensors.items() if name in known}
+    for name, tensor in tensors.items():
         if name not in known:
             target = by_core.get(_core(name), _core(name))
             renamed[name if target in renamed else target] = tensor
@@ -196,21 +197,21 @@ def _without_prefixes(theirs: Tensors, known: Iterable[str]) -> Tensors:
 
 
 def _core(name: str) -> str:
-    """Return a name without all that wrappers put before it."""
+    """Return a name without the prefixes of wrappers."""
     while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
     return name
 
 
 def convert_by_timm(model: nn.Module, state_dict: Tensors) -> Tensors:
-    """Return weights as the conversion of a model of timm makes them; as they are where there is none or it fails."""
-    home = type(model).__module__
-    convert = getattr(sys.modules[home], "checkpoint_filter_fn", None) if home.startswith("timm.") else None
+    """Return weights converted by the timm module of the model; unchanged if it has no conversion or that fails."""
+    module = type(model).__module__
+    convert = getattr(sys.modules[module], "checkpoint_filter_fn", None) if module.startswith("timm.") else None
     if convert is None:
         return state_dict
     try:
         converted = convert(dict(state_dict), model)
     except (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        logger.warning("timm's conversion of the weights failed, so they are taken as they are: %r", error)
+        logger.warning("timm's conversion of the weights failed, they are loaded unconverted: %r", error)
         return state_dict
     return {name: tensor for name, tensor in converted.items() if isinstance(tensor, torch.Tensor)}

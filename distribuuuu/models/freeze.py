@@ -1,4 +1,4 @@
-"""Parts of a model that are not trained."""
+"""Frozen parameters and batch norms."""
 
 import types
 from collections.abc import Sequence
@@ -11,21 +11,22 @@ from distribuuuu.optim.param_groups import is_match, no_match
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Leave the parameters that a pattern matches without gradients, and their batch norms in evaluation mode for good.
+    """Turn off the gradients of the parameters that a pattern matches, and keep their batch norms in evaluation mode.
 
-    A batch norm is frozen when all of its parameters are, or when its name matches. Its statistics then stay what they
-    are, although `model.train()` is called before every epoch. Call it once the layers are what they will be
-    (after MODEL.SYNCBN); copies and wrappers of the model keep it, and the state dict does not know of it.
+    A batch norm is frozen if all of its parameters are, or if a pattern matches its name. Its statistics are then
+    constant, even after `model.train()`. Call it after every conversion of layers (MODEL.SYNCBN). Copies and wrappers
+    of the model stay frozen; the state dict does not record it.
 
     Args:
         model: the model.
-        patterns: fnmatch patterns of whole names, of parameters or of modules that they are in.
+        patterns: fnmatch patterns of full names, of parameters or of modules that contain them.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
-    known = [*parameters, *(name for name, module in model.named_modules() if isinstance(module, _NormBase))]
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    known = [*parameters, *norms]
     unknown = [pattern for pattern in patterns if not any(is_match(name, pattern) for name in known)]
     if unknown:
         raise ConfigError([Problem("FINETUNE.FREEZE", no_match(pattern, known)) for pattern in unknown])
@@ -33,27 +34,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if any(is_match(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        message = f"{list(patterns)} freezes every parameter; leave at least the head out"
+        message = f"{list(patterns)} freezes every parameter; fix: leave at least the head trainable"
         raise ConfigError(Problem("FINETUNE.FREEZE", message))
-    for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and patterns and _is_frozen(name, module, patterns):
-            module.train = types.MethodType(_stay_in_evaluation, module)
-            module.train()
-
-
-def _is_frozen(name: str, norm: _NormBase, patterns: Sequence[str]) -> bool:
-    own = list(norm.parameters(recurse=False))
-    whole = bool(own) and not any(parameter.requires_grad for parameter in own)
-    return whole or any(is_match(name, pattern) for pattern in patterns)
+    for name, norm in norms.items():
+        own = list(norm.parameters(recurse=False))
+        is_constant = bool(own and patterns) and not any(parameter.requires_grad for parameter in own)
+        if is_constant or any(is_match(name, pattern) for pattern in patterns):
+            norm.train = types.MethodType(_stay_in_evaluation, norm)  # type: ignore[method-assign]  # on purpose
+            norm.train()
 
 
 def _stay_in_evaluation(norm: _NormBase, mode: bool = True) -> _NormBase:
-    """Stand in for a batch norm's own `train`, bound to it, so that a copy of the model has a copy of it."""
+    """Replace the `train` of a frozen batch norm; bound to it, so that a copy of the model has a copy of it."""
     return nn.Module.train(norm, False)
 
 
 def count_frozen(model: nn.Module) -> tuple[int, int]:
-    """Return how many parameters (numbers, not tensors) and how many batch norms of a model are frozen."""
-    numbers = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    norms = sum(isinstance(module, _NormBase) and "train" in vars(module) for module in model.modules())
-    return numbers, norms
+    """Return the number of frozen parameters (elements, not tensors) and of frozen batch norms."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    num_norms = sum(isinstance(module, _NormBase) and "train" in vars(module) for module in model.modules())
+    return num_parameters, num_norms

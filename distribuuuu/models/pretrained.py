@@ -1,4 +1,4 @@
-"""Models that start from the weights that timm or torchvision publish for them."""
+"""Models with the weights that timm or torchvision publish for them."""
 
 import inspect
 import logging
@@ -9,114 +9,106 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.construction import Construction
-from distribuuuu.models.resolve import Architecture
+from distribuuuu.models.constructor import Architecture, ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Where weights are kept and which arguments make the builder load them."""
+    """Published weights of an architecture.
 
-    where: str
+    Attributes:
+        source: their URL, or a description.
+        arguments: the arguments that make the constructor load them.
+        num_classes: the classes of the head that loading requires; None: the constructor adapts the head itself.
+    """
+
+    source: str
     arguments: dict[str, Any]
-    # Classes of the head that must be built to load them; None: the builder fits a head of any size itself.
     num_classes: int | None = None
 
 
 def find_published(arch: Architecture) -> PublishedWeights:
-    """Return the published weights of an architecture; nothing is fetched.
+    """Return the published weights of an architecture; nothing is downloaded.
 
-    A registered builder of your own has some when it takes `pretrained: bool`.
+    A registered constructor has some if it has a parameter `pretrained`.
 
     Raises:
         ConfigError: there are none.
     """
+    parameters = inspect.signature(arch.constructor).parameters
     if arch.source == "timm":
-        return _find_timm(arch)
-    parameters = inspect.signature(arch.builder).parameters
-    if "weights" in parameters:
-        weights = torchvision.models.get_model_weights(arch.builder).DEFAULT
+        import timm
+
+        published = timm.get_pretrained_cfg(arch.name)  # None for a deprecated name, which stands for another
+        if published is None or published.has_weights:
+            hub_id, url = (published.hf_hub_id, published.url) if published else ("", "")
+            source = f"model.safetensors of https://huggingface.co/{hub_id}" if hub_id else str(url)
+            return PublishedWeights(source or f"the weights of {arch.name}", {"pretrained": True})
+    elif "weights" in parameters:
+        weights = torchvision.models.get_model_weights(arch.constructor).DEFAULT
         return PublishedWeights(weights.url, {"weights": weights}, len(weights.meta["categories"]))
-    if "pretrained" in parameters:
+    elif "pretrained" in parameters:
         return PublishedWeights(f"the weights of {arch.name}", {"pretrained": True})
-    raise _no_weights(arch)
+    remedy = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
+    raise ConfigError(Problem("MODEL.PRETRAINED", f"{arch.name} has no published weights; fix: {remedy}"))
 
 
-def _find_timm(arch: Architecture) -> PublishedWeights:
-    import timm
-
-    published = timm.get_pretrained_cfg(arch.name)  # None for a deprecated name, which stands for another
-    if published is not None and not published.has_weights:
-        raise _no_weights(arch)
-    hub_id, url = (published.hf_hub_id, published.url) if published else ("", "")
-    where = f"model.safetensors of https://huggingface.co/{hub_id}" if hub_id else url
-    return PublishedWeights(where or f"the weights of {arch.name}", {"pretrained": True})
-
-
-def _no_weights(arch: Architecture) -> ConfigError:
-    remedy = "if you have a file of your own, give its path as MODEL.WEIGHTS or FINETUNE.WEIGHTS instead"
-    return ConfigError(Problem("MODEL.PRETRAINED", f"{arch.name} has no published weights; {remedy}"))
-
-
-def build_pretrained(construction: Construction) -> nn.Module:
-    """Return the model with its published weights; a head for another number of classes starts fresh, and is logged.
+def build_pretrained(spec: ModelSpec) -> nn.Module:
+    """Return the model with its published weights; the head is randomly initialized if the classes differ.
 
     Raises:
-        ConfigError: there are no weights, they cannot be fetched, or they do not fit MODEL.KWARGS.
+        ConfigError: there are no weights, they cannot be downloaded, or they do not fit MODEL.KWARGS.
     """
-    published = find_published(construction.arch)
-    num_classes = published.num_classes or construction.num_classes
-    model = _load(construction, published, num_classes)
-    fresh = _timm_head(model, construction.num_classes) if construction.arch.source == "timm" else []
-    if num_classes != construction.num_classes:
-        fresh = transplant_head(model, construction.build())
-    if fresh:
-        logger.info("weights from %s; left fresh: %s", published.where, ", ".join(fresh))
-    else:
-        logger.info("weights from %s", published.where)
+    published = find_published(spec.arch)
+    num_classes = published.num_classes or spec.num_classes
+    model = _load(spec, published, num_classes)
+    initialized = _reset_by_timm(model, spec.num_classes) if spec.arch.source == "timm" else []
+    if num_classes != spec.num_classes:
+        initialized = replace_head(model, spec.build())
+    note = f"; randomly initialized: {', '.join(initialized)}" if initialized else ""
+    logger.info("pretrained weights: %s%s", published.source, note)
     return model
 
 
-def _load(construction: Construction, published: PublishedWeights, num_classes: int) -> nn.Module:
+def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.Module:
     try:
-        return construction.build(**published.arguments, num_classes=num_classes)
+        return spec.build(**published.arguments, num_classes=num_classes)
     except (OSError, RuntimeError) as error:
-        why = _one_line(error) or type(error).__name__
-        if isinstance(error, OSError) or "invalid hash" in why:
+        reason = _one_line(error) or type(error).__name__
+        if isinstance(error, OSError) or "invalid hash" in reason:
             problem = (
-                f"cannot fetch {published.where}: {why}; without a network, bring the file here and give its path as "
-                "FINETUNE.WEIGHTS, or as MODEL.WEIGHTS if the classes are the same, instead"
+                f"cannot download {published.source}: {reason}; fix: without a network, copy the file to this machine "
+                "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same"
             )
-        elif "state_dict" in why:
-            what = f"{construction.arch.name} with MODEL.KWARGS {construction.kwargs}"
-            problem = f"{published.where} does not fit {what}: {why}"
+        elif "state_dict" in reason:
+            problem = f"{published.source} does not fit {spec.arch.name} with MODEL.KWARGS {spec.kwargs}: {reason}"
         else:
             raise
         raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from error
 
 
-def _one_line(error: Exception, most: int = 300) -> str:
+def _one_line(error: Exception, max_length: int = 300) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= most else f"{text[:most]} ..."
+    return text if len(text) <= max_length else f"{text[:max_length]} ..."
 
 
-def transplant_head(model: nn.Module, fresh: nn.Module) -> list[str]:
-    """Move the layers whose shapes differ from `fresh`, the same net for other classes, to `model`; return their names.
+def replace_head(model: nn.Module, other: nn.Module) -> list[str]:
+    """Replace the layers whose shapes depend on the number of classes by those of `other`; return their names.
 
-    The rest of `model`, its attributes included, stays as its builder made it for the weights.
+    `other` is the same model for another number of classes. All other layers and attributes of `model` are kept.
     """
-    donors = dict(fresh.named_modules())
-    names = find_resized(model, fresh)
+    donors = dict(other.named_modules())
+    names = find_resized_layers(model, other)
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, donors[name])
     return names
 
 
-def find_resized(model: nn.Module, other: nn.Module) -> list[str]:
-    """Return the layers of `model` whose own parameters have other shapes in `other`, the same net in another size."""
+def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
+    """Return the names of the layers whose own parameters have other shapes in `other`, the same model resized."""
     others = dict(other.named_modules())
     return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others[name])]
 
@@ -125,8 +117,8 @@ def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
 
 
-def _timm_head(model: nn.Module, num_classes: int) -> list[str]:
-    """Return the layers that timm leaves fresh when the classes are not those of the weights."""
+def _reset_by_timm(model: Any, num_classes: int) -> list[str]:
+    """Return the layers that timm has initialized anew because the weights have another number of classes."""
     published = model.pretrained_cfg
     if published["num_classes"] == num_classes or not published.get("classifier"):
         return []

@@ -1,7 +1,7 @@
-"""ResNets, ResNeXts, wide ResNets and DenseNets: torchvision's own, so that state dicts match.
+"""ResNets, ResNeXts, wide ResNets and DenseNets of torchvision, so that state dicts match.
 
 He et al., arXiv 1512.03385; Xie et al., arXiv 1611.05431; Zagoruyko and Komodakis, arXiv 1605.07146; Huang et al.,
-arXiv 1608.06993. They are registered here so that timm's models of the same names do not take their place.
+arXiv 1608.06993. Registered here, they take precedence over timm models of the same names.
 """
 
 from torchvision.models import get_model_builder

@@ -9,7 +9,7 @@ from support.runs import ROOT, run_tool, small_options
 from distribuuuu.config import ConfigError, load_cfg, model_names
 from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
 from distribuuuu.models import check_model
-from distribuuuu.models.resolve import find_architecture
+from distribuuuu.models.constructor import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
 
 
@@ -123,7 +123,7 @@ def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_pa
     keep_all()
     cfg = load_cfg(None, ["OPTIM.NAME", "adamv"])
     with pytest.raises(ConfigError, match="unknown optimizer 'adamv'"):
-        build_optimizer(cfg, find_architecture("resnet8").builder(num_classes=3))
+        build_optimizer(cfg, find_architecture("resnet8").constructor(num_classes=3))
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "torch.py").write_text("raise SystemExit('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "none"), str(ROOT)])

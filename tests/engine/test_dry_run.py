@@ -1,4 +1,4 @@
-"""What a model would fail at is said before the first step; and a rehearsal leaves nothing behind."""
+"""The dry run: errors of a model before the first step, unused parameters, a model left unchanged."""
 
 import logging
 
@@ -16,7 +16,7 @@ from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.dry_run import dry_run_evaluation, dry_run_training
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
-from distribuuuu.models.construction import without_auxiliary_heads
+from distribuuuu.models.constructor import remove_auxiliary_heads
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.trainer import train_model
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Skipping(Idle):
-    """A net that leaves out a layer in every second pass of training, the rehearsed one among them."""
+    """A net that skips a layer in every second training pass."""
 
     num_passes = 0
 
@@ -36,20 +36,20 @@ class Skipping(Idle):
 
 
 class TwoHeads(Idle):
-    """A net that answers twice in training."""
+    """A net that returns two outputs in training."""
 
     def forward(self, images: torch.Tensor):
         return (self.used(images), 0) if self.training else self.used(images)
 
 
 @pytest.fixture(autouse=True)
-def odd_models(monkeypatch):
+def registered_models(monkeypatch):
     assert "resnet8" in MODELS  # so that the table is filled
     for name, model in (("idle", Idle), ("skipping", Skipping), ("two_heads", TwoHeads)):
         monkeypatch.setitem(MODELS._table, name, lambda num_classes, model=model: model(num_classes))
 
 
-def test_a_rehearsal_leaves_no_trace(small_cfg):
+def test_a_dry_run_restores_the_model(small_cfg):
     model = build_model(small_cfg())
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     assert dry_run_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
@@ -64,56 +64,63 @@ def test_a_rehearsal_leaves_no_trace(small_cfg):
             ("MODEL.ARCH", "resnet18"),
             1,
             32,
-            r"MODEL.ARCH \(command line\).*: resnet18 fails on images, 1 of 32 x 32 px",
+            r"MODEL.ARCH \(command line\).*: resnet18 fails on an input of shape \(1, 3, 32, 32\)",
         ),
         (
             ("MODEL.ARCH", "torchvision/inception_v3"),
             2,
             40,
-            r"torchvision/inception_v3 fails .* 2 of 40 x 40 px .*\(torchvision/models/inception.py:\d+\)$",
+            r"torchvision/inception_v3 fails .* shape \(2, 3, 40, 40\).*\(torchvision/models/inception.py:\d+\)$",
         ),
-        (("MODEL.ARCH", "timm/test_vit"), 4, 40, "timm/test_vit fails on images, 4 of 40 x 40 px at a time"),
-        (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads answers a tuple, not logits \(2, 3\); heads beside the last"),
+        (("MODEL.ARCH", "timm/test_vit"), 4, 40, r"timm/test_vit fails on an input of shape \(2, 3, 40, 40\): "),
+        (
+            ("MODEL.ARCH", "two_heads"),
+            2,
+            16,
+            r"two_heads: model output is a tuple; expected logits \(2, 3\); fix: turn",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
-def test_what_a_step_would_fail_at_is_said(small_cfg, words, num, px, said):
+def test_errors_of_a_step_are_reported(small_cfg, words, num, px, said):
     cfg = small_cfg(*words)
     with pytest.raises(ConfigError, match=said):
         dry_run_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
 
 
-def test_what_an_evaluation_would_fail_at_is_said_before_the_first_epoch(small_cfg):
+def test_errors_of_an_evaluation_are_reported_before_the_first_epoch(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64,
                     "TEST.CROP_SIZE", 48)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*48 x 48 px"):
+    with pytest.raises(
+        ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*\(1, 3, 48, 48\)"
+    ):
         train_model(cfg)
     cfg = small_cfg("MODEL.ARCH", "two_heads")
     dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
 
 
-def test_what_the_size_at_the_start_would_fail_at_is_said(small_cfg):
+def test_errors_at_the_first_image_size_are_reported(small_cfg):
     words = ("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1)
     start = ("TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
-    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .* 2 of 4 x 4 px"
+    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .*\(2, 3, 4, 4\)"
     with pytest.raises(ConfigError, match=said):
         train_model(small_cfg(*words, *start))
 
 
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
-def test_auxiliary_heads_are_off_unless_they_are_asked_for(small_cfg):
+def test_auxiliary_heads_are_off_by_default(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
     model = build_model(cfg)
     assert not any("aux" in name for name in model.state_dict())
     assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
     asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
-    with pytest.raises(ConfigError, match="answers a GoogLeNetOutputs, not logits .* see MODEL.KWARGS"):
+    with pytest.raises(ConfigError, match="is a GoogLeNetOutputs; expected logits .* in MODEL.KWARGS"):
         dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
     plain = nn.Linear(2, 2)
-    assert without_auxiliary_heads(plain) is plain
+    assert remove_auxiliary_heads(plain) is plain
 
 
-def test_a_model_of_ones_own_keeps_what_is_named_like_an_auxiliary_head(small_cfg, monkeypatch):
+def test_a_registered_model_keeps_layers_named_like_auxiliary_heads(small_cfg, monkeypatch):
     class Own(Idle):
         def __init__(self, num_classes: int):
             super().__init__(num_classes)
@@ -123,7 +130,7 @@ def test_a_model_of_ones_own_keeps_what_is_named_like_an_auxiliary_head(small_cf
     assert build_model(small_cfg("MODEL.ARCH", "own")).auxiliary is not None
 
 
-def test_a_lost_connection_is_not_the_models_fault(small_cfg):
+def test_a_lost_connection_is_not_reported_as_a_model_error(small_cfg):
     class Lost(Idle):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
@@ -132,8 +139,8 @@ def test_a_lost_connection_is_not_the_models_fault(small_cfg):
         dry_run_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
 
 
-def test_parameters_without_a_part_are_named_and_change_no_run(small_cfg, tmp_path):
-    """Alone, and with DDP, which waits for the gradient of every parameter that it has not been told of."""
+def test_unused_parameters_are_logged_and_do_not_change_a_run(small_cfg, tmp_path):
+    """On one process, and with DDP, which waits for the gradient of every trainable parameter."""
     words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
     for num in (1, 2):
         cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{num}")
@@ -177,7 +184,7 @@ def step_with_idle_parameters(zero1: bool) -> tuple[bool, list[str], list[str], 
 
 
 @pytest.mark.parametrize("zero1", [False, True])
-def test_ddp_does_not_look_for_parameters_without_a_part(zero1):
+def test_ddp_does_not_search_unused_parameters(zero1):
     answers = on_processes(2, step_with_idle_parameters, zero1)
     assert answers[0] == (False, ["idle.weight", "idle.bias"], [], 4)
     assert answers[1][:3] == answers[0][:3]

@@ -1,4 +1,4 @@
-"""What runs out of memory says what it was, how much there is and what would help; no checkpoint is lost."""
+"""Out-of-memory errors name the phase, the memory and the options to change; no checkpoint is lost."""
 
 import re
 
@@ -35,7 +35,7 @@ def hungry_models(monkeypatch):
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     words = [*words, *small_options(image_folder, tmp_path / "out", *hungry)]
-    done = run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *words)
+    done = run_tool("../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
     assert re.search(

@@ -32,7 +32,7 @@ def test_the_first_layer_has_the_statistics_of_the_whole_set(sizes):
     assert_statistics_of(net[1], net[0](whole_set()))
 
 
-def test_a_later_layer_sees_what_layers_that_normalise_by_the_batch_send():
+def test_a_later_layer_gets_inputs_normalized_by_the_batch():
     net = make_net()
     batches = whole_set().split([20, 17])
     compute_precise_statistics(net, batches)

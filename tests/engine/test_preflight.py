@@ -1,4 +1,4 @@
-"""What is told before torch is imported: the number of classes that the data has, and weights to fine-tune from."""
+"""Checks before torch is imported: the number of classes, initial weights, batch sizes, OUT_DIR."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def test_where_only_the_images_tell_they_are_read(monkeypatch):
 
 @pytest.mark.parametrize("words", [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]])
 def test_dummy_images_have_no_classes_of_their_own(words):
-    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): 0 asks the data, but dummy images"):
+    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): got 0, .*; dummy images have none"):
         resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
 
 
@@ -131,8 +131,8 @@ def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
     (tmp_path / "b.pth").write_bytes(b"any")
     both = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", "True", "MODEL.WEIGHTS", tmp_path / "b.pth")
     first, second = finetune_problems(image_folder, *both)
-    assert "set MODEL.WEIGHTS null, or leave this one empty" in first
-    assert "set MODEL.PRETRAINED False, or leave this one empty" in second
+    assert "set MODEL.WEIGHTS null, or leave this option empty" in first
+    assert "set MODEL.PRETRAINED False, or leave this option empty" in second
     assert finetune_problems(image_folder, *both, train=False) == []
 
 
@@ -185,7 +185,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_training(image_fo
 def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*words, train=False)
-    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar is not there")
+    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar does not exist; fix: ")
     assert problems_of(*words) == problems_of(*words, *EVALUATED, train=False) == []
     (tmp_path / "best_ema.pth.tar").touch()
     assert problems_of(*words, train=False) != [] == problems_of(*words, "EMA.HALF_LIFE", 9, train=False)

@@ -1,4 +1,4 @@
-"""One training at a time in an OUT_DIR; whatever becomes of it, the next one starts at once."""
+"""One training at a time per OUT_DIR; however it ends, the next one starts at once."""
 
 import contextlib
 import errno
@@ -131,7 +131,7 @@ def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, 
     (tmp_path / ".lock").write_bytes(record)
     monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
     monkeypatch.setattr(run_lock, "_try_lock", lambda file: False)
-    with pytest.raises(OutDirLocked, match="a process that left no name"), run_lock.lock_out_dir(tmp_path):
+    with pytest.raises(OutDirLocked, match="unknown process"), run_lock.lock_out_dir(tmp_path):
         pass
 
 

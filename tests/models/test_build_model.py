@@ -15,8 +15,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, check_model, count_parameters
-from distribuuuu.models.construction import plan_construction
-from distribuuuu.models.resolve import Architecture, find_architecture
+from distribuuuu.models.constructor import Architecture, find_architecture, make_model_spec
 from distribuuuu.models.torchvision_nets import NAMES
 
 # Millions of parameters in the benchmark table of the original.
@@ -91,7 +90,7 @@ def test_prefix_forces_a_table():
 
 def test_timm_is_imported_only_for_names_that_are_not_ours():
     code = (
-        "import sys; from distribuuuu.models.resolve import find_architecture as find; "
+        "import sys; from distribuuuu.models.constructor import find_architecture as find; "
         "find('resnet20'); print('timm' in sys.modules); find('efficientnet_b0'); print('timm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -207,9 +206,9 @@ def test_bug_in_a_constructor_is_not_hidden(error):
     def broken(num_classes):
         raise error
 
-    construction = plan_construction(Architecture("broken", "distribuuuu", broken), 10, {}, 224)
+    spec = make_model_spec(Architecture("broken", "distribuuuu", broken), 10, {}, 224)
     with pytest.raises(type(error)) as caught:
-        construction.build()
+        spec.build()
     assert caught.value is error
 
 
@@ -236,7 +235,7 @@ def test_torchvision_weights_keep_all_but_a_head_of_other_classes(monkeypatch, c
     state = model.state_dict()
     fresh = [name for name in state if not torch.equal(state[name], published[name])]
     assert fresh == ["fc.weight", "fc.bias"] and state["fc.weight"].shape == (3, 512)
-    assert caplog.messages[0].endswith("left fresh: fc")
+    assert caplog.messages[0].endswith("randomly initialized: fc")
     whole = build_model(make_cfg("resnet18", pretrained=True)).state_dict()
     assert all(torch.equal(whole[name], published[name]) for name in published)
 
@@ -252,7 +251,7 @@ def test_timm_weights_load_and_the_fresh_head_is_logged(tmp_path, caplog):
         "classifier.weight",
         "classifier.bias",
     ]
-    assert any(message.endswith("left fresh: classifier") for message in caplog.messages)
+    assert any(message.endswith("randomly initialized: classifier") for message in caplog.messages)
 
 
 @pytest.mark.parametrize("arch", ["botnet50", "resnet20", "mobilenetv2_035"])
@@ -266,7 +265,7 @@ def test_missing_weights_are_an_error(arch):
 def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
     serve(monkeypatch, error)
     (problem,) = problems_of(build_model, make_cfg("resnet18", pretrained=True))
-    assert problem.startswith("MODEL.PRETRAINED: cannot fetch https://") and "resnet18-" in problem
+    assert problem.startswith("MODEL.PRETRAINED: cannot download https://") and "resnet18-" in problem
     assert "MODEL.WEIGHTS" in problem
 
 

@@ -46,6 +46,6 @@ def test_shortcut_has_no_parameters_and_keeps_the_pixels():
 
 
 @pytest.mark.parametrize("bad", [{"depth": 10}, {"depth": 2}, {"depth": 8, "width": 1.5}, {"depth": 8, "norm": None}])
-def test_cifar_resnet_refuses_what_it_cannot_be(bad):
+def test_cifar_resnet_rejects_invalid_arguments(bad):
     with pytest.raises(ValueError, match=list(bad)[-1]):
         CifarResNet(**bad)

@@ -1,4 +1,4 @@
-"""Starting from weights of other data: every kind of file, what is taken and what is not; parts that stay frozen."""
+"""Fine-tuning: file formats, tensors that are loaded or not, frozen parts."""
 
 import argparse
 import copy
@@ -134,7 +134,7 @@ def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, key, ca
     torch.save({"state_dict": raw, key: prefixed(average, "module.")}, tmp_path / "a.pth")
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
         assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
-    assert "its moving average: " in caplog.text
+    assert " (moving average): " in caplog.text
     assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
 
 
@@ -147,8 +147,8 @@ def test_the_report_counts_and_names_what_was_loaded_left_fresh_and_not_used(tmp
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
         state = start(make_cfg(WEIGHTS=tmp_path / "a.pth"))
     expected = (
-        f"fine-tuning from {tmp_path / 'a.pth'}: {len(state) - 2} of {len(state)} tensors loaded; left fresh: 2 "
-        "(fc.weight, fc.bias); of the file not used: 4 (fc.weight, fc.bias, extra.weight, decoder.0)"
+        f"fine-tuning from {tmp_path / 'a.pth'}: {len(state) - 2} of {len(state)} tensors loaded; randomly "
+        "initialized: 2 (fc.weight, fc.bias); unused in the file: 4 (fc.weight, fc.bias, extra.weight, decoder.0)"
     )
     assert caplog.messages == [expected]
 
@@ -157,7 +157,7 @@ def test_a_head_of_as_many_classes_is_taken_unless_it_is_reset(tmp_path, caplog)
     published = trained(num_classes=3)
     torch.save({"state_dict": published, "classes": ["ant", "bee", "dog"]}, tmp_path / "a.pth")
     assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), published) == []
-    assert "other classes: 'dog' where the data has 'cat'; FINETUNE.HEAD_RESET True" in caplog.text
+    assert "other classes: 'dog' where the data has 'cat'; to reset it set FINETUNE.HEAD_RESET True" in caplog.text
     cfg = make_cfg(WEIGHTS=tmp_path / "a.pth", HEAD_RESET=True)
     caplog.clear()
     state = start(cfg)
@@ -170,8 +170,8 @@ def test_a_layer_of_the_head_is_loaded_whole_or_not_at_all():
     before = copy.deepcopy(model.state_dict())
     published = trained(num_classes=3)
     published["fc.weight"] = published["fc.weight"][:, 1:]
-    transfer = load_backbone(model, published, head=["fc"])
-    assert transfer.fresh == ["fc.weight", "fc.bias"] and transfer.unused == ["fc.bias", "fc.weight"]
+    report = load_backbone(model, published, head=["fc"])
+    assert report.initialized == ["fc.weight", "fc.bias"] and report.unused == ["fc.bias", "fc.weight"]
     assert torch.equal(model.fc.bias, before["fc.bias"])
 
 
@@ -186,8 +186,8 @@ def test_a_name_that_is_the_same_comes_before_one_that_differs_by_a_prefix():
     model = nn.ModuleDict({"backbone": nn.Linear(2, 2)})
     exact = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
-    transfer = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
-    assert model["backbone"].bias.tolist() == [2.0, 2.0] and len(transfer.unused) == 4
+    report = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
+    assert model["backbone"].bias.tolist() == [2.0, 2.0] and len(report.unused) == 4
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch,
     torch.save({"state_dict": trained(other), "arch": other}, tmp_path / "a.pth")
     said = problem_of(start, make_cfg(arch, WEIGHTS=tmp_path / "a.pth"))
     assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH {other} does not fit")
-    assert "tensors below its head not in it, e.g. " in said
+    assert "tensors of the backbone do not match, e.g. " in said
     model = build_model(make_cfg(arch))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(IncompatibleWeightsError):
@@ -226,7 +226,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch,
 def test_weights_that_fit_in_part_are_taken_with_a_warning(tmp_path, caplog):
     torch.save({"state_dict": trained("resnet18"), "arch": "resnet18"}, tmp_path / "a.pth")
     state = start(make_cfg("resnet34", WEIGHTS=tmp_path / "a.pth"))
-    assert "96 tensors below the head randomly initialized: is the file of MODEL.ARCH resnet18 of" in caplog.text
+    assert "96 tensors of the backbone randomly initialized: was the file of MODEL.ARCH resnet18" in caplog.text
     assert torch.equal(state["conv1.weight"], trained("resnet18")["conv1.weight"])
 
 
@@ -239,15 +239,15 @@ def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, th
     assert set(other_than(state, published)) == {"pos_embed", "head.weight", "head.bias"}
     expected = resample_abs_pos_embed(published["pos_embed"], [ours // 16] * 2, [theirs // 16] * 2)
     torch.testing.assert_close(state["pos_embed"], expected)
-    assert "start fresh" not in caplog.text
+    assert "of the backbone randomly initialized" not in caplog.text
 
 
 def test_where_the_conversion_of_timm_fails_the_weights_are_taken_as_they_are(caplog):
     model = timm.create_model("test_vit", num_classes=3)
     published = copy.deepcopy(model.state_dict())
     published["pos_embed"] = torch.ones(3)
-    transfer = load_backbone(model, published, head=["head"])
-    assert transfer.fresh == ["pos_embed"] and "timm's conversion of the weights failed" in caplog.text
+    report = load_backbone(model, published, head=["head"])
+    assert report.initialized == ["pos_embed"] and "timm's conversion of the weights failed" in caplog.text
 
 
 # ------------------------------------------------------------------------------- published weights
@@ -325,7 +325,7 @@ def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
         (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
         (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
         (("",), "'' is the name of no parameter"),
-        (("*",), "freezes every parameter; leave at least the head out"),
+        (("*",), "freezes every parameter; fix: leave at least the head trainable"),
     ],
 )
 def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns, said):

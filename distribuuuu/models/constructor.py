@@ -1,0 +1,241 @@
+"""Model constructors: from MODEL.ARCH to a function, from MODEL.KWARGS and TRAIN.IM_SIZE to its arguments."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.model_names import OWN_KEYS, SOURCES, NameTable, describe_unknown, find_objection, keep_table
+from distribuuuu.config.registry import MODELS
+
+Constructor = Callable[..., nn.Module]
+
+# Names of the image-size parameter in this package, timm and torchvision.
+SIZE_NAMES = ("im_size", "img_size", "image_size")
+# The parameter with which some timm models accept other image sizes too.
+DYNAMIC_SIZE = "dynamic_img_size"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model name without its prefix, the source that has it, and its constructor, called with num_classes=..."""
+
+    name: str
+    source: str
+    constructor: Constructor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """An architecture and the arguments of its constructor.
+
+    Attributes:
+        arch: the architecture.
+        num_classes: MODEL.NUM_CLASSES.
+        kwargs: MODEL.KWARGS.
+        im_size: TRAIN.IM_SIZE under the constructor's name for it; empty if it has none or MODEL.KWARGS sets it.
+    """
+
+    arch: Architecture
+    num_classes: int
+    kwargs: dict[str, Any]
+    im_size: dict[str, int]
+
+    def build(self, **overrides: Any) -> nn.Module:
+        """Return the model, randomly initialized unless `overrides` ask for weights.
+
+        Raises:
+            ConfigError: the constructor rejects a value of the config. An error that no such value can have caused is
+                a bug of the constructor and is raised unchanged.
+        """
+        arguments = {"num_classes": self.num_classes, **self.im_size, **self.kwargs, **overrides}
+        try:
+            model = self.arch.constructor(**arguments)
+            keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
+            return model if keeps_heads else remove_auxiliary_heads(model)
+        except (TypeError, ValueError, AssertionError) as error:  # timm and torchvision check values with assertions
+            # An image size of the wrong type cannot come from the config.
+            if not self.kwargs and (isinstance(error, TypeError) or not self.im_size):
+                raise
+            raise self._rejection(error) from error
+
+    def build_on_meta(self) -> nn.Module | None:
+        """Return the model without memory or random numbers; None if its constructor computes with real tensors."""
+        try:
+            with torch.device("meta"):
+                return self.build()
+        except RuntimeError:
+            return None
+
+    def _rejection(self, error: Exception) -> ConfigError:
+        keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
+        given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
+        message = f"{self.arch.name} rejects {given}: {str(error) or type(error).__name__}"
+        return ConfigError(Problem(tuple(keys), message))
+
+
+def remove_auxiliary_heads(model: nn.Module) -> nn.Module:
+    """Remove the auxiliary classifiers of torchvision's GoogLeNet or Inception; return the model."""
+    if getattr(model, "aux_logits", False) is True:
+        model.aux_logits = False  # type: ignore[assignment]  # torch types every attribute as a tensor or module
+        for name, _ in list(model.named_children()):
+            if name.lower().startswith("aux"):
+                setattr(model, name, None)
+    return model
+
+
+def find_architecture(arch: str) -> Architecture:
+    """Return the architecture of a name, from the first source that has it: this package, timm, torchvision.
+
+    A prefix, `distribuuuu/NAME`, `timm/NAME` or `torchvision/NAME`, selects one source. timm takes seconds to import
+    and is imported only for names that this package does not have.
+
+    Raises:
+        ConfigError: no source has the name; the message lists the nearest names of all of them.
+    """
+    prefix, _, name = arch.rpartition("/")
+    sources = [source for source in SOURCES if prefix in ("", source)]
+    for source in sources:
+        find_constructor, list_names = _SOURCES[source]
+        constructor = find_constructor(name)
+        keep_table(source, list_names)
+        if constructor is not None:
+            return Architecture(name, source, constructor)
+    names = {source: _SOURCES[source][1]().names for source in sources or SOURCES}
+    raise ConfigError(Problem("MODEL.ARCH", describe_unknown(arch, names)))
+
+
+def _find_registered(name: str) -> Constructor | None:
+    return MODELS.get(name) if name in MODELS else None
+
+
+def _list_registered() -> NameTable:
+    return NameTable({name: _defaults(MODELS.get(name)) for name in MODELS.names()})
+
+
+def _defaults(constructor: Constructor) -> dict[str, bool] | None:
+    """Return whether each parameter has a default; None if the constructor accepts **kwargs."""
+    named, is_open = _named_parameters(inspect.signature(constructor).parameters)
+    return None if is_open else {name: parameter.default is not parameter.empty for name, parameter in named.items()}
+
+
+def _find_timm(name: str) -> Constructor | None:
+    import timm
+
+    # is_model() ignores the tag after the dot: it accepts resnet50.no_such_tag.
+    known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
+    return functools.partial(timm.create_model, name) if known else None
+
+
+def _list_timm() -> NameTable:
+    import timm
+
+    names = dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True)])
+    # Names that is_model() accepts and list_models() omits.
+    deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
+    return NameTable(names, tuple(deprecated()))
+
+
+def _find_torchvision(name: str) -> Constructor | None:
+    return torchvision.models.get_model_builder(name) if name in _torchvision_names() else None
+
+
+def _list_torchvision() -> NameTable:
+    return NameTable(dict.fromkeys(_torchvision_names()))
+
+
+def _torchvision_names() -> list[str]:
+    """Return the names of the classifiers; those for other tasks are in sub-modules."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+_SOURCES: dict[str, tuple[Callable[[str], Constructor | None], Callable[[], NameTable]]] = {
+    "distribuuuu": (_find_registered, _list_registered),
+    "timm": (_find_timm, _list_timm),
+    "torchvision": (_find_torchvision, _list_torchvision),
+}
+
+
+def make_model_spec(
+    arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int, size_grows: bool = False
+) -> ModelSpec:
+    """Check the names in `kwargs` and return the specification; no real model is built.
+
+    Raises:
+        ConfigError: `kwargs` has unknown names, or the image size grows (TRAIN.IM_SIZE_START) and the model has one
+            fixed size.
+    """
+    parameters, is_open = find_keywords(arch.constructor, num_classes)
+    # A parameter without a default is not the user's: the entry function passes it.
+    optional = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
+    problems = []
+    for name in kwargs:
+        if (name in OWN_KEYS or not is_open) and (what := find_objection(name, arch.name, parameters, optional)):
+            problems.append(Problem(f"MODEL.KWARGS.{name}", what))
+    if problems:
+        raise ConfigError(problems)
+    size_names = [name for name in SIZE_NAMES if name in parameters]
+    if size_grows and size_names and not kwargs.get(DYNAMIC_SIZE):
+        remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
+        message = f"{arch.name} has one fixed image size, its {size_names[0]}; fix: set TRAIN.IM_SIZE_START 0{remedy}"
+        raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
+    if set(SIZE_NAMES) & set(kwargs):
+        size_names = []
+    return ModelSpec(arch, num_classes, kwargs, dict.fromkeys(size_names[:1], im_size))
+
+
+Parameters = dict[str, inspect.Parameter]
+
+
+def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:
+    """Return the keyword parameters of a constructor, and whether it accepts unlisted ones too.
+
+    If it accepts **kwargs, the parameters of the class that it builds are included.
+    """
+    named, is_open = _named_parameters(inspect.signature(constructor).parameters)
+    if not is_open:
+        return named, False
+    built = _find_class(constructor, num_classes)
+    if built is None:
+        return named, True
+    inherited, is_open = _class_parameters(built)
+    return {**inherited, **named}, is_open
+
+
+def _find_class(constructor: Constructor, num_classes: int) -> type[nn.Module] | None:
+    """Return the class of the model that a constructor builds, without building a real one; None if not known."""
+    try:
+        with torch.device("meta"):
+            return type(constructor(num_classes=num_classes))
+    except RuntimeError:  # it computes with real tensors; its return annotation is the next best source
+        annotated = inspect.signature(constructor).return_annotation
+        is_model = inspect.isclass(annotated) and issubclass(annotated, nn.Module)
+        return annotated if is_model and annotated is not nn.Module else None
+
+
+def _class_parameters(built: type[nn.Module]) -> tuple[Parameters, bool]:
+    """Follow **kwargs from __init__ to the parent's __init__, up to nn.Module, which accepts none."""
+    parameters: Parameters = {}
+    is_open = False
+    for owner in built.__mro__[: built.__mro__.index(nn.Module)]:
+        if "__init__" not in vars(owner):
+            continue
+        named, is_open = _named_parameters(inspect.signature(vars(owner)["__init__"]).parameters)
+        parameters = {**named, **parameters}
+        if not is_open:
+            break
+    parameters.pop("self", None)
+    return parameters, is_open
+
+
+def _named_parameters(parameters: Mapping[str, inspect.Parameter]) -> tuple[Parameters, bool]:
+    """Return the parameters that can be passed by name, and whether **kwargs is among the parameters."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
+    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
