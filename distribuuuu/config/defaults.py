@@ -31,6 +31,13 @@ _C.MODEL.DUMMY_INPUT = False
 # Arguments for the model's constructor, by its own lower-case names: {width: 32}, or MODEL.KWARGS.width 32.
 _C.MODEL.KWARGS = CfgNode(new_allowed=True)
 
+_C.TASK = CfgNode()
+# What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
+# DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
+_C.TASK.NAME = "auto"
+# Settings of a task of your own, by its own lower-case names: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
+_C.TASK.KWARGS = CfgNode(new_allowed=True)
+
 _C.TRAIN = CfgNode()
 # Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the most that one process takes at a time.
 _C.TRAIN.BATCH_SIZE = 32
@@ -69,6 +76,8 @@ _C.TRAIN.ON_NAN = "stop"
 _C.TRAIN.MAX_ROLLBACKS = 3
 # The k of top-k accuracy; more than the number of classes counts as that number.
 _C.TRAIN.TOPK = 5
+# Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).
+_C.TRAIN.METRICS = ()
 
 _C.TEST = CfgNode()
 # Folder of the evaluation data; follows TRAIN.DATASET unless the command line sets it, or a file sets it to a folder
@@ -86,6 +95,9 @@ _C.TEST.CROP_SIZE = 0
 _C.TEST.FLIP = False
 # How evaluation images are resized: bilinear or bicubic.
 _C.TEST.INTERPOLATION = "bilinear"
+# Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
+# the best checkpoint. Empty: those of the task (top1 and topk, or map).
+_C.TEST.METRICS = ()
 # Steps between two updates of the evaluation's progress bar.
 _C.TEST.PRINT_FREQ = 10
 

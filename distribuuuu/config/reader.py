@@ -25,7 +25,16 @@ from distribuuuu.config.config_files import similar_files
 from distribuuuu.config.conflicts import find_conflicts
 from distribuuuu.config.defaults import _C
 from distribuuuu.config.errors import ConfigError, did_you_mean, near_matches
-from distribuuuu.config.rules import CHOICES, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, RANGES, REGISTERED, TEXT_LISTS
+from distribuuuu.config.rules import (
+    CHOICES,
+    NULLABLE,
+    NUMBER_SECTIONS,
+    OPEN_SECTIONS,
+    RANGES,
+    REGISTERED,
+    REGISTERED_LISTS,
+    TEXT_LISTS,
+)
 
 # The origin of what the words of the command line set.
 COMMAND_LINE = "command line"
@@ -377,7 +386,7 @@ def check_cfg(cfg: CfgNode) -> None:
 
 def find_problems(cfg: CfgNode) -> list[str]:
     """Return a message for each value that is out of range or contradicts another."""
-    found = [*_outside_choices(cfg), *_outside_ranges(cfg), *find_conflicts(cfg)]
+    found = [*_outside_choices(cfg), *_outside_registries(cfg), *_outside_ranges(cfg), *find_conflicts(cfg)]
     return [f"{with_origin(cfg, key)}: {message}" for key, message in found]
 
 
@@ -390,8 +399,18 @@ def with_origin(cfg: CfgNode, key: str) -> str:
 def _outside_choices(cfg: CfgNode) -> Iterator[tuple[str, str]]:
     for key, allowed in {**CHOICES, **{key: registry.names() for key, registry in REGISTERED.items()}}.items():
         value = get_value(cfg, key)
-        if value not in allowed:
+        if value not in allowed and (key, value) != ("TASK.NAME", "auto"):
             yield key, f"{value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+
+
+def _outside_registries(cfg: CfgNode) -> Iterator[tuple[str, str]]:
+    for key, registry in REGISTERED_LISTS.items():
+        names, allowed = get_value(cfg, key), registry.names()
+        for name in names:
+            if name not in allowed:
+                yield key, f"{name!r} is not one of {', '.join(allowed)}{did_you_mean(name, allowed)}"
+        if len(set(names)) < len(names):
+            yield key, f"{', '.join(names)}: a name is given twice"
 
 
 def _outside_ranges(cfg: CfgNode) -> Iterator[tuple[str, str]]:

@@ -95,6 +95,8 @@ MODELS = Registry("MODELS", "model", "distribuuuu.models")
 DATASETS = Registry("DATASETS", "data set", "distribuuuu.data.datasets")
 SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
+METRICS = Registry("METRICS", "metric", "distribuuuu.tasks")
+TASKS = Registry("TASKS", "task", "distribuuuu.tasks")
 
 
 def dataset_class(cfg) -> type:

@@ -1,14 +1,14 @@
 """What each option allows: its choices, its range, whether it may be unset."""
 
-from distribuuuu.config.registry import DATASETS, LOSSES, SCHEDULES
+from distribuuuu.config.registry import DATASETS, LOSSES, METRICS, SCHEDULES, TASKS
 
 # Keys that may be unset (null), and their type when they are set.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
 # Sections whose keys are not ours to know: the model checks them. Of the second kind all values are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
-OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
+OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
 # Keys that hold a list of texts; all other lists are of numbers.
-TEXT_LISTS = ("FINETUNE.FREEZE",)
+TEXT_LISTS = ("FINETUNE.FREEZE", "TRAIN.METRICS", "TEST.METRICS")
 
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
@@ -35,8 +35,9 @@ CHOICES = {
     "TRAIN.ON_NAN": ("stop", "rollback"),
 }
 
-# Keys whose values are the names in a registry.
-REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES}
+# Keys whose value is a name in a registry, or, for METRICS, a list of such names.
+REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "TASK.NAME": TASKS}
+REGISTERED_LISTS = {"TRAIN.METRICS": METRICS, "TEST.METRICS": METRICS}
 
 # Least and greatest value; None: no bound.
 RANGES = {

@@ -24,17 +24,19 @@ MOST_IMAGES = 2
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-def dry_run(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> tuple[list[str], bool]:
+def dry_run(
+    cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor, num_outputs: int | None
+) -> tuple[list[str], bool]:
     """Rehearse an evaluation and steps of the first and the last size; returns what `dry_run_training` does."""
-    dry_run_evaluation(cfg, model, test_images)
+    dry_run_evaluation(cfg, model, test_images, num_outputs)
     if start := cfg.TRAIN.IM_SIZE_START:
         small_images = torch.zeros_like(train_images[:MOST_IMAGES, :, :start, :start])
-        dry_run_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
-    return dry_run_training(cfg, model, train_images)
+        dry_run_training(cfg, model, small_images, num_outputs, "TRAIN.IM_SIZE_START")
+    return dry_run_training(cfg, model, train_images, num_outputs)
 
 
 def dry_run_training(
-    cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE"
+    cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None, size_key: str = "TRAIN.IM_SIZE"
 ) -> tuple[list[str], bool]:
     """Take a few images forward and backward, without a trace on the model.
 
@@ -45,6 +47,7 @@ def dry_run_training(
         cfg: the config.
         model: the model on its device, not wrapped; if it is sharded every process must call it.
         images: (N, 3, H, W) on the device, of which two are used.
+        num_outputs: expected columns of the output; None: any number.
         size_key: the option that says how large they are.
 
     Raises:
@@ -53,7 +56,7 @@ def dry_run_training(
     model.train()
     with _untouched(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
         logits = model(images[:MOST_IMAGES])
-        _check_logits(cfg, logits, len(images[:MOST_IMAGES]))
+        _check_logits(cfg, logits, len(images[:MOST_IMAGES]), num_outputs)
         logits.sum().backward()
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
@@ -70,11 +73,11 @@ def _without_gradient(model: nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
-def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:
+def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None) -> None:
     """Take images (N, 3, H, W) of an evaluation through a model; raises and asks as `dry_run_training`."""
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
-        _check_logits(cfg, model(images), len(images))
+        _check_logits(cfg, model(images), len(images), num_outputs)
 
 
 @contextlib.contextmanager
@@ -110,9 +113,9 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
         ) from error
 
 
-def _check_logits(cfg, logits: object, num: int) -> None:
-    expected = (num, cfg.MODEL.NUM_CLASSES)
-    if isinstance(logits, torch.Tensor) and logits.shape == expected:
+def _check_logits(cfg, logits: object, num: int, num_outputs: int | None) -> None:
+    expected = (num, num_outputs)
+    if isinstance(logits, torch.Tensor) and (logits.shape == expected or (num_outputs is None and len(logits) == num)):
         return
     got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
     remedy = "; heads beside the last one have to be off, see MODEL.KWARGS" * (not isinstance(logits, torch.Tensor))
