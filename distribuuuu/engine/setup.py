@@ -192,8 +192,8 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
 
 def build_checkpoints(cfg) -> CheckpointManager:
     """Return the checkpoints of the run."""
-    settings = cfg.CHECKPOINT
-    return CheckpointManager(cfg.OUT_DIR, settings.KEEP_LAST, settings.KEEP_EVERY, settings.EVERY_STEPS)
+    checkpoint = cfg.CHECKPOINT
+    return CheckpointManager(cfg.OUT_DIR, checkpoint.KEEP_LAST, checkpoint.KEEP_EVERY, checkpoint.EVERY_STEPS)
 
 
 def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:

@@ -35,6 +35,7 @@ class Task:
         precision: the context of forward passes.
 
     Attributes:
+        settings: TASK.KWARGS.
         train_metrics, eval_metrics: metrics by name; the first one of the evaluation selects the best checkpoint.
     """
 
@@ -47,6 +48,7 @@ class Task:
         self.classes = classes
         self.device = device
         self.autocast = precision.autocast
+        self.settings = dict(cfg.TASK.KWARGS)
         self.train_metrics = self.build_metrics("TRAIN.METRICS", cfg.TRAIN.METRICS)
         self.eval_metrics = self.build_metrics("TEST.METRICS", cfg.TEST.METRICS)
 

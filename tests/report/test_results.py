@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import iter_options
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.setup import RunResults, open_run, write_test_results
+from distribuuuu.engine.run_results import RunResults, write_test_results
+from distribuuuu.engine.setup import open_run
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
+from distribuuuu.optim.precision import Precision
 from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, hash_config, list_overrides, name_config, read_results
 from distribuuuu.report.run_log import close_logging
+from distribuuuu.tasks.base import build_task
 
 # What `evaluate` returns after each epoch: the second is the best.
 SERIES = [
@@ -39,7 +43,9 @@ def start(cfg, epochs: int = 0):
                        classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch)  # fmt: skip
     for result in SERIES[:epochs]:
         state.finish_epoch({"raw": result["top1"]})
-    return state, RunResults(cfg, device, state, *loaders)
+    task = build_task(cfg, state.classes, device, Precision())
+    run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
+    return state, RunResults(run)
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
@@ -47,7 +53,8 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
     evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
     state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
-    results.write(state, 123.4, evaluations)
+    state.timing.images, state.timing.seconds = 1234, 10.0
+    results.write(state, evaluations)
 
 
 @pytest.fixture

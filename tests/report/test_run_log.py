@@ -22,7 +22,7 @@ from distribuuuu.report import run_log as log
 from distribuuuu.trainer import train_model
 
 METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0, "map": 50.0}
-MEASURES = {"top1": "top1", "topk": "top5"}
+METRICS = {"top1": "top1", "topk": "top5"}
 
 
 class Clock:
@@ -46,11 +46,12 @@ def logged(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def open_log(out_dir, num_epochs=2, num_steps=1000, measures=MEASURES, images_per_step=10, **position) -> log.RunLog:
+def open_log(out_dir, num_epochs=2, num_steps=1000, metrics=METRICS, images_per_step=10, **position) -> log.RunLog:
     return log.RunLog(
         out_dir,
         tensorboard=False,
-        measures=measures,
+        train_metrics=metrics,
+        eval_metrics=metrics,
         num_epochs=num_epochs,
         num_steps=num_steps,
         images_per_step=images_per_step,
@@ -159,25 +160,25 @@ def test_an_evaluation_is_logged_by_time(clock, logged):
 EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("measures", [MEASURES, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
+@pytest.mark.parametrize("metrics", [METRICS, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
 @pytest.mark.parametrize("num_epochs, num_steps", [(1, 1), (90, 5004), (1000, 99999)])
-def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, measures, num_epochs, num_steps):
+def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, metrics, num_epochs, num_steps):
     epoch = num_epochs - 1
-    run_log = open_log(tmp_path, num_epochs, num_steps, measures, 65536, epoch=epoch)
+    run_log = open_log(tmp_path, num_epochs, num_steps, metrics, 65536, epoch=epoch)
     next(run_log.steps(epoch, num_steps - 1))
     run_log._has_warned = True  # a warning may be longer
     for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
-        metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(measures, share)}
+        values = {"count": 10**6, "loss": loss, **dict.fromkeys(metrics, share)}
         run_log._read_position, run_log._paced_from = run_log._read_position - 1, (clock.now - 1e6, -1)
         run_log._timing.begin(clock.now)
         clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
-        run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, metrics, 1e9)
+        run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, values, 1e9)
         clock.now += log.LINE_S
         run_log.show_step(epoch, num_steps, 0.000123)
         bests = {kind: Best(share, epoch) for kind in ("raw", "ema")}
-        run_log.evaluation(epoch, {"raw": metrics, "ema": metrics}, bests)
+        run_log.evaluation(epoch, {"raw": values, "ema": values}, bests)
     most = max(logged(), key=len)
-    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in measures.values() else 81), most
+    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in metrics.values() else 81), most
     if num_epochs == 90:
         assert "  " in logged()[0].strip()
 
