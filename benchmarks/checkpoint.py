@@ -13,16 +13,12 @@ import time
 
 import torch
 from machine import describe_run
-from step import CLASSES, MemoryLoader
+from step import CLASSES, MemoryLoader, build_memory_run
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.engine.state import TrainState
-from distribuuuu.engine.stop import StopRequest
-from distribuuuu.report.run_log import RunLog
-from distribuuuu.tasks.classification import build_recipe
-from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+from distribuuuu.trainer import train_epoch
 
 # Limit of the ratio of step times, with a checkpoint to without.
 BAR = 1.10
@@ -41,16 +37,15 @@ class Training:
         labels = torch.arange(args.batch, device=device) % CLASSES
         self.loader = MemoryLoader((images, labels), BatchPlan(args.batch, 1, 1), device)
         self.loader.num_steps = args.steps
-        self.state: TrainState = build_state(self.cfg, device, self.loader, pretrained=False)
-        self.saving = build_checkpoints(self.cfg)
+        self.run = build_memory_run(self.cfg, self.loader)
+        self.state, self.saving = self.run.state, self.run.checkpoints
         self.silent = CheckpointManager(out_dir)
-        self.log: RunLog = open_log(self.cfg, self.state, self.loader)
 
     def time_block(self, checkpoints: CheckpointManager) -> float:
         """Return the seconds per step of one block."""
         start, self.state.step = time.perf_counter(), 0
-        recipe = build_recipe(self.cfg, self.loader, self.loader.device, self.state.precision)
-        train_epoch(self.cfg, self.state, self.state.model, self.loader, recipe, checkpoints, self.log, StopRequest())
+        self.run.checkpoints = checkpoints
+        train_epoch(self.run)
         checkpoints.wait()
         return (time.perf_counter() - start) / self.loader.num_steps
 

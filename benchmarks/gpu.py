@@ -42,19 +42,20 @@ from gpu_contestants import (
     torchvision_loop,
 )
 from machine import describe_run, show_spread
+from step import build_memory_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import compile_model, wrap_model
+from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.engine.stop import StopRequest
+from distribuuuu.engine.setup import build_training
+from distribuuuu.models import build_model
 from distribuuuu.report.run_log import close_logging, set_up_logging
-from distribuuuu.tasks.classification import build_recipe
 from distribuuuu.tasks.losses import build_loss
-from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+from distribuuuu.trainer import train_epoch
 
 # Our images a second over those of the faster reference script must be at least this, on a GPU.
 BAR = 1.0
@@ -77,6 +78,10 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
+    def dummy_batch(self) -> torch.Tensor:
+        """Return images of a micro-batch."""
+        return self.batch[0]
+
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches."""
         return 0.0
@@ -94,16 +99,14 @@ def make_cfg(args: argparse.Namespace, out_dir: Path):
 def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant:
     """Return our loop on a model of its own, wrapped by DDP in a process group."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
-    device, (images, labels) = loader.device, batches.batch
-    state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
-    recipe = build_recipe(cfg, loader, device, state.precision)
-    model = wrap_model(state.model, device, images, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS)
-    compile_model(model, cfg.MODEL.COMPILE)
-    log, stop = stack.enter_context(open_log(cfg, state, loader)), StopRequest()
+    images, labels = batches.batch
+    ours = build_memory_run(cfg, loader)
+    stack.enter_context(ours.log)
+    state = ours.state
 
     def run() -> None:
         state.step = 0
-        train_epoch(cfg, state, model, loader, recipe, checkpoints, log, stop)
+        train_epoch(ours)
 
     parameters = list(state.model.parameters())
     buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.is_distributed()
@@ -113,7 +116,7 @@ def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
     """Return another loop, on a copy of the model with the same optimizer, loss and autocast."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
-    state = build_state(cfg, loader.device, loader, pretrained=False)
+    state = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None).state
     compile_model(state.model, cfg.MODEL.COMPILE)
     loop = build_loop(state.model, state.optimizer, build_loss(cfg), batches, state.precision.autocast)
     held = [*state.model.parameters(), *state.model.buffers(), *batches.batch]
@@ -137,7 +140,7 @@ def build_contestants(args, cfg, batches: Batches, stack: contextlib.ExitStack) 
 def count_forward_flops(cfg, batches: Batches) -> int:
     """Return the operations of a forward pass of one image; a product with its sum counts as two."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
-    model = build_state(cfg, loader.device, loader, pretrained=False).model.eval()
+    model = build_model(cfg).to(loader.device).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(batches.batch[0][:1])
     return counter.get_total_flops()

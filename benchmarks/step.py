@@ -30,15 +30,15 @@ from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.distributed.process_group import pick_device, process_group
+from distribuuuu.engine.run import Run
+from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.report.run_log import RunLog, close_logging, set_up_logging
-from distribuuuu.tasks.classification import build_recipe
 from distribuuuu.tasks.losses import build_loss
-from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+from distribuuuu.trainer import train_epoch
 
 STEPS = 30
 CLASSES = 10
@@ -63,9 +63,20 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
+    def dummy_batch(self) -> torch.Tensor:
+        """Return images of a micro-batch."""
+        return self.batch[0]
+
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches."""
         return 0.0
+
+
+def build_memory_run(cfg, loader) -> Run:
+    """Return a run that trains on the batches of a memory loader and writes no checkpoint of its own."""
+    training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+    log = open_log(cfg, training.task, training.state, loader)
+    return Run(**vars(training), val_loader=loader, checkpoints=build_checkpoints(cfg), log=log, stop=StopRequest())
 
 
 def make_cfg(args: argparse.Namespace, out_dir: str):
@@ -84,15 +95,13 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     labels = torch.arange(batch_size, device=device) % CLASSES
     has_features = cfg.EMA.HALF_LIFE > 0
     loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1 + has_features, dist.world_size()), device)
-    state, checkpoints = build_state(cfg, device, loader, pretrained=False), build_checkpoints(cfg)
-    recipe, criterion = build_recipe(cfg, loader, device, state.precision), build_loss(cfg)
-    model = wrap_model(state.model, device, images)
-    log, stop = open_log(cfg, state, loader), StopRequest()
+    run, criterion = build_memory_run(cfg, loader), build_loss(cfg)
+    model, state = run.model, run.state
     average = copy.deepcopy(state.model)
 
     def ours() -> None:
         state.step = 0
-        train_epoch(cfg, state, model, loader, recipe, checkpoints, log, stop)
+        train_epoch(run)
 
     def bare() -> None:
         if has_features:
@@ -100,7 +109,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
         else:
             run_bare(model, state.optimizer, criterion, images, labels)
 
-    return {"bare": bare, "ours": ours, "control": bare}, log
+    return {"bare": bare, "ours": ours, "control": bare}, run.log
 
 
 def run_bare(

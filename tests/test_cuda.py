@@ -12,14 +12,15 @@ from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.workers import ThreadWorkers
-from distribuuuu.engine.setup import set_backends
+from distribuuuu.engine.run import Run
+from distribuuuu.engine.setup import build_state, set_backends
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
-from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.optim.precision import build_precision
-from distribuuuu.tasks.classification import build_recipe
-from distribuuuu.tasks.metrics import build_meter
-from distribuuuu.trainer import build_state, train_epoch, train_model
+from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
+from distribuuuu.optim.precision import Precision, build_precision
+from distribuuuu.tasks.base import build_task
+from distribuuuu.tasks.metrics import Meter
+from distribuuuu.trainer import train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -109,24 +110,28 @@ def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
 def prepare(cfg) -> tuple:
     """Return a config, its training loader and its state, on the CPU."""
     loader = build_loader(cfg, ALONE, CPU, train=True)
-    return cfg, loader, build_state(cfg, CPU, loader, pretrained=False)
+    task = build_task(cfg, loader.images.classes, CPU, Precision())
+    return cfg, loader, build_state(cfg, task, loader, Precision(), pretrained=False)
 
 
 def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callable[[], object]):
     """Train for less than an epoch, so that no metric is read; `begin` is called after the first two steps."""
     loader = TrainLoader(parts.samples, parts.sampler, pinned_batches(num), make_normalizer(device))
-    parts_there = {"precision": build_precision(cfg, device), "meter": build_meter(cfg, device)}
-    state = dataclasses.replace(state, model=state.model.to(device), **parts_there)
+    precision = build_precision(cfg, device)
+    task = build_task(cfg, loader.images.classes, device, precision)
+    meter = Meter(task.train_metrics, len(task.classes), device)
+    state = dataclasses.replace(state, model=state.model.to(device), precision=precision, meter=meter)
     state.ema.model.to(device)
     state.ema.pair_with(state.model)
     state.optimizer = build_optimizer(cfg, state.model)
+    task.prepare_training(loader.plan)
     checks = iter(range(1, num + 1))
-    train_epoch(
-        cfg, state, state.model, loader, build_recipe(cfg, loader, device, state.precision),
+    train_epoch(Run(
+        cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg), loader,
         checkpoints=SimpleNamespace(is_due=lambda step: False),
         log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
-    )  # fmt: skip
+    ))  # fmt: skip
     return state
 
 

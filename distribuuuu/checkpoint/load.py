@@ -60,7 +60,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seconds": (_is_duration, "a number from 0"),
     "seed": (_is_integer, "an integer"),
     "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
-    "arch": (lambda value: isinstance(value, str), "a string"),
+    **dict.fromkeys(("arch", "best_metric"), (lambda value: isinstance(value, str), "a string")),
     **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of strings")),
     "optimizer_names": (
         lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),

@@ -18,22 +18,18 @@ import torch
 from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, show_parts
 from distribuuuu.data.batch_plan import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
-from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import compile_model, without_gradient_sync, wrap_model
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import mark_position
-from distribuuuu.engine.dry_run import dry_run
+from distribuuuu.engine.description import describe_model
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.setup import describe_model, open_run
+from distribuuuu.engine.setup import build_training, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.report.environment import own_peak_bytes
-from distribuuuu.tasks.classification import build_recipe
-from distribuuuu.tasks.metrics import build_meter
-from distribuuuu.trainer import build_state
+from distribuuuu.trainer import compute_gradients, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ def time_model(cfg) -> dict:
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)
     with open_run(cfg, launch, device, log_name=""):
-        step = Step(cfg, device, loader)
+        step = Step(cfg, loader)
         describe_model(cfg, step.state.model)
         logger.info("step: %s", loader.plan)
         logger.info("measuring, for a minute at most where a step takes no more than a second")
@@ -84,39 +80,32 @@ def time_model(cfg) -> dict:
 
 
 class Step:
-    """A training step in its parts; the learning rate is 0, so that the weights, and so the speed, stay the same.
+    """A training step in its parts; the learning rate is 0, so the weights, and with them the speed, stay the same.
 
     Args:
         cfg: the config.
-        device: this process's device.
         loader: gives the shape of the batches.
     """
 
-    def __init__(self, cfg, device: torch.device, loader: TrainLoader):
-        self.device = device
+    def __init__(self, cfg, loader: TrainLoader):
+        self.device = loader.device
         self.accum_steps = loader.plan.accum_steps
-        self.state = build_state(cfg, device, loader, pretrained=False)
-        self.recipe = build_recipe(cfg, loader, device, self.state.precision)
-        self.meter = build_meter(cfg, device)
-        example = loader.dummy_batch()
-        unused = dry_run(cfg, self.state.model, example, example[:1])
-        self.model = wrap_model(self.state.model, device, example, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
-                                unused=unused.names, find_unused=unused.varies)  # fmt: skip
-        compile_model(self.model, cfg.MODEL.COMPILE)
+        self.training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+        self.state, self.task = self.training.state, self.training.task
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
-        self.model.train()
+        self.training.model.train()
         # Noise: a GPU computes on zeros with less power, and so faster than on images.
-        self.images = torch.randn_like(example)
-        self.labels = torch.arange(len(example), device=device) % cfg.MODEL.NUM_CLASSES
+        self.images = torch.randn_like(loader.dummy_batch())
+        self.labels = torch.arange(len(self.images), device=self.device) % cfg.MODEL.NUM_CLASSES
         if loader.images.multilabel:
             self.labels = torch.nn.functional.one_hot(self.labels, cfg.MODEL.NUM_CLASSES).float()
 
     def _begin(self) -> None:
-        """Tell CUDA graphs that the outputs before are done with: what follows replays the graphs from the first on.
+        """Mark the begin of a forward pass for CUDA graphs: what follows replays the graphs from the first on.
 
         torch takes a forward pass without its backward pass for the first half of a step, and would record a new graph
-        for each pass after it. Once it is told of one step, it waits to be told of every other.
+        for each pass after it. Once one step is marked, every other one has to be.
         """
         if self._replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -125,36 +114,29 @@ class Step:
         """Compute the logits, ready for a backward pass."""
         for _ in range(self.accum_steps):
             self._begin()
-            with self.state.precision.autocast():
+            with self.task.autocast():
                 self.state.model(self.images)
 
-    def backward(self, batches: Iterator, exchanged: bool = True) -> None:
-        """Compute the gradients of a step; not exchanged: each process its own."""
-        self.state.optimizer.zero_grad()
-        for micro in range(self.accum_steps):
+    def _marked(self, batches: Iterator) -> Iterator:
+        for batch in batches:
             self._begin()
-            images, targets = self.recipe.mix(*next(batches), self.state.seed, 0, 0, micro)
-            seed_step(derive_seed(self.state.seed, 0, 0, micro, dist.rank()), self.device)
-            with without_gradient_sync(self.model, not exchanged or micro + 1 < self.accum_steps):
-                with self.state.precision.autocast():
-                    logits = self.model(images)
-                loss = self.recipe.objective(images, logits, targets)
-                self.state.precision.backward(loss / self.accum_steps)
-            self.meter.update(loss, logits, targets)
+            yield batch
 
-    def take(self, batches: Iterator) -> None:
+    def backward(self, batches: Iterator, exchange: bool = True) -> None:
+        """Compute the gradients of a step; without `exchange`, each process its own."""
+        compute_gradients(self.training, self._marked(batches), 0, exchange)
+
+    def update(self, batches: Iterator) -> None:
         """Take a whole step."""
-        self.backward(batches)
-        self.state.precision.step(self.state.optimizer, self.recipe.clip)
+        train_step(self.training, self._marked(batches), 0)
         if self.state.ema:
             self.state.ema.update(self.state.global_batch, images_seen=self.state.global_batch)
 
     @torch.inference_mode()
-    def evaluate(self, images: torch.Tensor) -> None:
-        """Compute logits as evaluation does."""
+    def evaluate(self, images: torch.Tensor, targets: torch.Tensor) -> None:
+        """Compute a batch as evaluation does."""
         self._begin()
-        with self.state.precision.autocast():
-            self.state.model(images)
+        self.task.eval_step(self.state.model, images, targets)
 
 
 @explain_out_of_memory("measuring the steps")
@@ -168,15 +150,16 @@ def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
 
     parts = {"forward": time_part(step.forward), "forward_backward": time_part(lambda: step.backward(in_memory))}
     if dist.is_distributed():
-        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, exchanged=False))
-    parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.take(in_memory))}
+        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, exchange=False))
+    parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.update(in_memory))}
     # Steps that the workers have ready: without them in the blocks the loader would seem faster than it is.
     ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
     parts |= measure_loader(step, loader, ahead, parts["step"])
     memory = {**count_bytes(step), "training": peak_bytes(device)}
     images = evaluation_images(cfg, parts["forward"], device, plan.micro_batch)
+    targets = loader.zero_targets(len(images))
     step.state.model.eval()
-    seconds = dist.all_reduce_max([time_calls(lambda: step.evaluate(images), device).seconds])[0]
+    seconds = dist.all_reduce_max([time_calls(lambda: step.evaluate(images, targets), device).seconds])[0]
     parts["evaluation"] = _as_part(seconds, len(images) * plan.world_size)
     return {**parts, "memory": {**memory, "evaluation": peak_bytes(device)}, "processes": plan.world_size}
 
@@ -202,7 +185,7 @@ def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> 
     parts = {"pixels": time_loader(pixels), "loader": time_loader(batches)}
     # Where the model is the slower one, batches are ready all the time, and a few long steps are enough.
     enough = ahead if parts["loader"]["seconds"] > model["seconds"] else max(1, int(PART_S / model["seconds"]))
-    pace = time_calls(lambda: step.take(batches), device, min(ahead, enough), loader.pop_data_time)
+    pace = time_calls(lambda: step.update(batches), device, min(ahead, enough), loader.pop_data_time)
     seconds, wait = dist.all_reduce_max([pace.seconds, pace.wait])
     return {**parts, "together": _as_part(seconds, plan.global_batch), "wait": wait}
 

@@ -28,6 +28,13 @@ _C.MODEL.DUMMY_INPUT = False
 # Keyword arguments of the model's constructor, in lower case: {width: 32}, or MODEL.KWARGS.width 32.
 _C.MODEL.KWARGS = CfgNode(new_allowed=True)
 
+_C.TASK = CfgNode()
+# What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
+# DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
+_C.TASK.NAME = "auto"
+# Settings of a task of your own, by its own lower-case names: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
+_C.TASK.KWARGS = CfgNode(new_allowed=True)
+
 _C.TRAIN = CfgNode()
 # Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass.
 _C.TRAIN.BATCH_SIZE = 32
@@ -66,6 +73,8 @@ _C.TRAIN.ON_NAN = "stop"
 _C.TRAIN.MAX_ROLLBACKS = 3
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = 5
+# Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).
+_C.TRAIN.METRICS = ()
 
 _C.TEST = CfgNode()
 # Folder of the evaluation data. It is TRAIN.DATASET unless it is set on the command line, or a file sets it to a folder
@@ -83,6 +92,9 @@ _C.TEST.CROP_SIZE = 0
 _C.TEST.FLIP = False
 # Interpolation when evaluation images are resized: bilinear or bicubic.
 _C.TEST.INTERPOLATION = "bilinear"
+# Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
+# the best checkpoint. Empty: those of the task (top1 and topk, or map).
+_C.TEST.METRICS = ()
 # Steps between two updates of the progress bar of an evaluation.
 _C.TEST.PRINT_FREQ = 10
 

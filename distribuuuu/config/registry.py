@@ -100,6 +100,8 @@ SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 AUGMENTATIONS = Registry("AUGMENTATIONS", "augmentation", "distribuuuu.data")
+METRICS = Registry("METRICS", "metric", "distribuuuu.tasks")
+TASKS = Registry("TASKS", "task", "distribuuuu.tasks")
 
 
 def dataset_class(cfg: Config) -> Any:

@@ -4,16 +4,16 @@ import os
 from collections.abc import Callable, Iterator
 
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
-from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, SCHEDULES, dataset_class
+from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, dataset_class
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
 NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
 # Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
-OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", *NUMBER_SECTIONS)
+OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
 # Options that are lists of strings; all other lists are lists of numbers.
-TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE")
+TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "TRAIN.METRICS", "TEST.METRICS")
 
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
@@ -41,7 +41,8 @@ CHOICES = {
 }
 
 # Options whose values are names in a registry, or lists of such names.
-REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "AUG.OPERATIONS": AUGMENTATIONS}
+REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "AUG.OPERATIONS": AUGMENTATIONS,
+              "TRAIN.METRICS": METRICS, "TEST.METRICS": METRICS}  # fmt: skip
 
 # Minimum and maximum; None: no maximum.
 RANGES = {
@@ -135,11 +136,16 @@ def find_problems(cfg: Config) -> list[Problem]:
 
 
 def _check_choices(cfg: Config) -> Iterator[Problem]:
-    for key, allowed in {**CHOICES, **{key: registry.names() for key, registry in REGISTERED.items()}}.items():
+    registered = {key: registry.names() for key, registry in REGISTERED.items()}
+    for key, allowed in {**CHOICES, **registered, "TASK.NAME": ["auto", *TASKS.names()]}.items():
         value = get_value(cfg, key)
-        if value not in allowed:
-            hint = did_you_mean(value, allowed)
-            yield Problem(key, f"got {value!r}; expected one of {', '.join(allowed)}{hint}")
+        names = value if isinstance(value, tuple) else (value,)
+        for name in names:
+            if name not in allowed:
+                hint = did_you_mean(name, allowed)
+                yield Problem(key, f"got {name!r}; expected one of {', '.join(allowed)}{hint}")
+        if len(set(names)) < len(names):
+            yield Problem(key, f"got {list(names)}; expected each name once")
 
 
 def _check_ranges(cfg: Config) -> Iterator[Problem]:

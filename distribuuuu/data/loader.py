@@ -148,6 +148,12 @@ class Loader:
         shape = self.samples.transform(image, SampleRNG(0, 0)).shape
         return self._normalize.empty((num, *shape)).zero_()
 
+    def zero_targets(self, num: int) -> torch.Tensor:
+        """Return targets of the first class, or of none where an image has several labels, on the device."""
+        if self.images.multilabel:
+            return torch.zeros(num, len(self.images.classes), device=self.device)
+        return torch.zeros(num, dtype=torch.int64, device=self.device)
+
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
         data_time_s, self._data_time_s = self._data_time_s, 0.0

@@ -36,16 +36,20 @@ class UnusedParameters(NamedTuple):
     varies: bool
 
 
-def dry_run(cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor) -> UnusedParameters:
+def dry_run(
+    cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor, num_outputs: int | None
+) -> UnusedParameters:
     """Run an evaluation batch, then a training step of the first and of the last image size."""
-    dry_run_evaluation(cfg, model, test_images)
+    dry_run_evaluation(cfg, model, test_images, num_outputs)
     if start := cfg.TRAIN.IM_SIZE_START:
         small_images = torch.zeros_like(train_images[:MAX_IMAGES, :, :start, :start])
-        dry_run_training(cfg, model, small_images, "TRAIN.IM_SIZE_START")
-    return dry_run_training(cfg, model, train_images)
+        dry_run_training(cfg, model, small_images, num_outputs, "TRAIN.IM_SIZE_START")
+    return dry_run_training(cfg, model, train_images, num_outputs)
 
 
-def dry_run_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str = "TRAIN.IM_SIZE") -> UnusedParameters:
+def dry_run_training(
+    cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None, size_key: str = "TRAIN.IM_SIZE"
+) -> UnusedParameters:
     """Run a forward and a backward pass of a few images; the model is restored. Return the unused parameters.
 
     A model may skip layers at random in training: a parameter is unused only if evaluation does not use it either.
@@ -54,6 +58,7 @@ def dry_run_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str 
         cfg: the config.
         model: the unwrapped model on its device; if it is sharded every process must call it.
         images: (N, 3, H, W) on the device; the first two are used.
+        num_outputs: expected columns of the output; None: any number.
         size_key: the option that sets the image size.
 
     Raises:
@@ -63,7 +68,7 @@ def dry_run_training(cfg, model: nn.Module, images: torch.Tensor, size_key: str 
     images = images[:MAX_IMAGES]
     with _restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
         logits = model(images)
-        _check_logits(cfg, logits, len(images))
+        _check_logits(cfg, logits, len(images), num_outputs)
         logits.sum().backward()
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
@@ -80,11 +85,11 @@ def _without_gradient(model: nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
-def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor) -> None:
+def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None) -> None:
     """Run a forward pass of evaluation images (N, 3, H, W); arguments and errors as for `dry_run_training`."""
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
-        _check_logits(cfg, model(images), len(images))
+        _check_logits(cfg, model(images), len(images), num_outputs)
 
 
 @contextlib.contextmanager
@@ -117,9 +122,10 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
         raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
 
 
-def _check_logits(cfg, logits: object, num_images: int) -> None:
-    expected = (num_images, cfg.MODEL.NUM_CLASSES)
-    if isinstance(logits, torch.Tensor) and logits.shape == expected:
+def _check_logits(cfg, logits: object, num_images: int, num_outputs: int | None) -> None:
+    expected = (num_images, num_outputs)
+    is_any = num_outputs is None and isinstance(logits, torch.Tensor) and len(logits) == num_images
+    if is_any or (isinstance(logits, torch.Tensor) and logits.shape == expected):
         return
     if isinstance(logits, torch.Tensor):
         message = f"{cfg.MODEL.ARCH}: model output has shape {tuple(logits.shape)}; expected logits {expected}"

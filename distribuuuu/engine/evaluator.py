@@ -1,6 +1,5 @@
 """Evaluation: every image once, whatever the number of processes and the batch size."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,7 +9,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import Loader
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
-from distribuuuu.tasks.metrics import ClassificationMeter, MultilabelMeter
+from distribuuuu.tasks.base import Task
+from distribuuuu.tasks.metrics import Meter
 
 
 class PaddedBatches:
@@ -32,40 +32,27 @@ class PaddedBatches:
             yield self._loader.zero_images(1), None
 
 
-def evaluate(
-    model: nn.Module,
-    loader: Loader,
-    criterion: Callable,
-    meter: ClassificationMeter | MultilabelMeter,
-    progress: Callable = iter,
-    autocast: Callable = contextlib.nullcontext,
-    flip: bool = False,
-) -> dict:
-    """Return what the meter reads of a model over a whole set: count, loss and its percentages.
+def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = iter) -> dict[str, float]:
+    """Return count, loss and the task's evaluation metrics of a model over a whole data set.
 
     Args:
+        task: computes a batch.
         model: the bare model, without a wrapper: processes may have different numbers of batches. May be sharded.
-        loader: the evaluation loader; each process sees its share, and may see nothing.
-        criterion: (logits, labels) to the mean loss.
-        meter: the counters to use.
+        loader: the evaluation loader; each process sees its share, which may be empty.
         progress: wraps the loader, to show a bar.
-        autocast: the context of a forward pass.
-        flip: average the logits of each image and its mirror image.
 
     Raises:
-        RuntimeError: the number of images seen is not the size of the set.
+        RuntimeError: the number of images seen is not the size of the data set.
     """
     broadcast_buffers(model)
     model.eval()
+    meter = Meter(task.eval_metrics, len(task.classes), loader.device)
     with inference(model):
-        for images, labels in progress(PaddedBatches(loader) if is_sharded(model) else loader):
-            with autocast():
-                logits = model(images)
-                if flip:  # a compiled model's second answer may take the place of its first
-                    logits = (logits.clone() + model(images.flip(-1))) / 2
-            if labels is not None:
-                meter.update(criterion(logits, labels), logits, labels)
+        for images, targets in progress(PaddedBatches(loader) if is_sharded(model) else loader):
+            output = task.eval_step(model, images, loader.zero_targets(1) if targets is None else targets)
+            if targets is not None:
+                meter.update(output)
     result = meter.read()
     if result["count"] != len(loader.images):
-        raise RuntimeError(f"evaluation saw {counted(result['count'], 'image')} of a set of {len(loader.images):,}")
+        raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {len(loader.images):,}")
     return result

@@ -3,33 +3,41 @@
 import contextlib
 import logging
 import os
-import platform
-import shlex
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torchvision
 from torch import nn
 
-from distribuuuu import __version__
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
-from distribuuuu.config.rules import find_unused_options
+from distribuuuu.config.tree import iter_options
 from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+from distribuuuu.distributed.ddp import compile_model, wrap_model
+from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
+from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
+from distribuuuu.engine.description import describe_machine, describe_training
+from distribuuuu.engine.dry_run import dry_run
+from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_lock import lock_out_dir
-from distribuuuu.engine.state import TrainState
-from distribuuuu.launch.detect import Launch
-from distribuuuu.models import count_parameters
-from distribuuuu.optim.optimizer import describe_lr
+from distribuuuu.engine.state import TrainState, list_changes
+from distribuuuu.engine.stop import StopRequest
+from distribuuuu.launch.detect import Launch, is_restart
+from distribuuuu.models.finetune import build_initial_model, freeze_parts
+from distribuuuu.optim.ema import build_ema
+from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
+from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.report import results
-from distribuuuu.report.environment import describe_hardware, find_commit, list_versions
-from distribuuuu.report.run_log import append_to_log, format_duration, logging_to
-from distribuuuu.tasks.metrics import metric_names
+from distribuuuu.report.run_log import RunLog, append_to_log, format_duration, logging_to
+from distribuuuu.tasks.base import Task, build_task
+from distribuuuu.tasks.metrics import Meter, display_names
 
 logger = logging.getLogger(__name__)
 
@@ -109,165 +117,173 @@ def write_config(cfg) -> None:
             raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 
 
-def describe_machine(launch: Launch, device: torch.device) -> None:
-    """Log the versions, the device and the launcher."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    logger.info("distribuuuu %s, torch %s, torchvision %s", __version__, torch.__version__, torchvision.__version__)
-    logger.info("python %s; launcher: %s; backend %s", platform.python_version(), launch, dist.backend())
-    logger.info("device: %s (%s), %s", device, name, counted(torch.get_num_threads(), "CPU thread"))
-
-
-def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
-    """Log the model and its size, and on the main process what there is to warn of in its data."""
-    for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
-        if dist.is_main():
-            logger.warning("%s", note)
-    logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
-
-
-def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
-    """Log what is trained on what: the model, the data and the arithmetic of a step."""
-    describe_model(cfg, state.model, train_loader, val_loader)
-    data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
-    num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
-    classes = counted(len(state.classes), "class")
-    logger.info("data: %s; train: %s, validation: %s, %s", data, num_train, num_val, classes)
-    if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
-        logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
-    plan = train_loader.plan
-    logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
-    logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
-    for problem in find_unused_options(cfg):
-        logger.warning("%s", problem)
-    crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
-    if crop * 2 < cfg.TEST.IM_SIZE:
-        logger.warning("TEST.IM_SIZE: validation images are resized to %d px, but cropped to %d px; is it too large?",
-                       cfg.TEST.IM_SIZE, crop)  # fmt: skip
-    if state.epoch >= cfg.OPTIM.MAX_EPOCH:
-        done = counted(state.epoch, "epoch")
-        logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)
-
-
-def describe_end(cfg, state: TrainState, bests: Mapping[str, Path], started: float) -> None:
-    """Log the best weights of each kind, how to evaluate them, and the time of the run over all its starts.
+def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: Path | None) -> Training:
+    """Return what training needs, at the newest checkpoint or at the start.
 
     Args:
         cfg: the config.
-        state: the state at the end.
-        bests: the file of the best weights of each kind.
-        started: what `open_run` has yielded.
+        loader: the training loader.
+        val_images: an evaluation batch of the shape of those to come, for the dry run.
+        latest: the newest checkpoint; None: start from MODEL.WEIGHTS, MODEL.PRETRAINED, FINETUNE.WEIGHTS or nothing.
+
+    Raises:
+        ConfigError: the model, its weights, the batch or the task does not suit the config.
     """
-    script = Path(sys.argv[0]).with_name("test_net.py")
-    script = script if script.exists() else Path("tools/test_net.py")
-    primary_metric = next(iter(metric_names(cfg).values()))
-    for kind in state.models:
-        best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
-        if dist.is_main() and path.exists():
-            command = shlex.join(
-                ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
-            )
-            logger.info("best %s%s: %s; weights: %s", name, primary_metric, best, path)
-            logger.info("to evaluate: %s", command)
-    if state.seconds > time.perf_counter() - started:
-        logger.info("time of all starts: %s", format_duration(state.seconds))
+    precision = build_precision(cfg, loader.device)
+    task = build_task(cfg, loader.images.classes, loader.device, precision)
+    state = build_state(cfg, task, loader, precision, pretrained=latest is None)
+    restore(cfg, state, latest)
+    task.prepare_training(loader.plan)
+    model = prepare_model(cfg, task, state.model, loader, val_images)
+    lr_at, clip = build_lr(cfg, loader.plan.global_batch), build_clipper(cfg)
+    return Training(cfg, task, state, model, loader, lr_at, clip)
 
 
-def describe_facts(cfg, device: torch.device, model: nn.Module | None) -> dict:
-    """Return what results.json says of a run whatever comes of it. Every process must call it."""
-    is_drawn = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
-    return {
-        "config": results.name_config(cfg),
-        "overrides": results.list_overrides(cfg),
-        "config_hash": results.hash_config(cfg),
-        "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6 if model else None},
-        "data": {
-            "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
-            "folder": None if is_drawn else Path(cfg.TRAIN.DATASET).absolute().name,
-            "num_classes": cfg.MODEL.NUM_CLASSES,
-        },
-        "evaluation": results.describe_evaluation(cfg),
-        "hardware": describe_hardware(device),
-        "versions": list_versions(),
-        "commit": find_commit() if dist.is_main() else None,
-    }
+def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
+    """Return the run of a config, at the newest checkpoint of OUT_DIR or at the start; errors as `build_training`."""
+    checkpoints = build_checkpoints(cfg)
+    latest = find_latest(cfg, checkpoints)
+    training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
+    describe_training(cfg, training.state, train_loader, val_loader)
+    begin_writing(cfg, checkpoints, latest)
+    log, stop = open_log(cfg, training.task, training.state, train_loader), StopRequest(cfg.CHECKPOINT.MAX_HOURS)
+    return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
 
 
-class RunResults:
-    """OUT_DIR/results.json of a training run, written anew after every evaluation. Every process has one.
+@explain_out_of_memory("building the model", batch=None)
+def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:
+    """Return the state before the first step, with published weights or FINETUNE.WEIGHTS if it is `pretrained`."""
+    seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
+    seed_cpu(derive_seed(seed))
+    model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
+    if cfg.MODEL.SYNCBN:
+        model = convert_sync_batchnorm(model, loader.device)
+    freeze_parts(cfg, model)
+    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), build_parallelize_fn(cfg, loader.device)
+    place(model)
+    if ema:
+        place(ema.model)
+        ema.pair_with(model)
+    best_metric, higher_is_better = task.selecting_metric
+    return TrainState(
+        model=model,
+        optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
+        seed=seed,
+        arch=cfg.MODEL.ARCH,
+        classes=loader.images.classes,
+        global_batch=loader.plan.global_batch,
+        precision=precision,
+        ema=ema,
+        config=dict(iter_options(cfg)),
+        meter=Meter(task.train_metrics, len(task.classes), loader.device),
+        best_metric=best_metric,
+        higher_is_better=higher_is_better,
+    )
 
-    Args:
-        cfg: the config of the run.
-        device: this process's device.
-        state: where the run starts: what an older run left is set aside by a run that starts from nothing.
-        train_loader, val_loader: its data.
+
+@explain_out_of_memory("the first passes")
+def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
+    """Return the model ready for steps: after a dry run, wrapped for several processes, compiled."""
+    dummy_batch = loader.dummy_batch()
+    unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
+    model = wrap_model(model, loader.device, dummy_batch, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
+                       unused=unused.names, find_unused=unused.varies)  # fmt: skip
+    compile_model(model, cfg.MODEL.COMPILE)
+    return model
+
+
+def build_checkpoints(cfg) -> CheckpointManager:
+    """Return the checkpoints of the run."""
+    checkpoint = cfg.CHECKPOINT
+    return CheckpointManager(cfg.OUT_DIR, checkpoint.KEEP_LAST, checkpoint.KEEP_EVERY, checkpoint.EVERY_STEPS)
+
+
+def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
+    """Return the newest sound checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
+    return checkpoints.find_latest() if cfg.TRAIN.AUTO_RESUME or is_restart() else None
+
+
+def find_weights(cfg) -> str:
+    """Return the file that `test_model` evaluates, or 'pretrained'."""
+    bests = build_checkpoints(cfg).bests
+    best = bests["ema"] if cfg.EMA.HALF_LIFE and bests["ema"].exists() else bests["raw"]
+    if cfg.MODEL.WEIGHTS or not best.exists() and cfg.MODEL.PRETRAINED:
+        return cfg.MODEL.WEIGHTS or "pretrained"
+    if not best.exists():
+        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} is not there; name a file to evaluate")
+    return str(best)
+
+
+def begin_writing(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
+    """Make OUT_DIR this run's own, now that its start has been accepted: until here an older run's files are whole.
+
+    Where the run does not resume, the older run's files are set aside.
     """
-
-    def __init__(self, cfg, device: torch.device, state: TrainState, train_loader: TrainLoader, val_loader: Loader):
-        self.out_dir = cfg.OUT_DIR
-        facts = describe_facts(cfg, device, state.model)
-        images = {"num_train": len(train_loader.images), "num_val": len(val_loader.images)}
-        self.facts = {
-            **facts,
-            "seed": state.seed,
-            "data": {**facts["data"], **images},
-            "training": {
-                "px": cfg.TRAIN.IM_SIZE,
-                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
-                "global_batch": train_loader.plan.global_batch,
-                "processes": train_loader.plan.world_size,
-            },
-            "peak_memory": {"of": "cuda" if device.type == "cuda" else "host"},
-        }
-        self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
-        if dist.is_main() and (state.epoch, state.step) == (0, 0):
-            results.set_results_aside(self.out_dir)
-
-    def write(self, state: TrainState, images_per_s: float | None, evaluations: dict[str, dict]) -> None:
-        """Write what the evaluation of the state's last epoch found; every process must call it.
-
-        What the disk refuses is told, and tried again by the next call and by `finish`.
-
-        Args:
-            state: after `finish_epoch`.
-            images_per_s: of the training steps of all starts, over all processes; None: none were timed.
-            evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
-        """
-        progress = results.Progress(
-            epochs=state.epoch,
-            hours=state.seconds / 3600,
-            images_per_s=images_per_s,
-            peak_memory_mib=state.peak_memory_mib(),
-            bests={
-                kind: (best.top1, best.epoch + 1 if best.epoch >= 0 else None)
-                for kind, best in state.bests.items()
-                if best.epoch >= 0 or best.top1 > 0
-            },
-        )
-        self._unwritten = progress, evaluations
-        self.finish()
-
-    def finish(self) -> None:
-        """Write what the disk has refused so far, if anything."""
-        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.facts, *self._unwritten):
-            self._unwritten = None
+    checkpoints.remove_temporary_files()
+    begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
+    if begins_anew and (aside := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl"))):
+        logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", aside)
+    write_config(cfg)
 
 
-def write_test_results(cfg, device: torch.device, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:
-    """Log evaluations and write them to OUT_DIR/test_results.json; every process must call it.
+@explain_out_of_memory("restoring a checkpoint", batch=None)
+def restore(cfg, state: TrainState, latest: Path | None) -> None:
+    """Bring the state to the newest checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
+    if latest:
+        resume(state, latest)
+    elif cfg.MODEL.WEIGHTS:
+        load_weights(cfg, state)
+    if cfg.RNG_SEED not in (None, state.seed):
+        logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", state.seed, cfg.RNG_SEED)
+        state.seed = cfg.RNG_SEED
 
-    Args:
-        cfg: the config.
-        device: this process's device.
-        model: the model that was evaluated.
-        weights: the file that its weights come from.
-        evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
+
+def resume(state: TrainState, latest: Path) -> None:
+    """Bring the state to the newest checkpoint of OUT_DIR, and log which options were changed since.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the config; says which options differ.
     """
-    facts = describe_facts(cfg, device, model)
-    seen = facts["evaluation"]
-    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, seen["resize"], seen["crop"])
-    for kind, result in evaluations.items():
-        images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
-        measures = " ".join(f"{called} {result[name]:.3f}" for name, called in metric_names(cfg).items())
-        logger.info("validation of %s: %s loss %.4f", images, measures, result["loss"])
-    if dist.is_main():
-        results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)
+    content = read_checkpoint(latest)
+    before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
+    try:
+        state.load_dict(content, latest)
+    except CheckpointError as error:
+        changed = ", ".join(list_changes(before, state.config, ("MODEL.", "FINETUNE.", "OPTIM.", "EMA.", "DATA.")))
+        differs = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
+        remedy = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to begin a new run in this one"
+        raise CheckpointError(f"{error}{differs} {remedy}") from error
+    logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
+    if changed := list_changes(before, state.config):
+        logger.info("options changed since the checkpoint: %s", ", ".join(changed))
+
+
+def load_weights(cfg, state: TrainState) -> None:
+    """Start from MODEL.WEIGHTS: with TRAIN.LOAD_OPT and a whole checkpoint, also from its optimizer and position."""
+    path = cfg.MODEL.WEIGHTS
+    content = read_checkpoint(path)
+    if cfg.TRAIN.LOAD_OPT and "optimizer" in content:
+        state.load_dict(content, path)
+        logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
+    else:
+        state.start_from(content, path)
+        logger.info("initial weights: %s", path)
+
+
+def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> RunLog:
+    """Return the log of the run from the state's position on, with an image grid of augmented images at its start."""
+    log = RunLog(
+        cfg.OUT_DIR,
+        tensorboard=cfg.LOG.TENSORBOARD,
+        train_metrics=display_names(task.train_metrics),
+        eval_metrics=display_names(task.eval_metrics),
+        num_epochs=cfg.OPTIM.MAX_EPOCH,
+        num_steps=loader.num_steps,
+        images_per_step=loader.plan.global_batch,
+        epoch=state.epoch,
+        step=state.step,
+        timing=state.timing,
+    )
+    if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
+        log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
+    return log

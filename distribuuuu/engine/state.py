@@ -1,7 +1,8 @@
 """What a run is made of: the one place that says what a checkpoint holds and how a run goes on from it.
 
 A checkpoint is a dict: `epoch` (the last finished one, from 0; -1: none), `step` (steps done since), `state_dict`,
-`optimizer`, `optimizer_names` (of its parameters, by group), `best_acc1`, `best_epoch`, `seed`, `classes`, `arch`,
+`optimizer`, `optimizer_names` (of its parameters, by group), `best_acc1` (the best value of `best_metric`, in
+percent), `best_epoch`, `best_metric`, `seed`, `classes`, `arch`,
 `config` (every option by its key), `global_batch`, `seconds`, `timing`, `peak_memory_mib`, `meter` (what each process
 has counted since the last row of metrics), `checkpoints` (names of those that the run wrote and keeps), and where the
 run has them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`. With all steps of an epoch done and
@@ -10,6 +11,7 @@ run has them `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch` and `scaler`. W
 """
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -30,29 +32,30 @@ from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.report.environment import peak_memory_mib
 from distribuuuu.report.step_timing import StepTiming
-from distribuuuu.tasks.metrics import ClassificationMeter, MultilabelMeter
+from distribuuuu.tasks.metrics import Meter
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Best:
-    """The best evaluation so far: its accuracy in percent, and after which epoch, from 0.
+    """The best evaluation so far: the value of its first metric, and its epoch, from 0.
 
     The epoch is -1 when there is none yet, or when the 2021 distribuuuu did not record it.
     """
 
-    top1: float = 0.0
+    value: float = 0.0
     epoch: int = -1
 
     def __str__(self) -> str:
-        return f"{self.top1:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
+        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
 
-    def update(self, top1: float, epoch: int) -> bool:
-        """Take in an evaluation, and tell whether it is the best."""
-        is_best = top1 > self.top1 or not self.top1 > 0  # it may be no number: nothing to rank
+    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
+        """Record an evaluation if it is the best; return whether it is."""
+        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
+        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
         if is_best:
-            self.top1, self.epoch = top1, epoch
+            self.value, self.epoch = value, epoch
         return is_best
 
 
@@ -80,9 +83,11 @@ class TrainState:
     precision: Precision = field(default_factory=Precision)
     ema: Ema | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    meter: ClassificationMeter | MultilabelMeter | None = None
+    meter: Meter | None = None
     timing: StepTiming = field(default_factory=StepTiming)
     evaluated_at: tuple[int, int] | None = None
+    best_metric: str = "top1"
+    higher_is_better: bool = True
     bests: dict[str, Best] = field(default_factory=lambda: {"raw": Best(), "ema": Best()})
 
     def __post_init__(self):
@@ -114,7 +119,7 @@ class TrainState:
         averaged = {}
         if self.ema:
             best = self.bests["ema"]
-            averaged = {"ema_state_dict": full_state_dict(self.ema.model), "best_ema_acc1": best.top1,
+            averaged = {"ema_state_dict": full_state_dict(self.ema.model), "best_ema_acc1": best.value,
                         "best_ema_epoch": best.epoch}  # fmt: skip
         return {
             **self._facts(),
@@ -134,8 +139,9 @@ class TrainState:
         """Return what is told of weights beside the weights."""
         return {
             "epoch": self.epoch - 1,
-            "best_acc1": self.bests["raw"].top1,
+            "best_acc1": self.bests["raw"].value,
             "best_epoch": self.bests["raw"].epoch,
+            "best_metric": self.best_metric,
             "seed": self.seed,
             "num_rollbacks": self.num_rollbacks,
             "classes": list(self.classes),
@@ -168,8 +174,7 @@ class TrainState:
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)
         self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
-        self.bests["raw"] = Best(float(content.get("best_acc1", 0.0)), int(content.get("best_epoch", -1)))
-        self.bests["ema"] = Best(float(content.get("best_ema_acc1", 0.0)), int(content.get("best_ema_epoch", -1)))
+        self._load_bests(content, path)
         # A rollback does not take back the time that was spent.
         seconds = max(self.seconds, float(content.get("seconds", 0.0)))
         self._seconds_before, self._started = seconds, time.perf_counter()
@@ -187,6 +192,19 @@ class TrainState:
         self._load_meter(content.get("meter", []))
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
+    def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Restore the best evaluations, unless they were selected by another metric; the 2021 distribuuuu had top-1."""
+        self.bests = {"raw": Best(), "ema": Best()}
+        if (metric := content.get("best_metric", self.best_metric)) != self.best_metric:
+            logger.warning(
+                "%s: its best weights were selected by %s; now %s selects anew", path, metric, self.best_metric
+            )
+            return
+        for kind, best in self.bests.items():
+            infix = "" if kind == "raw" else f"{kind}_"
+            best.value = float(content.get(f"best_{infix}acc1", 0.0))
+            best.epoch = int(content.get(f"best_{infix}epoch", -1))
+
     def drop_row(self) -> None:
         """Begin a new row of metrics: the next one counts only the steps from here on."""
         self._load_meter([])
@@ -200,16 +218,7 @@ class TrainState:
             parts = [parts[dist.rank()]]
         elif not dist.is_main():
             parts = []
-        self.meter.load_state_dict([part for part in parts if self._is_own_kind(part)])
-
-    def _is_own_kind(self, part: dict[str, Any]) -> bool:
-        """Tell whether a meter of this run has counted something: another task or other classes count otherwise."""
-        own = self.meter.state_dict()
-        return part.keys() == own.keys() and all(
-            isinstance(part[name], torch.Tensor) and part[name].dtype == value.dtype
-            and (part[name].dim(), part[name].shape[-1:]) == (value.dim(), value.shape[-1:])
-            for name, value in own.items()
-        )  # fmt: skip
+        self.meter.load_state_dict(parts)
 
     def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         other = find_class_mismatch(content, self.classes)
@@ -244,9 +253,10 @@ class TrainState:
                            counted(seen - self.step * self.global_batch, "image"))  # fmt: skip
 
     @property
-    def best_top1(self) -> dict[str, float]:
-        """The best accuracy (percent) of each kind of weights."""
-        return {kind: best.top1 for kind, best in self.bests.items()}
+    def best_value(self) -> float:
+        """The best value of the first metric over the kinds of weights."""
+        values = [self.bests[kind].value for kind in self.models]
+        return max(values) if self.higher_is_better else min(values)
 
     def finish_step(self, num_steps: int) -> None:
         """Count a step of an epoch of `num_steps` as done, and take its weights into their average."""
@@ -255,9 +265,10 @@ class TrainState:
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
             self.ema.update(self.global_batch, images_seen)
 
-    def finish_epoch(self, top1: dict[str, float]) -> list[str]:
-        """Count the epoch as done; return the kinds of weights whose accuracy (percent) is their best so far."""
-        new_bests = [kind for kind, value in top1.items() if self.bests[kind].update(value, self.epoch)]
+    def finish_epoch(self, values: dict[str, float]) -> list[str]:
+        """Count the epoch as done; return the kinds of weights whose value of the first metric is the best so far."""
+        better = self.higher_is_better
+        new_bests = [kind for kind, value in values.items() if self.bests[kind].update(value, self.epoch, better)]
         self.evaluated_at = self.epoch, self.step
         self.epoch, self.step = self.epoch + 1, 0
         return new_bests

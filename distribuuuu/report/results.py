@@ -5,9 +5,9 @@ where:
 
 - `config`: the file, e.g. `fashion_mnist/resnet14`; `overrides`: what the command line changed in it;
   `config_hash`: the same for all seeds of one config, see `hash_config`.
-- `accuracy`: of the `raw` weights and, where there is one, of their average, `ema`; each of the last epoch and of the
-  best one, which was chosen by the same images, so that it flatters. `topk` is that of `evaluation.k`. Where an image
-  may have several labels, `evaluation.multilabel` stands for `k`, and `map` for `top1` and `topk`.
+- `accuracy`: loss and metrics of the `raw` weights and, where there is one, of their moving average, `ema`; each of the
+  last epoch and of the best one, which was selected by the same images, so that it is optimistic.
+- `evaluation.metrics`: the metrics and their display names, the selecting one first; `evaluation.k`: that of `topk`.
 - `training.hours`: of all starts, evaluation included; `training.images_per_s`: of the steps of all starts.
 - `peak_memory.mib`: the most that a process had allocated on its GPU (`of`: "cuda"), else the most that the main
   process had of the machine ("host"); of all starts.
@@ -28,7 +28,6 @@ from typing import Any
 
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
-from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.tree import iter_options
 from distribuuuu.report.schema import find_schema_error
 
@@ -55,14 +54,16 @@ class Progress:
         hours: of training so far, over all starts, evaluation included.
         images_per_s: of the training steps; None: none were timed.
         peak_memory_mib: the most that was in use; None: not known.
-        bests: top-1, or map, in percent and epoch, from 1, of the best evaluation of each kind of weights; epoch None:
-            the resumed checkpoint did not record it.
+        metric: the one that selects the best evaluation, e.g. "top1".
+        bests: its value and the epoch, from 1, of the best evaluation of each kind of weights; epoch None: the resumed
+            checkpoint did not record it.
     """
 
     epochs: int
     hours: float
     images_per_s: float | None
     peak_memory_mib: float | None
+    metric: str
     bests: dict[str, tuple[float, int | None]]
 
 
@@ -98,16 +99,12 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
-    """Return what evaluation does with an image, in pixels, and the k of its top-k if it has one."""
-    measure = (
-        {"multilabel": True} if dataset_class(cfg).multilabel else {"k": min(cfg.TRAIN.TOPK, cfg.MODEL.NUM_CLASSES)}
-    )
+    """Return what evaluation does with an image, in pixels."""
     return {
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
         "interpolation": cfg.TEST.INTERPOLATION,
         **({"flip": True} if cfg.TEST.FLIP else {}),  # averaged with its mirror image
-        **measure,
     }
 
 
@@ -128,7 +125,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     accuracy = {}
     for kind, result in evaluations.items():
         last = {"epoch": progress.epochs, **_measures(result)}
-        accuracy[kind] = {"last": last, "best": _best(last, progress.bests.get(kind), before.get(kind, {}))}
+        accuracy[kind] = {"last": last, "best": _best(last, progress, kind, before.get(kind, {}))}
     training = {
         **facts["training"],
         "epochs_done": progress.epochs,
@@ -165,15 +162,16 @@ def _measures(result: dict) -> dict:
     return {name: value for name, value in result.items() if name != "count"}
 
 
-def _best(last: dict, best: tuple[float, int | None] | None, before: dict) -> dict:
-    """Return the best evaluation: the last one, or what the file says of an earlier epoch, or its accuracy alone."""
-    if best is None or best[1] == last["epoch"]:
+def _best(last: dict, progress: Progress, kind: str, before: dict) -> dict:
+    """Return the best evaluation: the last one, or that of an earlier epoch in the file, or its first metric alone."""
+    value, epoch = progress.bests.get(kind, (None, last["epoch"]))
+    if epoch == last["epoch"]:
         return last
-    known, primary_metric = before.get("best", {}), "map" if "map" in last else "top1"
+    known = before.get("best", {})
     # A run that went back and took another path may have had another evaluation of that epoch.
-    if known.get("epoch") == best[1] and known.get(primary_metric) == best[0]:
+    if known.get("epoch") == epoch and known.get(progress.metric) == value:
         return known
-    return {**dict.fromkeys(last), "epoch": best[1], primary_metric: best[0]}
+    return {**dict.fromkeys(last), "epoch": epoch, progress.metric: value}
 
 
 def write_json(path: Path, record: dict) -> bool:

@@ -240,8 +240,8 @@ class RunLog:
     Args:
         out_dir: the folder of the run.
         tensorboard: write events to out_dir/tensorboard.
-        measures: the percentages among the metrics: name -> what it is called, e.g. {"top1": "top1", "topk": "top5"};
-            the first tells which evaluation is best.
+        train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first one
+            of the evaluation selects the best epoch.
         num_epochs: epochs of the run.
         num_steps: steps of an epoch.
         images_per_step: images of a step, of all processes.
@@ -254,7 +254,8 @@ class RunLog:
         out_dir: str | os.PathLike,
         *,
         tensorboard: bool,
-        measures: dict[str, str],
+        train_metrics: dict[str, str],
+        eval_metrics: dict[str, str],
         num_epochs: int,
         num_steps: int,
         images_per_step: int,
@@ -262,11 +263,11 @@ class RunLog:
         step: int = 0,
         timing: StepTiming | None = None,
     ):
-        self.measures, self.primary_metric = measures, next(iter(measures))
+        self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self.num_epochs = num_epochs
         self.num_steps = num_steps
         self._images_per_step = images_per_step
-        self._table = _StepTable(num_epochs, num_steps, measures.values())
+        self._table = _StepTable(num_epochs, num_steps, train_metrics.values())
         self._out_dir = Path(out_dir)
         self._shows_curves = tensorboard
         self._records: RecordFile | None = None
@@ -330,10 +331,10 @@ class RunLog:
         self._read_position = position
         self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
-        primary_metric = f"{self.measures[self.primary_metric]} {metrics[self.primary_metric]:.1f}"
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {primary_metric}", refresh=False)
-        measures = {called: format_decimal(metrics[name], 5, most=2) for name, called in self.measures.items()}
-        shown = {"loss": format_decimal(metrics["loss"], 6), **measures, "wait": f"{speed['wait']:.0%}"}
+        first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{first}", refresh=False)
+        values = {label: format_decimal(metrics[name], 5, most=2) for name, label in self.train_metrics.items()}
+        shown = {"loss": format_decimal(metrics["loss"], 6), **values, "wait": f"{speed['wait']:.0%}"}
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], shown)
 
     def show_step(self, epoch: int, step: int, lr: float) -> None:
@@ -387,21 +388,20 @@ class RunLog:
 
         Args:
             epoch: from 0.
-            results: what the meter read for each kind of weights, "raw" and "ema".
-            bests: the best of the run for each kind: `top1` is its first measure, its text has the epoch too.
+            results: what `evaluate` returned for each kind of weights, "raw" and "ema".
+            bests: the best of the run for each kind: `value` is that of the first metric, its text has the epoch too.
         """
-        seconds, primary_metric, found = time.perf_counter() - self._last_read, self.measures[self.primary_metric], []
+        seconds, found = time.perf_counter() - self._last_read, []
+        selecting = next(iter(self.eval_metrics.values()), "loss")
         for weights, metrics in results.items():
-            kind, label = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
+            kind, suffix = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
             best = bests[weights]
-            self._write(
-                kind, epoch, self.num_steps, {**metrics, f"best_{primary_metric}": best.top1, "seconds": seconds}
-            )
-            measures = " ".join(f"{called} {metrics[name]:.2f}" for name, called in self.measures.items())
+            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{selecting}": best.value, "seconds": seconds})
+            values = " ".join(f"{label} {metrics[name]:.2f}" for name, label in self.eval_metrics.items())
             loss = format_decimal(metrics["loss"], 6)
-            logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, label, measures, loss)
-            found.append(f"{label[2:]} {best}".lstrip())
-        logger.info("best %s so far: %s", primary_metric, ", ".join(found))
+            logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, suffix, values, loss)
+            found.append(f"{suffix[2:]} {best}".lstrip())
+        logger.info("best %s so far: %s", selecting, ", ".join(found))
         self._shown_at = time.perf_counter()
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:
@@ -412,7 +412,8 @@ class RunLog:
             self._events.image(tag, make_grid(pixels, nrow=8), 0)
 
     def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
-        values = {self.measures.get(name, name): value for name, value in values.items()}
+        labels = self.train_metrics if kind == "train" else self.eval_metrics
+        values = {labels.get(name, name): value for name, value in values.items()}
         if self._records:
             time_s = round(time.time(), 3)
             self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})

@@ -5,8 +5,7 @@ from typing import Any
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
-_EVALUATION = {"epoch": int, "top1": _MAYBE_NUMBER, "topk": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
-_MULTILABEL = {"epoch": int, "map": _MAYBE_NUMBER, "loss": _MAYBE_NUMBER}
+_EVALUATION = {"epoch": int, "loss": _MAYBE_NUMBER}
 SCHEMA = {
     "schema": int,
     "kind": str,
@@ -17,7 +16,7 @@ SCHEMA = {
     "seed": int,
     "model": {"arch": str, "params_m": _NUMBER},
     "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
-    "evaluation": {"resize": int, "crop": int, "interpolation": str, "k": int, "count": int},
+    "evaluation": {"resize": int, "crop": int, "interpolation": str, "count": int},
     "accuracy": {"raw": {"last": _EVALUATION, "best": {**_EVALUATION, "epoch": _MAYBE_INT}}},
     "training": {
         "px": int,
@@ -40,16 +39,29 @@ def find_schema_error(record: dict) -> str | None:
     return _find_misfit(record, _shape_of(record))
 
 
+def list_metrics(record: dict) -> dict[str, str]:
+    """Return the metrics of a file and their display names; older files do not list theirs."""
+    evaluation = record["evaluation"]
+    older = {"map": "map"} if "multilabel" in evaluation else {"top1": "top1", "topk": f"top{evaluation.get('k')}"}
+    return evaluation.get("metrics", older)
+
+
 def _shape_of(record: dict) -> dict:
-    """Return what a file is to hold: accuracies of one or two kinds of weights, with one label an image or several."""
-    seen, accuracy = record.get("evaluation"), record.get("accuracy")
+    """Return what a file has to hold: the metrics that it lists, of one or two kinds of weights."""
+    evaluation, accuracy = record.get("evaluation"), record.get("accuracy")
     kinds = ("raw", "ema") if isinstance(accuracy, dict) and "ema" in accuracy else ("raw",)
-    evaluation, measured = SCHEMA["evaluation"], _EVALUATION
-    if isinstance(seen, dict) and "multilabel" in seen:
-        evaluation = {"multilabel" if key == "k" else key: kind for key, kind in evaluation.items()}
-        evaluation, measured = {**evaluation, "multilabel": bool}, _MULTILABEL
+    metrics, seen = {}, dict(SCHEMA["evaluation"])
+    if isinstance(evaluation, dict):
+        if "metrics" in evaluation:
+            listed = evaluation["metrics"]
+            seen["metrics"] = dict.fromkeys(listed, str) if isinstance(listed, dict) else dict
+        is_listed = isinstance(evaluation.get("metrics", {}), dict)
+        metrics = dict.fromkeys(list_metrics(record), _MAYBE_NUMBER) if is_listed else {}
+        if "topk" in metrics:
+            seen["k"] = int
+    measured = {**_EVALUATION, **metrics}
     accuracy = dict.fromkeys(kinds, {"last": measured, "best": {**measured, "epoch": _MAYBE_INT}})
-    return {**SCHEMA, "evaluation": evaluation, "accuracy": accuracy}
+    return {**SCHEMA, "evaluation": seen, "accuracy": accuracy}
 
 
 def _find_misfit(value: Any, shape: Any, where: str = "") -> str | None:

@@ -8,16 +8,19 @@ from typing import Any
 
 from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.report.results import describe_evaluation, hash_config, name_config
+from distribuuuu.report.schema import list_metrics
 
 # What stands where there is nothing to say.
 EMPTY = "–"
 # On another number of processes they bring about the global batch that was reported.
 _BATCH_KEYS = ("TRAIN.BATCH_SIZE", "TRAIN.GLOBAL_BATCH_SIZE")
 # The first column is named after what the rows are named by.
-COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported", "top-5 reported", "reported by",
-           "top-1 here", "top-5 here", "mAP here", "hours", "images/s", "peak memory", "hardware",
-           "commit")  # fmt: skip
+_PLAN_COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported", "top-5 reported", "reported by")
+_COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
+# Columns of metrics under other names than their own.
+_METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
 _DIGITS_OF_HASH = 8
 
 
@@ -29,7 +32,7 @@ class Run:
     record: dict
 
     @property
-    def describe(self) -> str:
+    def label(self) -> str:
         """The seed and the file, in words."""
         return f"seed {self.record['seed']}, {self.path}"
 
@@ -94,7 +97,7 @@ def _find_differences(group: list[Run]) -> Iterator[str]:
         for run in group:
             first.setdefault(str(get(run.record)), run)  # a damaged file may hold what cannot be a key
         if len(first) > 1:
-            shown = "; ".join(f"{value} ({run.where})" for value, run in first.items())
+            shown = "; ".join(f"{value} ({run.label})" for value, run in first.items())
             yield f"{name}: its runs differ in the {what}: {shown}"
 
 
@@ -141,7 +144,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         "epochs": str(plan["epochs_planned"]),
         "global batch": str(plan["global_batch"]),
         **_reported_cells(published),
-        **_measured_cells(seen, evaluations, count),
+        **_measured_cells(first, evaluations, count),
         "hours": _mean([part["hours"] for part in training], ".3g"),
         "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
         "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
@@ -170,7 +173,7 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
         "epochs": str(optim.MAX_EPOCH),
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
-        "mAP here" if "multilabel" in seen else "top-1 here": "not measured",
+        _METRIC_COLUMNS["map" if dataset_class(cfg).multilabel else "top1"]: "not measured",
     }
     order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
     label = name if by == "config" and name else cfg.MODEL.ARCH
@@ -182,12 +185,14 @@ def _reported_cells(published: dict) -> dict[str, str]:
     return {column: str(published.get(name, EMPTY)) for column, name in names.items()}
 
 
-def _measured_cells(seen: dict, evaluations: Sequence[dict], count: str) -> dict[str, str]:
-    """Return the accuracies of one label an image, or of several."""
-    if "multilabel" in seen:
-        return {"mAP here": f"{_spread([result['map'] for result in evaluations])} {count}"}
-    top1, topk = (_spread([result[name] for result in evaluations]) for name in ("top1", "topk"))
-    return {"top-1 here": f"{top1} {count}", "top-5 here": topk if seen["k"] == 5 else f"{topk} (top-{seen['k']})"}
+def _measured_cells(record: dict, evaluations: Sequence[dict], count: str) -> dict[str, str]:
+    """Return a cell for each metric; the first one says of how many runs it is the mean."""
+    cells, k = {}, record["evaluation"].get("k")
+    for name, label in list_metrics(record).items():
+        cell = _spread([result[name] for result in evaluations])
+        suffix = f" (top-{k})" if name == "topk" and k != 5 else ""
+        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell + suffix + ("" if cells else f" {count}")
+    return cells
 
 
 def _pixels(train: int, seen: dict) -> str:
@@ -229,7 +234,11 @@ def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
     rows = sorted(rows, key=lambda row: (row.order, row.name, row.config_hash))
     names = [row.name for row in rows]
     twins = {name for name in names if names.count(name) > 1}
-    columns = [name for name in COLUMNS if any(row.cells.get(name, EMPTY) != EMPTY for row in rows)]
+    known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
+    others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
+    columns = [
+        name for name in (*known, *others, *_COST_COLUMNS) if any(row.cells.get(name, EMPTY) != EMPTY for row in rows)
+    ]
     sources = {row.cells["reported by"] for row in rows} - {EMPTY}
     if len(sources) == 1:  # said once, below
         columns.remove("reported by")

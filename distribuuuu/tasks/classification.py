@@ -1,47 +1,64 @@
-"""How a step is computed, beyond forward and backward: what the config says of rate, mixing, loss and clipping."""
+"""Classification: one label per image, or a soft target from mixup, cutmix or label smoothing."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from distribuuuu.data.batch_plan import check_accumulation
-from distribuuuu.data.loader import TrainLoader
-from distribuuuu.data.mixup import Mixer, build_mixer
-from distribuuuu.optim.optimizer import build_clipper, build_lr
+from distribuuuu.config.registry import TASKS
+from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
+from distribuuuu.data.mixup import build_mixer
 from distribuuuu.optim.precision import Precision
-from distribuuuu.tasks.distillation import Objective, build_objective
+from distribuuuu.tasks.base import StepKey, Task
+from distribuuuu.tasks.losses import build_loss
+from distribuuuu.tasks.metrics import StepOutput, hard_labels
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What training does with a batch.
+@TASKS.register("classification")
+class Classification(Task):
+    """Images with one label: LOSS.NAME on mixed images in training, plain cross-entropy in evaluation."""
 
-    Attributes:
-        lr_at: epochs, e.g. 3.25, to the learning rate.
-        mix: blends the images of a batch, and their labels to soft targets.
-        objective: (images, logits, targets) to the mean loss.
-        clip: scales the gradients of parameters down.
-    """
+    def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
+        super().__init__(cfg, classes, device, precision)
+        self.eval_criterion = build_loss(cfg, train=False)
 
-    lr_at: Callable[[float], float]
-    mix: Mixer
-    objective: Objective
-    clip: Callable[[Iterable[nn.Parameter]], None]
+    def prepare_training(self, plan: BatchPlan) -> None:
+        """Build the mixer and the loss."""
+        check_accumulation(self.cfg, plan)
+        self.mix = build_mixer(self.cfg, plan)
+        self.criterion = build_loss(self.cfg).to(self.device)
+
+    def train_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, key: StepKey) -> StepOutput:
+        """Return the training loss of a micro-batch."""
+        images, targets = self.mix(images, targets, *key)
+        with self.autocast():
+            logits = model(images)
+        return StepOutput(self.compute_loss(images, logits, targets), logits.detach(), self.metric_targets(targets))
+
+    def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss () in training."""
+        return self.criterion(logits, targets)
+
+    def eval_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> StepOutput:
+        """Return the evaluation loss of a batch; TEST.FLIP averages the logits of each image and its mirror image."""
+        with self.autocast():
+            logits = model(images)
+            if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
+                logits = (logits.clone() + model(images.flip(-1))) / 2
+        return StepOutput(self.eval_criterion(logits, targets), logits, self.metric_targets(targets))
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets as the metrics take them, see `StepOutput`."""
+        return hard_labels(targets)
 
 
-def build_recipe(cfg, loader: TrainLoader, device: torch.device, precision: Precision) -> Recipe:
-    """Return the recipe of a config for the steps of a loader.
+@TASKS.register("multilabel")
+class MultilabelClassification(Classification):
+    """Images with several labels or none: targets (N, classes) of 0 to 1."""
 
-    Raises:
-        ConfigError: the batches cannot be mixed or accumulated, or the teacher cannot be had or knows other classes.
-    """
-    plan = loader.plan
-    check_accumulation(cfg, plan)
-    return Recipe(
-        lr_at=build_lr(cfg, plan.global_batch),
-        mix=build_mixer(cfg, plan),
-        objective=build_objective(cfg, loader.images.classes, device, precision.autocast),
-        clip=build_clipper(cfg),
-    )
+    default_metrics = ("map",)
+    multilabel = True
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return uint8 (N, classes); of a mixed target, a class applies from one half on."""
+        return targets.ge(0.5).to(torch.uint8)

@@ -1,7 +1,6 @@
-"""What a step makes small: the loss against the targets, and with a teacher also that against its answers."""
+"""Knowledge distillation: the task loss shared with a loss against the outputs of a teacher."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,85 +9,55 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.registry import TASKS
+from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models import build_model
-from distribuuuu.tasks.losses import Loss, build_loss
-
-# (images (N, 3, H, W), logits (N, classes), targets) to the mean loss ()
-Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from distribuuuu.tasks.classification import Classification
+from distribuuuu.tasks.losses import Loss
 
 
-class Distillation:
-    """A loss shared between the targets and a teacher that sees the same images: an `Objective`.
+@TASKS.register("distillation")
+class Distillation(Classification):
+    """Classification with a teacher that sees the same images (DISTILL.*).
 
     soft: `alpha * T^2 * KL(softmax(teacher / T) || softmax(student / T))` (Hinton et al., arXiv 1503.02531);
     hard: `alpha * cross-entropy with the teacher's most likely class` (Touvron et al., arXiv 2012.12877);
     plus `(1 - alpha)` times the loss against the targets.
-
-    Args:
-        criterion: the loss against the targets.
-        teacher: images to logits, of as many classes; kept in evaluation mode.
-        kind: "soft" or "hard".
-        alpha: the teacher's share, 0 to 1.
-        temperature: T, of the soft kind.
-        autocast: the context of the teacher's forward pass.
     """
 
-    def __init__(
-        self,
-        criterion: Loss,
-        teacher: nn.Module,
-        kind: str = "soft",
-        alpha: float = 0.5,
-        temperature: float = 1.0,
-        autocast: Callable = contextlib.nullcontext,
-    ):
-        self.criterion = criterion
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.kind = kind
-        self.alpha = alpha
-        self.temperature = temperature
-        self._autocast = autocast
+    def prepare_training(self, plan: BatchPlan) -> None:
+        """Build the mixer, the loss and the teacher, which stays in evaluation mode.
 
-    def __call__(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        Raises:
+            ConfigError: the teacher cannot be built, or its weights do not fit or are those of other classes.
+        """
+        super().prepare_training(plan)
+        self.teacher = build_teacher(self.cfg, self.classes).to(self.device).eval().requires_grad_(False)
+
+    def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        with torch.no_grad(), self._autocast():
-            answers = Loss.precise(self.teacher(images))
-        own = self.criterion(logits, targets)
-        return (1 - self.alpha) * own + self.alpha * self.teachers_loss(Loss.precise(logits), answers)
-
-    def teachers_loss(self, logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss () against the teacher's logits (N, classes)."""
-        if self.kind == "hard":
-            return F.cross_entropy(logits, answers.argmax(dim=1))
-        scale = self.temperature
-        log_p, log_q = F.log_softmax(logits / scale, dim=1), F.log_softmax(answers / scale, dim=1)
-        return scale**2 * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+        with torch.no_grad(), self.autocast():
+            teacher_logits = Loss.precise(self.teacher(images))
+        settings, own = self.cfg.DISTILL, super().compute_loss(images, logits, targets)
+        against = teacher_loss(Loss.precise(logits), teacher_logits, settings.KIND, settings.TEMPERATURE)
+        return (1 - settings.ALPHA) * own + settings.ALPHA * against
 
 
-def build_objective(
-    cfg, classes: Sequence[str], device: torch.device, autocast: Callable = contextlib.nullcontext
-) -> Objective:
-    """Return the loss of LOSS.NAME, shared with the teacher of DISTILL.TEACHER if there is one.
-
-    Args:
-        cfg: the config.
-        classes: the names of the data's classes.
-        device: where the loss is computed.
-        autocast: the context of the teacher's forward pass.
-
-    Raises:
-        ConfigError: the teacher cannot be built, or its weights do not fit or are those of other classes.
-    """
-    criterion, settings = build_loss(cfg).to(device), cfg.DISTILL
-    if not settings.TEACHER:
-        return lambda images, logits, targets: criterion(logits, targets)
-    teacher = build_teacher(cfg, classes).to(device)
-    return Distillation(criterion, teacher, settings.KIND, settings.ALPHA, settings.TEMPERATURE, autocast)
+def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, kind: str, temperature: float) -> torch.Tensor:
+    """Return the mean loss () of logits (N, classes) against those of the teacher; kind is "soft" or "hard"."""
+    if kind == "hard":
+        return F.cross_entropy(logits, teacher_logits.argmax(dim=1))
+    log_p, log_q = F.log_softmax(logits / temperature, dim=1), F.log_softmax(teacher_logits / temperature, dim=1)
+    return temperature**2 * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
 
 
 def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
-    """Return the model of DISTILL.TEACHER with its weights; raises and asks as `build_objective`."""
+    """Return the model of DISTILL.TEACHER with its weights; every process must call it.
+
+    Raises:
+        ConfigError: it cannot be built, or its weights do not fit or are those of other classes.
+    """
     settings = cfg.DISTILL
     own = cfg.clone()
     own.defrost()

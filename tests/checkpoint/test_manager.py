@@ -206,7 +206,7 @@ def test_the_originals_checkpoints_resume(tmp_path):
     assert type(content["optimizer"]["param_groups"][0]["lr"]) is float
     other = make_state()
     other.load_dict(content, path)
-    assert (other.epoch, other.step, other.best_top1["raw"]) == (5, 0, 33.5)
+    assert (other.epoch, other.step, other.bests["raw"].value) == (5, 0, 33.5)
     mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
     assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
     other.optimizer.step()
@@ -335,4 +335,4 @@ def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
     state = make_state()
     assert [state.finish_epoch({"raw": map_}) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
     resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
-    assert not resumed.finish_epoch({"raw": 33.0}) and resumed.best_top1["raw"] == 33.5
+    assert not resumed.finish_epoch({"raw": 33.0}) and resumed.bests["raw"].value == 33.5

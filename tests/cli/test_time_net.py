@@ -126,7 +126,7 @@ def test_every_forward_pass_that_replays_cuda_graphs_is_told_of_a_new_step(small
     def note_passes(model, mode):
         model.register_forward_pre_hook(lambda *_: events.append("forward"))
 
-    monkeypatch.setattr(timing, "compile_model", note_passes)
+    monkeypatch.setattr("distribuuuu.engine.setup.compile_model", note_passes)
     timing.time_model(small_cfg("MODEL.COMPILE", mode))
     before = ["step", "forward"] if marks else ["forward"]
     assert len(events) >= 20 and events == before * (len(events) // len(before))
@@ -260,9 +260,15 @@ class Clock:
         handler.emit = lambda record: self.warnings.append(record.getMessage())
         monkeypatch.setattr(log.logger, "handlers", [handler])
         self.num_steps = num_steps
-        measures = {"top1": "top1", "topk": "top5"}
+        metrics = {"top1": "top1", "topk": "top5"}
         self.log = log.RunLog(
-            out_dir, tensorboard=False, measures=measures, num_epochs=100, num_steps=num_steps, images_per_step=10
+            out_dir,
+            tensorboard=False,
+            train_metrics=metrics,
+            eval_metrics=metrics,
+            num_epochs=100,
+            num_steps=num_steps,
+            images_per_step=10,
         )
 
     def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:

@@ -11,12 +11,11 @@ from support.runs import ROOT
 from distribuuuu.config import load_cfg
 from distribuuuu.config.tree import get_value
 from distribuuuu.data.loader import build_loader
-from distribuuuu.engine.stop import StopRequest
+from distribuuuu.engine.setup import build_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.optimizer import build_lr, scaled_lr
-from distribuuuu.tasks.classification import build_recipe
-from distribuuuu.trainer import build_checkpoints, build_state, open_log, train_epoch
+from distribuuuu.trainer import train_epoch
 
 IMAGES = 1_281_167  # of ImageNet's training set
 # The larger of these rows differ from the smaller ones in nothing but the architecture.
@@ -90,13 +89,12 @@ def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     cfg = recipe_cfg(name, *words)
     launch, device = detect_launch(), torch.device("cpu")
     loader = build_loader(cfg, launch, device, train=True)
-    state = build_state(cfg, device, loader, pretrained=False)
-    before = [parameter.detach().clone() for parameter in state.model.parameters()]
-    recipe = build_recipe(cfg, loader, device, state.precision)
-    meter = []
-    with open_log(cfg, state, loader) as log, StopRequest() as stop:
-        log.train = lambda *record: meter.append(record[3])
-        train_epoch(cfg, state, state.model, loader, recipe, build_checkpoints(cfg), log, stop)
-    assert state.step == loader.num_steps == 2 and meter[-1]["count"] == 16 and math.isfinite(meter[-1]["loss"])
+    run = build_run(cfg, loader, build_loader(cfg, launch, device, train=False))
+    before = [parameter.detach().clone() for parameter in run.state.model.parameters()]
+    state, rows = run.state, []
+    with run.stop, run.log:
+        run.log.train = lambda *record: rows.append(record[3])
+        train_epoch(run)
+    assert state.step == loader.num_steps == 2 and rows[-1]["count"] == 16 and math.isfinite(rows[-1]["loss"])
     changed = [not torch.equal(old, new) for old, new in zip(before, state.model.parameters(), strict=True)]
     assert sum(changed) > 0.9 * len(changed)

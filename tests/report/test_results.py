@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.tree import iter_options
+from distribuuuu.config.reader import iter_options
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.setup import RunResults, open_run, write_test_results
+from distribuuuu.engine.run_results import RunResults, write_test_results
+from distribuuuu.engine.setup import open_run
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
+from distribuuuu.optim.precision import Precision
 from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, hash_config, list_overrides, name_config, read_results
 from distribuuuu.report.run_log import close_logging
+from distribuuuu.tasks.base import build_task
 
 # What `evaluate` returns after each epoch: the second is the best.
 SERIES = [
@@ -39,7 +43,9 @@ def start(cfg, epochs: int = 0):
                        classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch)  # fmt: skip
     for result in SERIES[:epochs]:
         state.finish_epoch({"raw": result["top1"]})
-    return state, RunResults(cfg, device, state, *loaders)
+    task = build_task(cfg, state.classes, device, Precision())
+    run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
+    return state, RunResults(run)
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
@@ -47,7 +53,8 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
     evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
     state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
-    results.write(state, 123.4, evaluations)
+    state.timing.images, state.timing.seconds = 1234, 10.0
+    results.write(state, evaluations)
 
 
 @pytest.fixture
@@ -76,7 +83,8 @@ def test_the_file_says_what_the_run_was_and_came_to(cfg, path):
         "px": 16, "epochs_planned": 3, "global_batch": 12, "processes": 1, "epochs_done": 3,
         "hours": pytest.approx(0.75, abs=0.01), "images_per_s": 123.4,
     }  # fmt: skip
-    assert record["evaluation"] == {"resize": 18, "crop": 16, "interpolation": "bicubic", "k": 3, "count": 37}
+    assert record["evaluation"] == {"resize": 18, "crop": 16, "interpolation": "bicubic", "k": 3, "count": 37,
+                                    "metrics": {"top1": "top1", "topk": "top3"}}  # fmt: skip
     assert record["data"] == {"name": "imagefolder", "folder": Path(cfg.TRAIN.DATASET).name, "num_classes": 3,
                               "num_train": 48, "num_val": 37}  # fmt: skip
     assert record["model"] == {"arch": "resnet8", "params_m": count_parameters(state.model) / 1e6}
@@ -162,7 +170,7 @@ def test_a_write_that_is_killed_leaves_the_file_of_before(cfg, path, monkeypatch
 def test_numbers_that_are_none_become_null(cfg, path):
     state, results = start(cfg)
     state.finish_epoch({"raw": 1.0})
-    results.write(state, None, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
+    results.write(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
     text = path.read_text()
     assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
     assert read_results(path)["training"]["images_per_s"] is None
@@ -191,7 +199,8 @@ def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
     state, results = start(cfg)
     finish_epoch(state, results)
     before = path.read_text()
-    write_test_results(cfg, torch.device("cpu"), state.model, "best.pth.tar", {"raw": SERIES[1], "ema": SERIES[2]})
+    task = build_task(cfg, state.classes, torch.device("cpu"), Precision())
+    write_test_results(cfg, task, state.model, "best.pth.tar", {"raw": SERIES[1], "ema": SERIES[2]})
     close_logging()
     assert path.read_text() == before
     record = json.loads(path.with_name("test_results.json").read_text())

@@ -22,7 +22,7 @@ from distribuuuu.report import run_log as log
 from distribuuuu.trainer import train_model
 
 METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0, "map": 50.0}
-MEASURES = {"top1": "top1", "topk": "top5"}
+LABELS = {"top1": "top1", "topk": "top5"}
 
 
 class Clock:
@@ -46,11 +46,12 @@ def logged(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def open_log(out_dir, num_epochs=2, num_steps=1000, measures=MEASURES, images_per_step=10, **position) -> log.RunLog:
+def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, **position) -> log.RunLog:
     return log.RunLog(
         out_dir,
         tensorboard=False,
-        measures=measures,
+        train_metrics=labels,
+        eval_metrics=labels,
         num_epochs=num_epochs,
         num_steps=num_steps,
         images_per_step=images_per_step,
@@ -159,15 +160,15 @@ def test_an_evaluation_is_logged_by_time(clock, logged):
 EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("measures", [MEASURES, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
+@pytest.mark.parametrize("labels", [LABELS, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
 @pytest.mark.parametrize("num_epochs, num_steps", [(1, 1), (90, 5004), (1000, 99999)])
-def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, measures, num_epochs, num_steps):
+def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, labels, num_epochs, num_steps):
     epoch = num_epochs - 1
-    run_log = open_log(tmp_path, num_epochs, num_steps, measures, 65536, epoch=epoch)
+    run_log = open_log(tmp_path, num_epochs, num_steps, labels, 65536, epoch=epoch)
     next(run_log.steps(epoch, num_steps - 1))
     run_log._has_warned = True  # a warning may be longer
     for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
-        metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(measures, share)}
+        metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(labels, share)}
         run_log._read_position, run_log._paced_from = run_log._read_position - 1, (clock.now - 1e6, -1)
         run_log._timing.begin(clock.now)
         clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
@@ -177,7 +178,7 @@ def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, 
         bests = {kind: Best(share, epoch) for kind in ("raw", "ema")}
         run_log.evaluation(epoch, {"raw": metrics, "ema": metrics}, bests)
     most = max(logged(), key=len)
-    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in measures.values() else 81), most
+    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in labels.values() else 81), most
     if num_epochs == 90:
         assert "  " in logged()[0].strip()
 

@@ -1,4 +1,4 @@
-"""Run a tool with models that fail, sleep or lose their mind: python tests/odd_models.py tools/train_net.py WORDS..."""
+"""Run a tool with models that fail or sleep: python tests/support/failing_models.py tools/train_net.py ARGS..."""
 
 import ctypes
 import os

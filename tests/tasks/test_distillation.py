@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.models import build_model
-from distribuuuu.tasks.distillation import Distillation, build_objective
-from distribuuuu.tasks.losses import CrossEntropy
+from distribuuuu.optim.precision import Precision
+from distribuuuu.tasks.base import build_task
+from distribuuuu.tasks.distillation import Distillation
 from distribuuuu.trainer import train_model
 
 
@@ -37,6 +39,23 @@ class Teacher(nn.Module):
         return answers + 100 if self.training else answers
 
 
+def distillation_from(teacher: nn.Module, kind: str, alpha: float, temperature: float = 1.0) -> Distillation:
+    """Return a task that learns from a teacher of four classes."""
+    words = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.KIND", kind, "DISTILL.ALPHA", alpha)
+    cfg = load_cfg(None, [str(word) for word in (*words, "DISTILL.TEMPERATURE", temperature)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distribuuuu.tasks.distillation.build_teacher", lambda cfg, classes: teacher)
+        return prepared(cfg, "abcd")
+
+
+def prepared(cfg, classes) -> Distillation:
+    """Return the task of a config, ready for training."""
+    device = torch.device("cpu")
+    task = build_task(cfg, tuple(classes), device, Precision())
+    task.prepare_training(BatchPlan(4, 1, 1))
+    return task
+
+
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_soft_is_its_definition(temperature):
     images, logits, labels = batch()
@@ -44,7 +63,7 @@ def test_soft_is_its_definition(temperature):
     p, q = softmax(student / temperature), softmax(teacher / temperature)
     own = -np.log(softmax(student))[np.arange(5), labels].mean()
     expected = 0.7 * own + 0.3 * temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
-    loss = Distillation(CrossEntropy(), Teacher(), "soft", 0.3, temperature)(images, logits, labels)
+    loss = distillation_from(Teacher(), "soft", 0.3, temperature).compute_loss(images, logits, labels)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -53,18 +72,18 @@ def test_hard_is_its_definition():
     answers = Teacher().eval()(images).argmax(1).numpy()
     log_p = np.log(softmax(logits.numpy().astype(np.float64)))
     expected = 0.5 * -log_p[np.arange(5), labels].mean() + 0.5 * -log_p[np.arange(5), answers].mean()
-    loss = Distillation(CrossEntropy(), Teacher(), "hard", 0.5)(images, logits, labels)
+    loss = distillation_from(Teacher(), "hard", 0.5).compute_loss(images, logits, labels)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_teacher_gets_no_gradient_and_is_evaluated():
     images, logits, labels = batch()
     logits.requires_grad_()
-    distillation = Distillation(CrossEntropy(), Teacher().train(), "soft", 1.0)
-    distillation(images, logits, labels).backward()
+    distillation = distillation_from(Teacher().train(), "soft", 1.0)
+    distillation.compute_loss(images, logits, labels).backward()
     assert distillation.teacher.weight.grad is None and logits.grad.abs().sum() > 0
-    own = Distillation(CrossEntropy(), Teacher(), "soft", 1.0)
-    same = own(images, own.teacher(images), labels)
+    own = distillation_from(Teacher(), "soft", 1.0)
+    same = own.compute_loss(images, own.teacher(images), labels)
     assert same.item() == pytest.approx(0, abs=1e-6), "a student that answers as the teacher has nothing to learn"
 
 
@@ -86,27 +105,27 @@ def test_a_run_learns_from_the_run_before(small_cfg, tmp_path):
 def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, tmp_path):
     weights = tmp_path / "weights.pth"
     torch.save({"w": torch.ones(1)}, weights)
-    device, given = torch.device("cpu"), ("DISTILL.WEIGHTS", weights)
+    given = ("DISTILL.WEIGHTS", weights)
     with pytest.raises(ConfigError, match=r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet88", *given), (), device)
+        prepared(small_cfg("DISTILL.TEACHER", "resnet88", *given), ())
     with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), (), device)
+        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), ())
     with pytest.raises(ConfigError, match=r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", *given), (), device)
+        prepared(small_cfg("DISTILL.TEACHER", "resnet8", *given), ())
     with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*resnet8 has no published weights"):
-        build_objective(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), (), device)
+        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), ())
 
 
 def test_a_teacher_of_other_classes_is_refused(small_cfg, tmp_path):
-    weights, cpu = tmp_path / "teacher.pth", torch.device("cpu")
+    weights = tmp_path / "teacher.pth"
     cfg = small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", weights)
     content = {"state_dict": build_model(cfg).state_dict(), "classes": ["ant", "wasp", "cat"]}
     torch.save(content, weights)
     with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*other classes: 'wasp' where the data has 'bee'"):
-        build_objective(cfg, ("ant", "bee", "cat"), cpu)
-    build_objective(cfg, ("ant", "wasp", "cat"), cpu)
+        prepared(cfg, ("ant", "bee", "cat"))
+    prepared(cfg, ("ant", "wasp", "cat"))
     torch.save(content["state_dict"], weights)
-    build_objective(cfg, ("ant", "bee", "cat"), cpu)
+    prepared(cfg, ("ant", "bee", "cat"))
 
 
 def test_half_a_teacher_is_a_contradiction():

@@ -5,13 +5,38 @@ import pytest
 import torch
 from support.processes import on_processes
 
+from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.tasks.metrics import ClassificationMeter, MultilabelMeter, average_precisions, scaled_all_reduce
+from distribuuuu.tasks.metrics import (
+    Meter,
+    StepOutput,
+    average_precisions,
+    build_metrics,
+    hard_labels,
+    scaled_all_reduce,
+)
 
 CPU = torch.device("cpu")
+
+
+def classification_meter(topk: int, num_classes: int = 7) -> Meter:
+    metrics = build_metrics("TEST.METRICS", ("top1", "topk"), num_classes, topk, multilabel=False)
+    return Meter(metrics, num_classes, CPU)
+
+
+def multilabel_meter(num_classes: int) -> Meter:
+    metrics = build_metrics("TEST.METRICS", ("map",), num_classes, 1, multilabel=True)
+    return Meter(metrics, num_classes, CPU)
+
+
+def add(meter: Meter, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """Add a batch as the tasks do."""
+    is_multilabel = bool(meter._score_metrics)
+    targets = targets.ge(0.5).to(torch.uint8) if is_multilabel else hard_labels(targets)
+    meter.update(StepOutput(loss, logits, targets))
 
 
 def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,9 +59,9 @@ def by_hand(batches) -> dict:
 
 def test_batches_of_any_size_weigh_by_their_images():
     batches = [batch(size, size) for size in (1, 5, 64, 3)]
-    meter = ClassificationMeter(3, CPU)
+    meter = classification_meter(3)
     for loss, logits, labels in batches:
-        meter.update(loss, logits, labels)
+        add(meter, loss, logits, labels)
     assert meter.read() == pytest.approx(by_hand(batches))
     assert meter.read()["count"] == 0
 
@@ -44,16 +69,16 @@ def test_batches_of_any_size_weigh_by_their_images():
 def test_update_leaves_no_graph_behind():
     loss, logits, labels = batch(4, 0)
     logits.requires_grad_()
-    meter = ClassificationMeter(1, CPU)
-    meter.update((logits.sum() * 0 + loss), logits, labels)
+    meter = classification_meter(1)
+    add(meter, logits.sum() * 0 + loss, logits, labels)
     assert not meter._sums.requires_grad
 
 
 def read_share() -> tuple[dict, list[float]]:
     with process_group(detect_launch(), CPU, 60):
-        meter = ClassificationMeter(3, CPU)
+        meter = classification_meter(3)
         for number in range(dist.rank()):  # rank 0 sees nothing
-            meter.update(*batch(3 + number, 10 * dist.rank() + number))
+            add(meter, *batch(3 + number, 10 * dist.rank() + number))
         mean = scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
         return meter.read(), [mean[0].item(), mean[1].sum().item()]
 
@@ -136,7 +161,7 @@ def test_average_precision_is_that_of_the_definition(num, levels, monkeypatch):
         found = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
         assert found[:3].tolist() == pytest.approx(expected, abs=1e-12) and found[3].isnan()
         with monkeypatch.context() as patch:
-            patch.setattr("distribuuuu.tasks.metrics._MOST_SCORES", 2 * num)
+            patch.setattr("distribuuuu.tasks.metrics._MAX_SORTED", 2 * num)
             in_parts = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
         assert torch.equal(in_parts.nan_to_num(), found.nan_to_num())
 
@@ -161,10 +186,10 @@ def test_known_values_and_scores_that_are_none():
 def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
     scores, applies = scored(40, 3, 10)
     targets = torch.from_numpy(applies).float()
-    meter = MultilabelMeter(4, CPU)
+    meter = multilabel_meter(4)
     for part in (slice(0, 1), slice(1, 30), slice(30, 40)):
         logits = torch.from_numpy(scores[part]).clone().requires_grad_()
-        meter.update(logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 applies, 0.3 does not
+        add(meter, logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 applies, 0.3 does not
         logits.data.zero_()  # the meter keeps a copy
     expected = np.mean([naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)])
     assert meter.read() == pytest.approx({"count": 40, "loss": (29 + 300) / 40, "map": 100 * expected})
@@ -174,18 +199,18 @@ def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
 
 @pytest.mark.parametrize("limit", [10**6, 100])
 def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
-    monkeypatch.setattr("distribuuuu.tasks.metrics._MOST_SAVED", limit)
+    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_SAVED", limit)
     scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
-    for make in (lambda: MultilabelMeter(4, CPU), lambda: ClassificationMeter(2, CPU)):
+    for make in (lambda: multilabel_meter(4), lambda: classification_meter(2, 4)):
         whole, before, after, anew = make(), make(), make(), make()
-        is_kept = limit > 120 or isinstance(whole, ClassificationMeter)
-        after.update(torch.tensor(7.0), scores, applies)  # replaced by what is loaded
+        is_kept = limit > 120 or not whole._score_metrics
+        add(after, torch.tensor(7.0), scores, applies)  # replaced by what is loaded
         for meter, parts in ((whole, (0, 30, 40)), (before, (0, 30))):
             for start, end in zip(parts, parts[1:], strict=False):
-                meter.update(torch.tensor(start / 7), scores[start:end], applies[start:end])
+                add(meter, torch.tensor(start / 7), scores[start:end], applies[start:end])
         after.load_state_dict([before.state_dict()])
         for meter in (after, anew):
-            meter.update(torch.tensor(30 / 7), scores[30:], applies[30:])
+            add(meter, torch.tensor(30 / 7), scores[30:], applies[30:])
         assert after.read() == (whole if is_kept else anew).read()
         after.load_state_dict([])
         assert after.read()["count"] == 0
@@ -193,19 +218,81 @@ def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
 
 def read_scores_share() -> dict:
     with process_group(detect_launch(), CPU, 60):
-        meter = MultilabelMeter(4, CPU)
+        meter = multilabel_meter(4)
         scores, applies = scored(41, 3, 10)
         of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 sees nothing
         if dist.rank():
             logits, targets = torch.from_numpy(scores[of_rank]), torch.from_numpy(applies[of_rank]).float()
-            meter.update(torch.tensor(float(dist.rank())), logits, targets)
+            add(meter, torch.tensor(float(dist.rank())), logits, targets)
         return meter.read()
 
 
 def test_map_over_processes_is_that_of_all_images():
-    meter, (scores, applies) = MultilabelMeter(4, CPU), scored(41, 3, 10)
-    meter.update(torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
+    meter, (scores, applies) = multilabel_meter(4), scored(41, 3, 10)
+    add(meter, torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
     expected = meter.read()
     results = on_processes(3, read_scores_share)
     assert [result["map"] for result in results] == [expected["map"]] * 3
     assert results[0] == pytest.approx(expected)
+
+
+# -------------------------------------------------------------------------------- against a reference
+
+
+def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor, topk: int = 3) -> float:
+    """Return the value of a metric over batches of different sizes."""
+    num_classes, multilabel = logits.shape[1], targets.ndim == 2
+    meter = Meter(build_metrics("TEST.METRICS", (name,), num_classes, topk, multilabel), num_classes, CPU)
+    for part in (slice(0, 7), slice(7, 8), slice(8, None)):
+        meter.update(StepOutput(torch.zeros(()), logits[part], targets[part]))
+    return meter.read()[name]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_of_one_label_are_those_of_torchmetrics(seed):
+    reference = pytest.importorskip("torchmetrics.functional.classification")
+    draw = torch.Generator().manual_seed(seed)
+    logits, labels = torch.randn(300, 5, generator=draw) * 2, torch.randint(0, 5, (300,), generator=draw)
+    expected = {
+        "top1": reference.multiclass_accuracy(logits, labels, 5, average="micro"),
+        "topk": reference.multiclass_accuracy(logits, labels, 5, average="micro", top_k=3),
+        "macro_recall": reference.multiclass_recall(logits, labels, 5, average="macro"),
+        "macro_f1": reference.multiclass_f1_score(logits, labels, 5, average="macro"),
+        "ece": reference.multiclass_calibration_error(logits.softmax(1), labels, 5, n_bins=15, norm="l1"),
+        "map": reference.multiclass_average_precision(logits.softmax(1), labels, 5, average="macro"),
+    }
+    for name, value in expected.items():
+        # A ranking by logits is one by probabilities within each class only after the softmax.
+        scores = logits.softmax(1) if name == "map" else logits
+        assert metric_value(name, scores, labels) == pytest.approx(100 * value.item(), abs=1e-3), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_of_several_labels_are_those_of_torchmetrics(seed):
+    reference = pytest.importorskip("torchmetrics.functional.classification")
+    draw = torch.Generator().manual_seed(seed)
+    logits, targets = torch.randn(200, 4, generator=draw), torch.randint(0, 2, (200, 4), generator=draw)
+    expected = {
+        "macro_recall": reference.multilabel_recall(logits, targets, 4, average="macro"),
+        "macro_f1": reference.multilabel_f1_score(logits, targets, 4, average="macro"),
+        "map": reference.multilabel_average_precision(logits, targets, 4, average="macro"),
+    }
+    for name, value in expected.items():
+        assert metric_value(name, logits, targets.to(torch.uint8)) == pytest.approx(100 * value.item(), abs=1e-3), name
+
+
+def test_classes_that_do_not_occur_are_left_out_of_the_mean():
+    logits, labels = torch.eye(4)[[0, 0, 1, 2]], torch.tensor([0, 1, 1, 1])
+    assert metric_value("macro_recall", logits, labels) == pytest.approx(100 * (1 + 1 / 3) / 2)
+    assert metric_value("macro_f1", logits, labels) == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
+
+
+def test_an_empty_reading_is_not_a_number():
+    for name in ("top1", "topk", "macro_recall", "macro_f1", "ece", "map"):
+        meter = Meter(build_metrics("TEST.METRICS", (name,), 4, 2, multilabel=False), 4, CPU)
+        assert np.isnan(meter.read()[name]), name
+
+
+def test_metrics_that_do_not_suit_the_targets_are_refused():
+    with pytest.raises(ConfigError, match="TEST.METRICS: top1, ece .*several labels per image; use .*macro_f1.*map"):
+        build_metrics("TEST.METRICS", ("top1", "ece"), 4, 2, multilabel=True)

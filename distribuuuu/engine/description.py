@@ -1,0 +1,89 @@
+"""The log lines that describe a run at its start and its end."""
+
+import logging
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import nn
+
+from distribuuuu import __version__
+from distribuuuu.config.errors import counted
+from distribuuuu.config.rules import find_unused_options
+from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.run import Run
+from distribuuuu.engine.state import TrainState
+from distribuuuu.launch.detect import Launch
+from distribuuuu.models import count_parameters
+from distribuuuu.optim.optimizer import describe_lr
+from distribuuuu.report.run_log import format_duration
+
+logger = logging.getLogger(__name__)
+
+
+def describe_machine(launch: Launch, device: torch.device) -> None:
+    """Log the versions, the device and the launcher."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    logger.info("distribuuuu %s, torch %s, torchvision %s", __version__, torch.__version__, torchvision.__version__)
+    logger.info("python %s; launcher: %s; backend %s", platform.python_version(), launch, dist.backend())
+    logger.info("device: %s (%s), %s", device, name, counted(torch.get_num_threads(), "CPU thread"))
+
+
+def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
+    """Log the model and its size, and on the main process what there is to warn of in its data."""
+    for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
+        if dist.is_main():
+            logger.warning("%s", note)
+    logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
+
+
+def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
+    """Log what is trained on what: the model, the data and the arithmetic of a step."""
+    describe_model(cfg, state.model, train_loader, val_loader)
+    data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
+    num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
+    classes = counted(len(state.classes), "class")
+    logger.info("data: %s; train: %s, validation: %s, %s", data, num_train, num_val, classes)
+    if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
+        logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
+    plan = train_loader.plan
+    logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
+    logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
+    for problem in find_unused_options(cfg):
+        logger.warning("%s", problem)
+    crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+    if crop * 2 < cfg.TEST.IM_SIZE:
+        logger.warning("TEST.IM_SIZE: validation images are resized to %d px, but cropped to %d px; is it too large?",
+                       cfg.TEST.IM_SIZE, crop)  # fmt: skip
+    if state.epoch >= cfg.OPTIM.MAX_EPOCH:
+        done = counted(state.epoch, "epoch")
+        logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)
+
+
+def describe_end(run: Run, started: float) -> None:
+    """Log the best weights of each kind, how to evaluate them, and the time of the run over all its starts.
+
+    Args:
+        run: the run at its end.
+        started: what `open_run` has yielded.
+    """
+    cfg, state, bests = run.cfg, run.state, run.checkpoints.bests
+    script = Path(sys.argv[0]).with_name("test_net.py")
+    script = script if script.exists() else Path("tools/test_net.py")
+    metric, _ = run.task.selecting_metric
+    label = run.log.eval_metrics.get(metric, metric)
+    for kind in state.models:
+        best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
+        if dist.is_main() and path.exists():
+            command = shlex.join(
+                ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
+            )
+            logger.info("best %s%s: %s; weights: %s", name, label, best, path)
+            logger.info("to evaluate: %s", command)
+    if state.seconds > time.perf_counter() - started:
+        logger.info("time of all starts: %s", format_duration(state.seconds))

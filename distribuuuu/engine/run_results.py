@@ -1,0 +1,123 @@
+"""results.json of a training run and test_results.json of an evaluation: collecting what they hold."""
+
+import logging
+from pathlib import Path
+
+from torch import nn
+
+from distribuuuu.config.errors import counted
+from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.run import Run
+from distribuuuu.engine.state import TrainState
+from distribuuuu.models import count_parameters
+from distribuuuu.report import results
+from distribuuuu.report.environment import describe_hardware, find_commit, list_versions
+from distribuuuu.tasks.base import Task
+from distribuuuu.tasks.metrics import display_names
+
+logger = logging.getLogger(__name__)
+
+
+def describe_facts(cfg, task: Task, model: nn.Module) -> dict:
+    """Return what results.json says of a run whatever comes of it. Every process must call it."""
+    is_drawn = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
+    return {
+        "config": results.name_config(cfg),
+        "overrides": results.list_overrides(cfg),
+        "config_hash": results.hash_config(cfg),
+        "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6},
+        "data": {
+            "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
+            "folder": None if is_drawn else Path(cfg.TRAIN.DATASET).absolute().name,
+            "num_classes": cfg.MODEL.NUM_CLASSES,
+        },
+        "evaluation": {**results.describe_evaluation(cfg), **describe_metrics(task)},
+        "hardware": describe_hardware(task.device),
+        "versions": list_versions(),
+        "commit": find_commit() if dist.is_main() else None,
+    }
+
+
+def describe_metrics(task: Task) -> dict:
+    """Return what results.json says of the metrics: their display names, and what tables need beside these."""
+    top = task.eval_metrics.get("topk")
+    return {
+        "metrics": display_names(task.eval_metrics),
+        **({"k": top.topk} if top else {}),
+        **({"multilabel": True} if task.multilabel else {}),
+    }
+
+
+class RunResults:
+    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process has one."""
+
+    def __init__(self, run: Run):
+        cfg, state, plan = run.cfg, run.state, run.train_loader.plan
+        self.out_dir = cfg.OUT_DIR
+        facts = describe_facts(cfg, run.task, state.model)
+        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
+        self.facts = {
+            **facts,
+            "seed": state.seed,
+            "data": {**facts["data"], **images},
+            "training": {
+                "px": cfg.TRAIN.IM_SIZE,
+                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
+                "global_batch": plan.global_batch,
+                "processes": plan.world_size,
+            },
+            "peak_memory": {"of": "cuda" if run.task.device.type == "cuda" else "host"},
+        }
+        self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
+        if dist.is_main() and (state.epoch, state.step) == (0, 0):
+            results.set_results_aside(self.out_dir)
+
+    def write(self, state: TrainState, evaluations: dict[str, dict]) -> None:
+        """Write what the evaluation of the state's last epoch found; every process must call it.
+
+        What the disk refuses is told, and tried again by the next call and by `finish`.
+
+        Args:
+            state: after `finish_epoch`.
+            evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
+        """
+        progress = results.Progress(
+            epochs=state.epoch,
+            hours=state.seconds / 3600,
+            images_per_s=state.timing.images_per_s,
+            peak_memory_mib=state.peak_memory_mib(),
+            metric=state.best_metric,
+            bests={
+                kind: (best.value, best.epoch + 1 if best.epoch >= 0 else None)
+                for kind, best in state.bests.items()
+                if best.epoch >= 0 or best.value > 0
+            },
+        )
+        self._unwritten = progress, evaluations
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what the disk has refused so far, if anything."""
+        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.facts, *self._unwritten):
+            self._unwritten = None
+
+
+def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:
+    """Log evaluations and write them to OUT_DIR/test_results.json; every process must call it.
+
+    Args:
+        cfg: the config.
+        task: the task that computed the metrics.
+        model: the model that was evaluated.
+        weights: the file that its weights come from.
+        evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
+    """
+    facts = describe_facts(cfg, task, model)
+    seen = facts["evaluation"]
+    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, seen["resize"], seen["crop"])
+    for kind, result in evaluations.items():
+        images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
+        values = " ".join(f"{label} {result[name]:.3f}" for name, label in display_names(task.eval_metrics).items())
+        logger.info("validation of %s: %s loss %.4f", images, values, result["loss"])
+    if dist.is_main():
+        results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)
