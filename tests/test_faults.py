@@ -28,7 +28,9 @@ EXPLODING = (
 
 
 def train_odd(root: Path, out_dir: Path, *words):
-    return run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *small_options(root, out_dir, *words))
+    return run_tool(
+        "../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *small_options(root, out_dir, *words)
+    )
 
 
 def is_finite(path: Path) -> bool:

@@ -35,7 +35,7 @@ def hungry_models(monkeypatch):
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     words = [*words, *small_options(image_folder, tmp_path / "out", *hungry)]
-    done = run_tool("../tests/odd_models.py", ROOT / "tools" / "train_net.py", *words)
+    done = run_tool("../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
     assert re.search(

@@ -44,7 +44,9 @@ def slow_to_evaluate(tmp_path_factory) -> Path:
 def started(root: Path, out_dir: Path, *words, launcher=NPROC, num_steps: int = 4) -> Iterator[TrainingProcess]:
     """Start a training on two processes, and kill what is left of it at the end."""
     before, flags = ((sys.executable,), launcher) if launcher == NPROC else (launcher, ())
-    scripts = [str(ROOT / "tests" / "odd_models.py")] * ("MODEL.ARCH" in words) + [str(ROOT / "tools" / "train_net.py")]
+    scripts = [str(ROOT / "tests" / "support" / "failing_models.py")] * ("MODEL.ARCH" in words) + [
+        str(ROOT / "tools" / "train_net.py")
+    ]
     command = [*before, *scripts, *flags, *small_options(root, out_dir, *LONG, *words)]
     run = TrainingProcess(command, out_dir, num_steps)
     try:
