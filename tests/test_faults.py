@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, run_tool, small_options
+from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -28,9 +28,7 @@ EXPLODING = (
 
 
 def train_odd(root: Path, out_dir: Path, *words):
-    return run_tool(
-        "../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *small_options(root, out_dir, *words)
-    )
+    return run_tool(FAILING_MODELS, TRAIN_NET, *small_options(root, out_dir, *words))
 
 
 def is_finite(path: Path) -> bool:
@@ -92,11 +90,7 @@ def limit_files(run: TrainingProcess, most_bytes: int) -> None:
 @pytest.fixture
 def long_run(image_folder, tmp_path):
     words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "train_net.py"),
-        *small_options(image_folder, tmp_path / "out", *words),
-    ]
+    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *words)]
     run = TrainingProcess(command, tmp_path / "out", 4)
     run.wait_for(lambda: len(run.records()) > 2)
     yield run

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.failing_models import Idle, hungry
-from support.runs import ROOT, run_tool, small_options
+from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config.registry import MODELS
@@ -35,7 +35,7 @@ def hungry_models(monkeypatch):
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     words = [*words, *small_options(image_folder, tmp_path / "out", *hungry)]
-    done = run_tool("../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *words)
+    done = run_tool(FAILING_MODELS, TRAIN_NET, *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
     assert re.search(
@@ -82,7 +82,7 @@ def limit(*arguments):
 trainer.prepare_model = limit
 sys.argv = ['train_net.py', *sys.argv[1:]]
 import runpy
-runpy.run_path({str(ROOT / "tools" / "train_net.py")!r}, run_name='__main__')
+runpy.run_path({str(TRAIN_NET)!r}, run_name='__main__')
 """
     script = tmp_path / "limited.py"
     script.write_text(code)

@@ -1,4 +1,4 @@
-"""Small images on disk."""
+"""Small image folders on disk."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ from PIL import Image
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
-    """Write JPEGs of noise around a colour of each class."""
+    """Write JPEGs of noise around a color of each class, `counts[name]` into ROOT/SPLIT/NAME; size: (width, height)."""
     for number, (name, count) in enumerate(counts.items()):
         folder = root / split / name
         folder.mkdir(parents=True, exist_ok=True)
