@@ -44,6 +44,7 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
     assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_folder, tmp_path):
     words = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
     done = train_odd(image_folder, tmp_path / "out", *words)
@@ -51,6 +52,7 @@ def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_f
     assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
@@ -65,6 +67,7 @@ def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(imag
     assert trained == [(1, 4, 48), (2, 4, 36), (3, 4, 48)], "the rollback is not in the records"
 
 
+@pytest.mark.slow
 def test_rollbacks_come_to_an_end(image_folder, tmp_path):
     words = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
     done = train_odd(image_folder, tmp_path / "out", *words)
@@ -72,6 +75,7 @@ def test_rollbacks_come_to_an_end(image_folder, tmp_path):
     assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
     done = train_odd(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
     assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
@@ -97,6 +101,7 @@ def long_run(image_folder, tmp_path):
     run.kill()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long_run):
     limit_files(long_run, ROOM)
     long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
@@ -113,6 +118,7 @@ def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long
     assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(long_run):
     limit_files(long_run, ROOM)
     long_run.signal_launcher(15)
@@ -124,6 +130,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_an_out_dir_that_vanishes_is_made_anew(long_run):
     long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
     long_run.wait_for(lambda: len(CheckpointManager(long_run.out_dir).list()) > 1 and long_run.records())

@@ -199,6 +199,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     before, batches = children(), start("process", 3, Squares(4000))
@@ -213,6 +214,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     assert children() <= before
 
 
+@pytest.mark.slow
 def test_a_worker_that_exits_is_an_error_that_names_the_status():
     class Exits(Squares):
         def read(self, index: int) -> np.ndarray:
@@ -232,6 +234,7 @@ def test_lack_of_memory_is_no_broken_image(kind, num):
         list(start(kind, num, Large()))
 
 
+@pytest.mark.slow
 def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
     """DataLoader's own handler of SIGCHLD would raise within whatever the main thread does."""
     batches = start("process", 1, Squares(4000))
@@ -245,6 +248,7 @@ def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
         list(running)
 
 
+@pytest.mark.slow
 def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypatch, capsys):
     """It takes batches from the worker, so it may fail first, with a traceback."""
     from torch.utils.data._utils import pin_memory
@@ -289,6 +293,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num, nproc, rank", [(48, 1, 0), (48, 2, 1), (37, 2, 1)])
 def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
     """While it trains on 48 images, or evaluates on 37."""
@@ -378,6 +383,7 @@ def test_epochs_leave_no_files_open(small_cfg, kind, num):
     assert counts[1] <= counts[0] + 2, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_loaders_leave_no_files_open(kind, num):
     counts = []

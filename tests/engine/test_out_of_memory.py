@@ -31,6 +31,7 @@ def hungry_models(monkeypatch):
     monkeypatch.setitem(MODELS._table, "hungry_in_evaluation", HungryInEvaluation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--nproc", 2, "MODEL.KWARGS.rank", 1)], ids=["alone", "one of two"])
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
@@ -68,6 +69,7 @@ def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
         evaluate_run(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
 
 
+@pytest.mark.slow
 def test_a_process_with_a_limit_on_its_memory_says_which(image_folder, tmp_path):
     """A real allocation that fails: the limit is set once the run is built, a little above what it has."""
     code = f"""

@@ -178,6 +178,7 @@ def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
     assert not (Path(cfg.OUT_DIR) / "train.log").exists(), "nothing is written to the other run's log"
 
 
+@pytest.mark.slow
 def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 10000, "CHECKPOINT.EVERY_STEPS", 1)
