@@ -1,21 +1,51 @@
 """Fixtures of all tests: small images, and the config of a small run."""
 
 import fcntl
+import logging
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.images import draw_folder
 from support.runs import small_options
 
 from distribuuuu.config import load_cfg
+from distribuuuu.launch.signals import SignalState
 
 # Forked processes must not inherit a thread pool, and small tensors are faster without one.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def isolated_state():
+    """Start each test with the same random state; restore the environment and the settings that a run changes."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    environment, cudnn = dict(os.environ), torch.backends.cudnn
+    flags, precision = (cudnn.benchmark, cudnn.deterministic), torch.get_float32_matmul_precision()
+    loggers = [logging.getLogger(name) for name in ("distribuuuu", "torch.distributed")]
+    log_settings = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    signal_state = SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    cudnn.benchmark, cudnn.deterministic = flags
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    for logger, handlers, level, propagate in log_settings:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+    SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file = signal_state
 
 
 @pytest.fixture(autouse=True)
