@@ -359,7 +359,7 @@ def test_threads_end_with_their_loader():
     del batches
     gc.collect()
     for thread in own:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in own)
 
 

@@ -28,7 +28,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
 
     def one(rank: int) -> str:
         time.sleep(rng.uniform(0, 0.3))
-        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=20)
+        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -97,7 +97,7 @@ def test_signals_are_heard_while_the_main_thread_waits():
         with handled_by(lambda signum: heard.append("inner")):
             signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
-        assert came.wait(5)
+        assert came.wait(60)
     assert heard == ["inner", (signal.SIGUSR1, False)]
     assert signal.getsignal(signal.SIGUSR1) is before
 

@@ -46,12 +46,12 @@ def wait_for(condition, timeout_s: float = 60) -> None:
 
 def connect(hub: WatchdogServer, rank: int) -> Lines:
     """Return the connection of a process without a watch of its own."""
-    connection = socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=60)
     connection.sendall(b"secret\n")
     lines = Lines(connection)
     lines.send({"rank": rank, "host": "here"})
     connection.setblocking(True)
-    connection.settimeout(10)
+    connection.settimeout(60)
     wait_for(lambda: rank in hub._members)
     return lines
 
@@ -77,7 +77,7 @@ def test_the_end_of_the_hub_in_peace_frees_the_others(hub, tmp_path):
     watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
     watches[0].close()
     hub.close()
-    watches[1].join(5)
+    watches[1].join(60)
     assert not watches[1].is_alive()
     watches[1].close()
 
@@ -92,7 +92,7 @@ def test_strangers_are_not_heard(hub, tmp_path, monkeypatch, words):
     parsed = []
     monkeypatch.setattr(watch_hub, "_parse", lambda line, parse=watch_hub._parse: parsed.append(line) or parse(line))
     watch = join(hub, 0, tmp_path)
-    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=60) as stranger:
         try:
             stranger.sendall(words)
             assert stranger.recv(1) == b"", "it is shown the door"
@@ -105,7 +105,7 @@ def test_strangers_are_not_heard(hub, tmp_path, monkeypatch, words):
 
 def test_a_stranger_that_says_nothing_has_to_go(hub, monkeypatch):
     monkeypatch.setattr(watch_hub, "TOKEN_S", 0.5)
-    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=60) as stranger:
         stranger.sendall(b"secr")
         assert stranger.recv(1) == b""
 
@@ -139,7 +139,7 @@ def test_what_is_no_message_is_skipped(hub, line):
 def test_a_rank_that_cannot_be_is_refused(hub, tmp_path, rank):
     watch = join(hub, 0, tmp_path)
     for wrong in (rank, 0):  # 0 is there already
-        with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=10) as member:
+        with socket.create_connection(("127.0.0.1", hub.ports[0]), timeout=60) as member:
             member.sendall(b"secret\n" + json.dumps({"rank": wrong}).encode() + b"\n" + b'{"rank": 1}\n')
             assert member.recv(1) == b""
     assert hub.is_alive() and not hub._over.is_set() and watch.is_alive()
@@ -181,7 +181,7 @@ def test_a_hub_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
     watches = [join(hub, rank, tmp_path) for rank in (0, 1)]
     monkeypatch.setattr(hub, "_heed", lambda *anything: 1 / 0)
     for watch in watches:
-        watch.join(10)
+        watch.join(60)
         assert not watch.is_alive(), "and it was told"
     assert len([record for record in caplog.records if "no longer watch each other" in record.message]) == 1
     for watch in watches:
@@ -191,7 +191,7 @@ def test_a_hub_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
 def test_a_watch_that_breaks_ends_no_run(hub, tmp_path, monkeypatch, caplog):
     watch = join(hub, 1, tmp_path)
     monkeypatch.setattr(watch, "_messages_until", lambda deadline: 1 / 0)
-    watch.join(10)
+    watch.join(60)
     wait_for(lambda: 1 not in hub._members)
     assert not hub._over.is_set() and "nobody watches this process any more" in caplog.text
     watch.close()
@@ -319,7 +319,7 @@ def test_a_held_interpreter_lock_is_no_death():
     assert [process.stdout.readline().strip() for process in (first, second)] == ["alive True", "alive True"]
     for process in (second, first):
         process.stdin.close()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
     for lines in members.values():
         assert told(lines, "stacks")
         lines.send({"wrote": True})
-    members[1].connection.settimeout(10)
+    members[1].connection.settimeout(60)
     end = next(m["end"] for m in iter(lambda: members[1].receive(), None) for m in m if "end" in m)
     assert "process 1 on here has made no step for 1 s (DIST.TIMEOUT_S) after step 20; all stop" == end["message"]
     members[1].connection.close()
@@ -372,7 +372,7 @@ def test_nobody_is_ended_before_all_have_written_their_stacks(monkeypatch):
     members[1].connection.settimeout(1.0)
     assert not told(members[1], "end")
     members[0].send({"wrote": True})
-    members[1].connection.settimeout(10)
+    members[1].connection.settimeout(60)
     assert told(members[1], "end")
     members[1].connection.close()
     assert told(members[0], "end")
@@ -416,7 +416,7 @@ def test_many_processes_join_and_are_told_the_end(tmp_path):
     for ender in enders:
         ender.start()
     for ender in enders:
-        ender.join(20)
+        ender.join(60)
         assert not ender.is_alive()
     for lines in members:
         lines.connection.close()
