@@ -1,12 +1,12 @@
 """Real images of the folder DATA_ROOT."""
 
 import json
-import os
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from support.images import find_data
 from support.runs import small_options
 
 from distribuuuu.config import load_cfg
@@ -17,14 +17,6 @@ from distribuuuu.trainer import train_model
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.real_data
-
-
-def find_data(name: str) -> Path:
-    """Return DATA_ROOT/NAME; skip the test if it does not exist."""
-    root = os.environ.get("DATA_ROOT")
-    if not root or not (Path(root) / name).exists():
-        pytest.skip(f"DATA_ROOT is not set to a folder that contains {name}")
-    return Path(root) / name
 
 
 def test_normalized_fashion_mnist_has_mean_0_and_std_1():
