@@ -1,40 +1,56 @@
-"""Fixtures shared by all tests: small real images and a small config."""
+"""Fixtures of all tests: small images, and the config of a small run."""
 
 import fcntl
+import logging
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.images import draw_folder
 from support.runs import small_options
 
 from distribuuuu.config import load_cfg
+from distribuuuu.launch.signals import SignalState
 
-# Forked processes must not inherit a pool of threads, and small tensors are faster without one.
+# Forked processes must not inherit a thread pool, and small tensors are faster without one.
 torch.set_num_threads(1)
 
 
-# Files are handed to two processes in this order: long ones early, and those that share a cluster far from each other.
-FIRST, LAST = ("test_elastic", "test_lessons", "test_sbatch"), "test_srun"
-
-
-def pytest_collection_modifyitems(items):
-    """Put the tests in order, and skip those on real data where there is none."""
-    place = {name: number for number, name in enumerate(FIRST)} | {LAST: len(FIRST) + 1}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
-    for item in items:
-        if item.get_closest_marker("real_data") and not os.environ.get("DATA_ROOT"):
-            item.add_marker(pytest.mark.skip(reason="DATA_ROOT is not set to a folder with FashionMNIST/"))
+@pytest.fixture(autouse=True)
+def isolated_state():
+    """Start each test with the same random state; restore the environment and the settings that a run changes."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(9876)  # not a seed that a test sets itself
+    environment, cudnn = dict(os.environ), torch.backends.cudnn
+    flags, precision = (cudnn.benchmark, cudnn.deterministic), torch.get_float32_matmul_precision()
+    loggers = [logging.getLogger(name) for name in ("distribuuuu", "torch.distributed")]
+    log_settings = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    signal_state = SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    cudnn.benchmark, cudnn.deterministic = flags
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    for logger, handlers, level, propagate in log_settings:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+    SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file = signal_state
 
 
 @pytest.fixture(autouse=True)
-def one_at_a_time_on_the_cluster(request):
-    """Let tests on a Slurm cluster wait for each other: those of other processes may switch its nodes off."""
-    if "slurm" not in request.node.nodeid.lower():
+def one_test_on_the_cluster(request):
+    """Let the tests on a Slurm cluster run one at a time: a test of another process may switch off a node."""
+    if not request.node.get_closest_marker("slurm"):
         yield
         return
     with open(Path(tempfile.gettempdir()) / f"distribuuuu-tests-{os.getuid()}.lock", "w") as lock:
@@ -44,7 +60,7 @@ def one_at_a_time_on_the_cluster(request):
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory) -> Path:
-    """A folder of 48 training and 37 evaluation images in three classes: 37 divides by nothing."""
+    """A folder of 48 training and 37 validation images in three classes; 37 is a prime number."""
     root = tmp_path_factory.mktemp("images")
     draw_folder(root, "train", {"ant": 16, "bee": 16, "cat": 16})
     draw_folder(root, "val", {"ant": 12, "bee": 12, "cat": 13})
@@ -53,9 +69,9 @@ def image_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_cfg(image_folder, tmp_path) -> Callable:
-    """Return small_cfg(KEY, VALUE, ...): the config of a run that takes a second, in this test's folder."""
+    """Return small_cfg(KEY, VALUE, ...): the config of a run that takes a second; OUT_DIR is `tmp_path / "out"`."""
 
-    def make(*words: Any):
-        return load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
+    def make(*overrides: Any):
+        return load_cfg(None, small_options(image_folder, tmp_path / "out", *overrides))
 
     return make

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import GROUP_NORM, assert_close, newest, records, timeless, train_and_kill, train_and_stop
+from support.tiers import slow
 
 from distribuuuu.trainer import train_model
 
@@ -46,7 +47,7 @@ def teacher(image_folder, tmp_path_factory):
     return ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", out_dir / "best.pth.tar", "DISTILL.TEMPERATURE", 2)
 
 
-@pytest.mark.parametrize("place", [(0, 2), (1, 0), (1, 3)])
+@pytest.mark.parametrize("place", [slow((0, 2)), (1, 0), slow((1, 3))])
 def test_stopped_anywhere_and_resumed_is_uninterrupted(small_cfg, tmp_path, monkeypatch, teacher, place):
     words = (*EVERYTHING, *BATCH_NORM, *teacher)
     whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
@@ -62,7 +63,7 @@ def train_and_read(cfg) -> dict:
     return newest(cfg.OUT_DIR)
 
 
-@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("num", [2, slow(3)])
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, teacher, num):
     # AdamW divides by the size of a gradient, so that one of next to nothing is decided by the order of its sum.
     words = (*EVERYTHING, *GROUP_NORM, *teacher, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 0.01)
@@ -77,6 +78,7 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
         assert one[0]["count"] == 37
 
 
+@pytest.mark.slow
 def test_two_processes_resume_bitwise(small_cfg, tmp_path):
     words = (*EVERYTHING, *BATCH_NORM, "MODEL.SYNCBN", True)
     on_processes(2, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
@@ -85,6 +87,7 @@ def test_two_processes_resume_bitwise(small_cfg, tmp_path):
     assert_same_file(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_kind_of_workers_changes_nothing(small_cfg, tmp_path):
     words = (*EVERYTHING, "OPTIM.MAX_EPOCH", 1)
     for name, how in (("alone", ("TRAIN.WORKERS", 0)), ("threads", ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")),

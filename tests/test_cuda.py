@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
+from support.tiers import slow
 
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
@@ -77,8 +78,8 @@ def test_batches_of_the_host_are_copied_beside_the_step_before(small_cfg, monkey
     assert timeline.recorded == [timeline.main] * 6, "images and targets of each batch"
 
 
-@pytest.mark.parametrize("crop", ["pad", "resized"])
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("crop", [slow("pad"), "resized"])
+@pytest.mark.parametrize("train", [True, slow(False)])
 def test_crops_on_the_device_are_normalized_after_they_are_made(small_cfg, monkeypatch, crop, train):
     parts = build_loader(small_cfg("DATA.CROP", crop, "MODEL.DUMMY_INPUT", True), ALONE, CPU, train)
     positions = list(parts.sampler)[:3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, run_tool, small_options
+from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import BackgroundWriter, CheckpointManager, find_nonfinite, snapshot
@@ -27,9 +27,7 @@ EXPLODING = (
 
 
 def train_odd(root: Path, out_dir: Path, *words):
-    return run_tool(
-        "../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *small_options(root, out_dir, *words)
-    )
+    return run_tool(FAILING_MODELS, TRAIN_NET, *small_options(root, out_dir, *words))
 
 
 def is_finite(path: Path) -> bool:
@@ -45,6 +43,7 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
     assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_folder, tmp_path):
     words = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
     done = train_odd(image_folder, tmp_path / "out", *words)
@@ -52,6 +51,7 @@ def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_f
     assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
@@ -66,6 +66,7 @@ def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(imag
     assert trained == [(1, 4, 48), (2, 4, 36), (3, 4, 48)], "the rollback is not in the records"
 
 
+@pytest.mark.slow
 def test_rollbacks_come_to_an_end(image_folder, tmp_path):
     words = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
     done = train_odd(image_folder, tmp_path / "out", *words)
@@ -73,6 +74,7 @@ def test_rollbacks_come_to_an_end(image_folder, tmp_path):
     assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
     done = train_odd(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
     assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
@@ -91,17 +93,14 @@ def limit_files(run: TrainingProcess, most_bytes: int) -> None:
 @pytest.fixture
 def long_run(image_folder, tmp_path):
     words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "train_net.py"),
-        *small_options(image_folder, tmp_path / "out", *words),
-    ]
+    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *words)]
     run = TrainingProcess(command, tmp_path / "out", 4)
     run.wait_for(lambda: len(run.records()) > 2)
     yield run
     run.kill()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long_run):
     limit_files(long_run, ROOM)
     long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
@@ -115,9 +114,10 @@ def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long
     expected = [(epoch, 4, kind) for epoch in range(1, steps[-1][0] + 1) for kind in ("train", "eval")]
     assert steps == expected[: len(steps)], "no record is lost"
     long_run.signal_launcher(15)
-    assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
+    assert long_run.wait(60) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(long_run):
     limit_files(long_run, ROOM)
     long_run.signal_launcher(15)
@@ -129,11 +129,12 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_an_out_dir_that_vanishes_is_made_anew(long_run):
     long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
     long_run.wait_for(lambda: len(CheckpointManager(long_run.out_dir).list()) > 1 and long_run.records())
     long_run.signal_launcher(15)
-    assert long_run.wait(30) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
+    assert long_run.wait(60) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
 
 
 # --------------------------------------------------------------------------------------- the parts
@@ -154,7 +155,7 @@ def test_the_place_of_what_is_not_finite_is_found(bad):
 
 def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
     monkeypatch.setattr("distribuuuu.checkpoint.manager.RETRY_S", 0.01)
-    monkeypatch.setattr("distribuuuu.checkpoint.manager.LAST_RETRIES_S", 0.05)
+    monkeypatch.setattr("distribuuuu.checkpoint.manager.LAST_RETRIES_S", 60)
     tries, writer = [], BackgroundWriter()
 
     def refused():
@@ -174,6 +175,7 @@ def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
     writer.start(lambda: tries.clear(), "three")
     writer.wait()
     assert tries == []
+    monkeypatch.setattr("distribuuuu.checkpoint.writer.LAST_TRIES_S", 0.05)
     writer.start(refused, "four")
     with pytest.raises(CheckpointError, match="No space left"):
         writer.wait()

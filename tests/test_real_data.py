@@ -1,12 +1,12 @@
-"""Real images, where DATA_ROOT names a folder that has them."""
+"""Real images of the folder DATA_ROOT."""
 
 import json
-import os
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from support.images import find_data
 from support.runs import small_options
 
 from distribuuuu.config import load_cfg
@@ -19,15 +19,8 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.real_data
 
 
-def data_root(name: str) -> Path:
-    path = Path(os.environ["DATA_ROOT"]) / name
-    if not path.exists():
-        pytest.skip(f"DATA_ROOT has no {name}")
-    return path
-
-
-def test_fashion_mnist_has_the_mean_and_std_that_are_taken_off():
-    root = data_root("FashionMNIST").parent
+def test_normalized_fashion_mnist_has_mean_0_and_std_1():
+    root = find_data("FashionMNIST").parent
     words = ["DATA.NAME", "fashion_mnist", "MODEL.NUM_CLASSES", "10", "TRAIN.DATASET", str(root)]
     cfg = load_cfg(None, [*words, "TRAIN.IM_SIZE", "28", "TEST.IM_SIZE", "28", "TEST.BATCH_SIZE", "2000"])
     loader = build_loader(cfg, Launch("alone"), CPU, train=False)
@@ -39,14 +32,14 @@ def test_fashion_mnist_has_the_mean_and_std_that_are_taken_off():
 
 @pytest.fixture(scope="module")
 def clothing(tmp_path_factory) -> Path:
-    """The photographs of clothes, unpacked."""
+    """The unpacked folder of clothing10."""
     root = tmp_path_factory.mktemp("clothing10")
-    with tarfile.open(data_root("clothing10/clothing10_subset.tar")) as archive:
+    with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
         archive.extractall(root, filter="data")
     return root
 
 
-def test_photographs_of_clothes_train(clothing, tmp_path):
+def test_training_on_clothing10_lowers_the_loss(clothing, tmp_path):
     words = ["TRAIN.DATASET", str(clothing), "TEST.SPLIT", "test", "MODEL.NUM_CLASSES", "10", "TRAIN.PRINT_FREQ", "30"]
     sizes = ["TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "36", "OPTIM.MAX_EPOCH", "2", "TRAIN.WORKERS", "2"]
     cfg = load_cfg(None, [*small_options(clothing, tmp_path / "out"), *words, *sizes])

@@ -1,5 +1,6 @@
 """Whole runs: resumed equals uninterrupted, many processes equal one, whatever loads the data."""
 
+import itertools
 import json
 import os
 import shutil
@@ -28,10 +29,13 @@ from support.runs import (
     train_and_read,
     train_and_stop,
 )
+from support.tiers import slow
 
+from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -79,14 +83,14 @@ def test_a_restart_by_the_launcher_resumes_what_the_config_would_set_aside(refer
     assert not (Path(cfg.OUT_DIR) / "checkpoints.1").exists() and newest(cfg.OUT_DIR)["epoch"] == 1
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [slow(1), 3])
 def test_the_number_of_workers_does_not_change_a_bit(reference, small_cfg, workers):
     cfg = small_cfg("TRAIN.WORKERS", workers)
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, reference)
 
 
-@pytest.mark.parametrize("place", [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)])
+@pytest.mark.parametrize("place", [slow((0, 1)), (0, 3), (0, 4), (1, 0), slow((1, 2)), slow((1, 4))])
 def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, small_cfg, monkeypatch, place):
     train_and_stop(small_cfg("CHECKPOINT.EVERY_STEPS", 1), place, monkeypatch)
     cfg = small_cfg("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 2)
@@ -96,8 +100,8 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, 
     assert timeless(cfg.OUT_DIR) == timeless(reference)
 
 
-@pytest.mark.parametrize("place", [(0, 1), (0, 2), (1, 3)])
-@pytest.mark.parametrize("print_freq", [3, 4])
+@pytest.mark.parametrize("place", [slow((0, 1)), (0, 2), slow((1, 3))])
+@pytest.mark.parametrize("print_freq", [3, slow(4)])
 def test_a_row_of_metrics_is_the_same_if_the_run_was_resumed_within_it(small_cfg, tmp_path, place, print_freq):
     words = ("TRAIN.PRINT_FREQ", print_freq, "CHECKPOINT.EVERY_STEPS", 1)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
@@ -106,6 +110,7 @@ def test_a_row_of_metrics_is_the_same_if_the_run_was_resumed_within_it(small_cfg
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_row_of_metrics_is_the_same_on_two_processes_too(small_cfg, tmp_path):
     words = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     on_processes(2, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
@@ -151,6 +156,26 @@ def test_a_run_killed_in_its_evaluation_is_evaluated_again_and_nothing_else(refe
     assert timeless(cfg.OUT_DIR) == timeless(reference)
 
 
+def test_a_signal_saves_a_checkpoint_from_which_the_run_resumes_bitwise(reference, small_cfg, monkeypatch):
+    set_lr, num_steps = trainer.set_lr, itertools.count(1)
+
+    def signal_in_second_step(optimizer, lr):
+        if next(num_steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        set_lr(optimizer, lr)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped) as stopped:
+        patch.setattr(trainer, "set_lr", signal_in_second_step)
+        train_model(small_cfg())
+    assert stopped.value.status == 128 + signal.SIGTERM
+    cfg = small_cfg()
+    train_model(cfg)
+    log = (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert "SIGTERM: stopped in epoch" in log and "resumed from" in log
+    assert_same_run(cfg.OUT_DIR, reference)
+    assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
 def wait_for_threads() -> None:
     """Wait for a save that is under way, as the end of the interpreter does."""
     for thread in threading.enumerate():
@@ -158,6 +183,7 @@ def wait_for_threads() -> None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_refused_resume_says_what_differs_and_leaves_the_older_run_as_it_was(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
@@ -221,7 +247,7 @@ def test_a_finished_run_started_again_says_so(reference, image_folder):
     assert timeless(reference) == before
 
 
-@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("num", [2, slow(3)])
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, num):
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, *GROUP_NORM)
     alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
@@ -232,7 +258,7 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
     assert eval_losses[: len(eval_losses) // 2] == pytest.approx(eval_losses[len(eval_losses) // 2 :], rel=1e-4)
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", [slow(1), 2])
 def test_accumulated_micro_batches_equal_the_whole_batch(small_cfg, tmp_path, num):
     whole = train_and_read(small_cfg(*GROUP_NORM, "OUT_DIR", tmp_path / "whole"))
     cfg = small_cfg(*GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
@@ -241,6 +267,7 @@ def test_accumulated_micro_batches_equal_the_whole_batch(small_cfg, tmp_path, nu
     assert f"x {4 // num} micro-batches x {num} process" in (Path(cfg.OUT_DIR) / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp_path):
     # A value that is rounded to the other side of a ReLU changes a gradient by far more; with this seed none is.
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "RNG_SEED", 5)
@@ -252,6 +279,7 @@ def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp
         assert_close(apart, alone, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [(0, 2), (1, 4)])
 def test_three_processes_resume_bitwise_too(small_cfg, tmp_path, place):
     shared = ("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
@@ -268,7 +296,7 @@ def test_a_run_goes_on_with_another_number_of_processes(small_cfg, tmp_path, mon
     assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 5])
+@pytest.mark.parametrize("num", [1, slow(2), 3, slow(5)])
 def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, small_cfg, num):
     weights = ("MODEL.WEIGHTS", reference / "best.pth.tar")
     expected = evaluate_run(small_cfg(*weights))
@@ -339,6 +367,7 @@ def test_the_average_begins_with_the_weights_that_a_run_starts_from(reference, s
     assert "was trained on other classes: 'wasp' where the data has 'bee'" in log.read_text()
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path):
     words = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
@@ -352,6 +381,7 @@ def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path)
     assert tested.returncode == 0 and "of 37 images" in tested.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [["--use_env"], []])
 def test_the_older_launch_works(image_folder, tmp_path, flag):
     words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
@@ -364,6 +394,7 @@ def test_the_older_launch_works(image_folder, tmp_path, flag):
     assert "best top1: " in done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_run_comes_back(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     words = small_options(image_folder, out_dir, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.images import draw_folder
 from support.runs import run_tool, small_options
+from support.tiers import slow
 
 from distribuuuu.cli.flag_hints import EQUIVALENTS
 from distribuuuu.cli.main import parse_args
@@ -56,7 +57,9 @@ def test_an_empty_class_folder(tmp_path):
     assert done.returncode == 2 and "class folders without an image: c" in done.stderr
 
 
-@pytest.mark.parametrize("content", [b"garbage", b"", {"hello": 1}, {"state_dict": {"w": torch.ones(1)}}])
+@pytest.mark.parametrize(
+    "content", [b"garbage", slow(b""), slow({"hello": 1}), slow({"state_dict": {"w": torch.ones(1)}})]
+)
 def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content):
     path = tmp_path / "w.pth.tar"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
@@ -65,6 +68,7 @@ def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content):
     assert str(path) in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_image_in_a_worker(tmp_path):
     for split in ("train", "val"):
         draw_folder(tmp_path, split, {"a": 8, "b": 8, "c": 8})
@@ -162,6 +166,7 @@ def test_the_words_for_flags_are_options():
     assert len(flags) == len(set(flags)), "a flag stands for one thing"
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # --dump-config would have a broken pipe end the tests
     out, other = tmp_path / "out", tmp_path / "other"

@@ -62,6 +62,7 @@ def check_result(result: dict, num_processes: int, global_batch: int) -> None:
     assert ("not_exchanged" in result) == (num_processes > 1)
 
 
+@pytest.mark.slow
 def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
@@ -150,6 +151,7 @@ def test_nproc_starts_the_processes(image_folder, tmp_path):
     assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_image_is_named(tmp_path):
     draw_folder(tmp_path / "images", "train", {"ant": 12, "bee": 12, "cat": 12})
     draw_folder(tmp_path / "images", "val", {"ant": 2, "bee": 2, "cat": 2})

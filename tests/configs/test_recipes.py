@@ -7,6 +7,7 @@ import torch
 from support.images import draw_folder
 from support.recipe_table import PYCLS, RECIPES
 from support.runs import ROOT
+from support.tiers import slow
 
 from distribuuuu.config import load_cfg
 from distribuuuu.config.tree import get_value
@@ -19,6 +20,8 @@ from distribuuuu.trainer import train_epoch
 
 IMAGES = 1_281_167  # of ImageNet's training set
 # The larger of these rows differ from the smaller ones in nothing but the architecture.
+# One recipe of each source; the others are slow.
+QUICK = ("resnet50_torchvision_v2", "resnet50_a3", "deit_tiny", "resnet18_ffcv_16", "regnetx_004_pycls")
 SMALL = [name for name in RECIPES if name not in PYCLS or RECIPES[name]["params"] < 10]
 
 
@@ -76,7 +79,7 @@ def twenty_images(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in SMALL])
 def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     words = ["TRAIN.DATASET", twenty_images, "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 8, "TRAIN.WORKERS", 0,
              "TRAIN.GLOBAL_BATCH_SIZE", 8, "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TEST.CROP_SIZE", 0, "RNG_SEED", 1,

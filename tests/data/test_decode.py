@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from support.images import find_data
 from support.runs import ROOT
 from torchvision import transforms as torchvision_transforms
 
@@ -635,10 +636,7 @@ def test_what_has_no_header_of_a_jpeg_has_none():
 
 @pytest.fixture(scope="module")
 def photographs() -> list[bytes]:
-    path = Path(os.environ["DATA_ROOT"]) / "clothing10" / "clothing10_subset.tar"
-    if not path.exists():
-        pytest.skip("DATA_ROOT has no clothing10")
-    with tarfile.open(path) as archive:
+    with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
         members = [member for member in archive if member.name.endswith(".jpg")][:300]
         return [archive.extractfile(member).read() for member in members]
 

@@ -201,6 +201,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     before, batches = children(), start("process", 3, Squares(4000))
@@ -215,6 +216,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     assert children() <= before
 
 
+@pytest.mark.slow
 def test_a_worker_that_exits_is_an_error_that_names_the_status():
     class Exits(Squares):
         def read(self, index: int) -> np.ndarray:
@@ -234,6 +236,7 @@ def test_lack_of_memory_is_no_broken_image(kind, num):
         list(start(kind, num, Large()))
 
 
+@pytest.mark.slow
 def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
     """DataLoader's own handler of SIGCHLD would raise within whatever the main thread does."""
     batches = start("process", 1, Squares(4000))
@@ -247,6 +250,7 @@ def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
         list(running)
 
 
+@pytest.mark.slow
 def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypatch, capsys):
     """It takes batches from the worker, so it may fail first, with a traceback."""
     from torch.utils.data._utils import pin_memory
@@ -291,6 +295,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num, nproc, rank", [(48, 1, 0), (48, 2, 1), (37, 2, 1)])
 def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_path, num, nproc, rank):
     """While it trains on 48 images, or evaluates on 37."""
@@ -356,7 +361,7 @@ def test_threads_end_with_their_loader():
     del batches
     gc.collect()
     for thread in own:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in own)
 
 
@@ -380,6 +385,7 @@ def test_epochs_leave_no_files_open(small_cfg, kind, num):
     assert counts[1] <= counts[0] + 2, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_loaders_leave_no_files_open(kind, num):
     counts = []

@@ -102,7 +102,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
 
     def one(rank: int) -> str:
         time.sleep(rng.uniform(0, 0.3))
-        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=20)
+        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -123,6 +123,7 @@ def test_a_process_that_never_comes_is_an_error_in_time():
         _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
 
 
+@pytest.mark.slow
 def test_the_store_of_another_run_is_recognised():
     port = free_port()
     mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
@@ -170,11 +171,12 @@ def test_signals_are_heard_while_the_main_thread_waits():
         with handled_by(lambda signum: heard.append("inner")):
             signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
-        assert came.wait(5)
+        assert came.wait(60)
     assert heard == ["inner", (signal.SIGUSR1, False)]
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.slow
 def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
     lines = (
         "import os, signal",
@@ -202,6 +204,7 @@ def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_is_named(monkeypatch, caplog):
     error = wait_alone(Launch("test", 0, 0, 2, "127.0.0.1", free_port(), "mine"), 3, monkeypatch)
     said = "waiting for 1 of 2 processes: rank 1"
@@ -209,6 +212,7 @@ def test_a_process_that_never_comes_is_named(monkeypatch, caplog):
     assert error == f"launcher: the processes did not all join within 3 s (DIST.TIMEOUT_S): {said}"
 
 
+@pytest.mark.slow
 def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
     port = free_port()
     error = wait_alone(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 3, monkeypatch)
@@ -216,6 +220,7 @@ def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
     assert f"cannot connect to the rendezvous at 127.0.0.1:{port}: " in error
 
 
+@pytest.mark.slow
 def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
     monkeypatch.setattr(group_module, "FIRST_REPORT_S", 1.0)
     agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -230,6 +235,7 @@ def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog)
     assert [error.one_process for error in errors] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)

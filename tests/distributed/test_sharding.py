@@ -7,6 +7,7 @@ import timm.optim  # noqa: F401  (before the fork, for all processes)
 import torch
 from support.processes import on_processes
 from support.runs import assert_close, newest, records, train_and_kill, train_and_read
+from support.tiers import slow
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import load_optimizer
@@ -81,8 +82,10 @@ def run(image_folder, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("num", [2, 3])
-@pytest.mark.parametrize("kind", [*SHARDED, pytest.param("fsdp, recomputed, offloaded", marks=needs_fsdp)])
+@pytest.mark.parametrize("num", [2, slow(3)])
+@pytest.mark.parametrize(
+    "kind", [*SHARDED, pytest.param("fsdp, recomputed, offloaded", marks=[needs_fsdp, pytest.mark.slow])]
+)
 def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
     if num == 3 and "," in kind:
         pytest.skip("2 processes tell")
@@ -105,7 +108,12 @@ def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
 @needs_fsdp
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("zero1", 2), ("fsdp", 3)), (("fsdp", 3), ("zero1", 2))],
+    [
+        slow(("ddp", 1), ("fsdp", 2)),
+        (("fsdp", 2), ("ddp", 1)),
+        slow(("zero1", 2), ("fsdp", 3)),
+        slow(("fsdp", 3), ("zero1", 2)),
+    ],
 )
 def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, second):
     words = {num: ("TRAIN.BATCH_SIZE", 2 if num == 3 else 3) for num in (1, 2, 3)}
@@ -120,6 +128,7 @@ def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
 
 
+@pytest.mark.slow
 @needs_fsdp
 @pytest.mark.parametrize(
     ("words", "tolerance"),

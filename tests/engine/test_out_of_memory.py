@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.failing_models import Idle, hungry
-from support.runs import ROOT, run_tool, small_options
+from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config.registry import MODELS
@@ -31,11 +31,12 @@ def hungry_models(monkeypatch):
     monkeypatch.setitem(MODELS._table, "hungry_in_evaluation", HungryInEvaluation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--nproc", 2, "MODEL.KWARGS.rank", 1)], ids=["alone", "one of two"])
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_folder, tmp_path, words):
     hungry = ("MODEL.ARCH", "hungry", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     words = [*words, *small_options(image_folder, tmp_path / "out", *hungry)]
-    done = run_tool("../tests/support/failing_models.py", ROOT / "tools" / "train_net.py", *words)
+    done = run_tool(FAILING_MODELS, TRAIN_NET, *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
     assert re.search(
@@ -68,6 +69,7 @@ def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
         evaluate_run(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
 
 
+@pytest.mark.slow
 def test_a_process_with_a_limit_on_its_memory_says_which(image_folder, tmp_path):
     """A real allocation that fails: the limit is set once the run is built, a little above what it has."""
     code = f"""
@@ -82,7 +84,7 @@ def limit(*arguments):
 trainer.prepare_model = limit
 sys.argv = ['train_net.py', *sys.argv[1:]]
 import runpy
-runpy.run_path({str(ROOT / "tools" / "train_net.py")!r}, run_name='__main__')
+runpy.run_path({str(TRAIN_NET)!r}, run_name='__main__')
 """
     script = tmp_path / "limited.py"
     script.write_text(code)

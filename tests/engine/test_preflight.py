@@ -52,6 +52,7 @@ def test_an_evaluation_counts_the_training_classes_else_its_own(tmp_path):
     assert ask_the_data(*words, train=False).MODEL.NUM_CLASSES == 2
 
 
+@pytest.mark.slow
 def test_packs_are_counted(image_folder, tmp_path):
     done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
     assert done.returncode == 0, done.stderr
@@ -100,6 +101,7 @@ def test_a_missing_folder_is_told_as_ever(tmp_path):
     assert [problem.partition(" ")[0] for problem in problems] == ["TRAIN.DATASET", "TEST.DATASET"]
 
 
+@pytest.mark.slow
 def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder, tmp_path):
     words = small_options(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
     done = run_tool("train_net.py", *words)

@@ -50,7 +50,7 @@ def held(out_dir: Path, seconds: float = 60):
     is_held = context.Event()
     process = context.Process(target=hold, args=(out_dir, is_held, seconds))
     process.start()
-    assert is_held.wait(30)
+    assert is_held.wait(60)
     try:
         yield process
     finally:
@@ -69,17 +69,19 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
 def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
     with held(tmp_path) as holder:
         os.kill(holder.pid, signum)
+        holder.join()
         with lock_out_dir(tmp_path):
             record = json.loads((tmp_path / ".lock").read_text())
             assert record["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 30)
-    with held(tmp_path, seconds=0.5), lock_out_dir(tmp_path):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 60)
+    with held(tmp_path, seconds=5), lock_out_dir(tmp_path):
         pass
-    assert "waiting up to 30 s for its end" in caplog.text
+    assert "waiting up to 60 s for its end" in caplog.text
 
 
 def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
@@ -178,6 +180,7 @@ def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
     assert not (Path(cfg.OUT_DIR) / "train.log").exists(), "nothing is written to the other run's log"
 
 
+@pytest.mark.slow
 def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 10000, "CHECKPOINT.EVERY_STEPS", 1)
@@ -191,7 +194,7 @@ def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(i
             train_model(load_cfg(None, words))
         assert temporary.exists()
         run.signal_launcher(signal.SIGKILL)
-        run.wait(30)
+        run.wait(60)
         train_model(load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "0"]))
         assert not temporary.exists()
     finally:

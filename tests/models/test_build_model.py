@@ -88,6 +88,7 @@ def test_prefix_forces_a_table():
         assert problems_of(check_model, make_cfg(arch))[0].startswith(f"MODEL.ARCH: unknown model {arch!r}")
 
 
+@pytest.mark.slow
 def test_timm_is_imported_only_for_names_that_are_not_ours():
     code = (
         "import sys; from distribuuuu.models.constructor import find_architecture as find; "

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from support.runs import newest, train_and_read, train_and_stop
+from support.tiers import slow
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -390,7 +391,7 @@ def assert_same(one, other) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("name", ["adamw", slow("lamb"), slow("muon")])
 def test_a_run_stopped_and_resumed_is_the_uninterrupted_run(small_cfg, tmp_path, monkeypatch, name):
     words = (
         "MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.NAME", name, *NO_DECAY,

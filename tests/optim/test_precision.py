@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tiers import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -65,7 +66,7 @@ def test_the_scale_is_saved_and_restored():
     Precision("bf16").load_state_dict(precision.state_dict())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", [slow("bf16"), "fp16"])
 def test_a_run_in_half_precision_resumes_bitwise(small_cfg, tmp_path, monkeypatch, name):
     from support.runs import assert_same_run, newest, train_and_stop
 

@@ -262,6 +262,7 @@ def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream, env
 # The last lines
 
 
+@pytest.mark.slow
 def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(image_folder, tmp_path):
     out_dir = tmp_path / "an out"
     words = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)

@@ -1,11 +1,10 @@
-"""The config files, and the rows of the 2021 benchmark table."""
+"""The config files, and the rows of the benchmark table of the 2021 distribuuuu."""
 
 from support.runs import ROOT
 
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 
-
-# arch, parameters in M, global batch, base LR, weight decay, GPUs; top-1, top-5 as the 2021 distribuuuu reported them
+# Config name: arch, parameters in M, global batch, base LR, weight decay, GPUs, and the reported top-1 and top-5.
 BASELINES = {
     "resnet18": ("resnet18", "11.690", 256, 0.2, 5e-5, 8, "70.902", "89.894"),
     "resnet18_bs1024": ("resnet18", "11.690", 1024, 0.8, 5e-5, 8, "70.994", "89.892"),

@@ -1,4 +1,4 @@
-"""The cluster that `srun` reaches, if any: run steps, submit the scripts of tools/slurm, watch jobs and processes."""
+"""The Slurm cluster that `srun` reaches, if any: job steps, jobs of the scripts of tools/slurm, processes on nodes."""
 
 import os
 import re
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT, small_options
+from support.runs import ROOT, TRAIN_NET, small_options
 
-TRAIN_NET = str(ROOT / "tools" / "train_net.py")
-# The same bits from any number of starts, on two nodes of two processes.
+# A run whose weights are bitwise the same however often it is resumed, on two nodes of two processes.
 SHARED = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.WORKERS", 1, "TRAIN.PRINT_FREQ", 2, "CHECKPOINT.EVERY_STEPS", 2)
+TIMEOUT_S = 300  # catches a hang; the cluster of a loaded machine is slow
 
 
-def run(*command: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess:
-    """Run a command as a user would, with one thread a process."""
+def run(*command: str, timeout_s: float = TIMEOUT_S, **env: str) -> subprocess.CompletedProcess:
+    """Run a command with one thread per process; return its status and output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s, stdin=subprocess.DEVNULL
@@ -26,7 +26,7 @@ def run(*command: str, timeout_s: float = 300, **env: str) -> subprocess.Complet
 
 
 def num_nodes() -> int:
-    """Return the nodes that answer; 0 where there is no cluster."""
+    """Return the number of nodes in a usable state; 0 without a cluster."""
     if not all(shutil.which(tool) for tool in ("srun", "sinfo", "sbatch", "scontrol")):
         return 0
     try:
@@ -36,31 +36,31 @@ def num_nodes() -> int:
     return len(set(found.stdout.split())) if found.returncode == 0 else 0
 
 
-def need(nodes: int = 2, partition: str | None = None) -> None:
-    """Skip the test where the cluster has fewer nodes, or not that partition."""
+def require_cluster(nodes: int = 2, partition: str | None = None) -> None:
+    """Skip the test if the cluster has fewer nodes, or does not have the partition."""
     if num_nodes() < nodes:
         pytest.skip(f"srun reaches no Slurm cluster of {nodes} nodes")
     if partition and partition not in run("sinfo", "-h", "-o", "%R").stdout.split():
         pytest.skip(f"the cluster has no partition {partition}")
 
 
-def srun_words(root: Path, out_dir: Path, *words) -> list[str]:
+def srun_command(root: Path, out_dir: Path, *overrides: object) -> list[str]:
     """Return the command of a training on two nodes of two processes."""
-    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-u", TRAIN_NET]
-    return [*command, *small_options(root, out_dir, *SHARED, *words)]
+    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-u", str(TRAIN_NET)]
+    return [*command, *small_options(root, out_dir, *SHARED, *overrides)]
 
 
 class Job:
-    """A job of one of the scripts in tools/slurm, its lines about GPUs left out and two processes a node.
+    """A job of a script of tools/slurm, without its lines about GPUs, and with two processes per node.
 
     Args:
         script: the name of the script.
-        folder: gets the script, its log and OUT_DIR.
-        words: KEY VALUE words; OUT_DIR is added.
+        folder: receives the script, its log and OUT_DIR.
+        overrides: KEY VALUE arguments of the training; OUT_DIR is among them.
         options: further options of sbatch.
     """
 
-    def __init__(self, script: str, folder: Path, words: list[str], *options: str):
+    def __init__(self, script: str, folder: Path, overrides: list[str], *options: str):
         self.out_dir = folder / "out"
         self.log = folder / "job.log"
         text = (ROOT / "tools" / "slurm" / script).read_text()
@@ -69,39 +69,45 @@ class Job:
         path = folder / script
         path.write_text(text.replace("python ", f"{sys.executable} "))
         tasks = () if "torchrun" in script else ("--ntasks-per-node=2",)
-        done = run("sbatch", "--parsable", f"--output={self.log}", *tasks, *options, str(path), *words, PROCESSES="2")
+        sbatch = ("sbatch", "--parsable", f"--output={self.log}", *tasks, *options)
+        done = run(*sbatch, str(path), *overrides, PROCESSES="2")
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
 
     def show(self) -> dict[str, str]:
-        """Return what scontrol says of the job."""
-        fields = run("scontrol", "-o", "show", "job", self.id).stdout.split()
-        return dict(field.split("=", 1) for field in fields if "=" in field)
+        """Return the fields of `scontrol show job`."""
+        return show_job(self.id)
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until a condition is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{self.show().get('JobState')}:\n{self.text()[-4000:]}"
             time.sleep(0.1)
 
-    def wait_for_steps(self, num_lines: int = 6) -> None:
-        """Wait until the training has written so many records."""
+    def wait_for_steps(self, num_records: int = 6) -> None:
+        """Wait until the training has written this number of records."""
         metrics = self.out_dir / "metrics.jsonl"
-        self.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= num_lines)
+        self.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= num_records)
 
-    def finish(self, timeout_s: float = 120) -> None:
-        """Wait for the end of the job, which must be a good one."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait_for(lambda: self.show().get("JobState") in over, timeout_s)
+    def finish(self) -> None:
+        """Wait until the job has ended; it must have succeeded."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait_for(lambda: self.show().get("JobState") in ended)
         assert self.show()["JobState"] == "COMPLETED", self.text()
 
     def text(self) -> str:
-        """Return the job's log."""
+        """Return the log of the job."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
+def show_job(job_id: str) -> dict[str, str]:
+    """Return the fields of `scontrol show job`; of an array, those of its first line."""
+    fields = run("scontrol", "-o", "show", "job", job_id).stdout.partition("\n")[0].split()
+    return dict(field.split("=", 1) for field in fields if "=" in field)
+
+
 def processes_left(mark: str) -> str:
-    """Return the processes on the nodes whose command line holds a mark."""
-    pattern = f"[{mark[0]}]{mark[1:]}"  # does not match itself
+    """Return the processes on the nodes whose command line contains a mark."""
+    pattern = f"[{mark[0]}]{mark[1:]}"  # does not match the command line of pgrep
     return run("srun", "-N2", "--ntasks-per-node=1", "pgrep", "-a", "-f", pattern).stdout

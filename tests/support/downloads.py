@@ -1,8 +1,8 @@
-"""Downloads that are answered on this machine."""
+"""Replacement for the downloads of pretrained weights."""
 
 
 def serve(monkeypatch, answer):
-    """Answer torchvision's downloads with a state dict, or with an error."""
+    """Let torchvision's downloads return a state dict, or raise an error."""
 
     def fetch(url, **options):
         if isinstance(answer, Exception):

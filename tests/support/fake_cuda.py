@@ -1,4 +1,4 @@
-"""CUDA without a GPU: fake tensors, streams that only keep order, and what operations read and the host waits for."""
+"""Simulated CUDA device without a GPU: fake tensors, stream order, races and synchronizations of the host."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
-# Operations whose result the host has to know: a value, or a shape that depends on values.
+# Operations whose result the host needs: a value, or a shape that depends on values.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 
 
 class Stream:
-    """A stream that knows which operations of which streams come before its next one."""
+    """A stream that records which operations of other streams precede its next one."""
 
     def __init__(self, device: object = None):
         self.num = 0
         self.seen: dict[Stream, int] = {}
 
     def wait_stream(self, other: "Stream") -> None:
-        """Let what comes next come after all that `other` has been given so far."""
+        """Order the next operation after all operations that `other` has received so far."""
         for stream, num in {**other.seen, other: other.num}.items():
             self.seen[stream] = max(num, self.seen.get(stream, 0))
 
@@ -30,10 +30,10 @@ class Timeline(TorchDispatchMode):
     """Records the operations on CUDA tensors by stream.
 
     Attributes:
-        races: operations that read what another stream may not have written yet.
-        waits: operations for which the host waits for the device.
+        races: names of operations that read what another stream may not have written yet.
+        waits: names of operations for which the host waits for the device.
         recorded: the streams that `record_stream` was called with.
-        num_operations: operations seen so far.
+        num_operations: the number of operations so far.
     """
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Timeline(TorchDispatchMode):
         self.recorded: list[Stream] = []
         self.num_operations = 0
         self._writers: dict[int, tuple[Stream, int]] = {}
-        self._kept: list[torch.UntypedStorage] = []  # the number of a storage must not come twice
+        self._kept: list[torch.UntypedStorage] = []  # keeps the address of a storage from being reused
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -91,7 +91,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that counts as page-locked."""
+    """Return a copy that is treated as page-locked memory."""
     copy = tensor.clone()
     copy.in_locked_pages = True
     return copy
@@ -99,7 +99,7 @@ def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fake_cuda(monkeypatch) -> Iterator[Timeline]:
-    """Give what runs in the block a CUDA device without values; yield the timeline of its operations."""
+    """Run the block with a CUDA device whose tensors have no values; yield the timeline of its operations."""
     timeline = Timeline()
 
     @contextlib.contextmanager

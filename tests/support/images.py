@@ -1,13 +1,15 @@
-"""Small images on disk."""
+"""Small image folders on disk, and real data sets below DATA_ROOT."""
 
+import os
 import random
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
-    """Write JPEGs of noise around a colour of each class."""
+    """Write JPEGs of noise around a color of each class, `counts[name]` into ROOT/SPLIT/NAME; size: (width, height)."""
     for number, (name, count) in enumerate(counts.items()):
         folder = root / split / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -17,3 +19,11 @@ def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int,
             tiny = Image.new("RGB", (5, 5))
             tiny.putdata([tuple(value + noise.randrange(-50, 50) for value in base) for _ in range(25)])
             tiny.resize(size).save(folder / f"{index:03d}.jpg", quality=90)
+
+
+def find_data(name: str) -> Path:
+    """Return DATA_ROOT/NAME; skip the test if it does not exist."""
+    root = os.environ.get("DATA_ROOT")
+    if not root or not (Path(root) / name).exists():
+        pytest.skip(f"DATA_ROOT is not set to a folder that contains {name}")
+    return Path(root) / name

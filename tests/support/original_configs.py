@@ -1,6 +1,6 @@
 """The YAML files of the 2021 distribuuuu."""
 
-# The keys and values of the seven files of the 2021 distribuuuu; they differ in these four and in OUT_DIR.
+# The seven files differ in these values only: arch (also in OUT_DIR), base LR, weight decay, batch size.
 ORIGINAL = """\
 CFG_DEST: config.yaml
 CUDNN:

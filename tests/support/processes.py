@@ -1,45 +1,83 @@
-"""Functions run on several processes, and free ports."""
+"""Functions run on several processes, the end of a training's processes, and free ports."""
 
 import multiprocessing
 import os
 import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+# Limits that catch a hang: a result, or the end of a run, takes seconds.
+RESULT_S = 300
+END_S = 60
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return a TCP port that no process listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
 
 
-def _enter(rank: int, num: int, port: int, function: Callable, arguments: tuple, pipe) -> None:
+def _run(rank: int, num: int, port: int, function: Callable, args: tuple, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        answer = (True, function(*arguments))
+        result = (True, function(*args))
     except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))
+        result = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(result))
 
 
-def on_processes(num: int, function: Callable, *arguments: Any) -> list[Any]:
-    """Return function(*arguments) of `num` processes that see each other's launcher variables, by rank."""
+def on_processes(num: int, function: Callable, *args: Any) -> list[Any]:
+    """Run function(*args) on `num` forked processes with the variables of a launcher; return the results by rank.
+
+    Raises:
+        AssertionError: a process raised an exception, died without a result, or had none after `RESULT_S`.
+    """
     context, port, running = multiprocessing.get_context("fork"), free_port(), []
     for rank in range(num):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_enter, args=(rank, num, port, function, arguments, theirs))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(rank, num, port, function, args, sender))
         process.start()
-        theirs.close()
-        running.append((process, mine))
-    answers = []
-    for process, pipe in running:
-        assert pipe.poll(120), "a process did not answer within 120 s"
-        answers.append(pickle.loads(pipe.recv_bytes()))
+        sender.close()
+        running.append((process, receiver))
+    results = [_receive(rank, process, receiver) for rank, (process, receiver) in enumerate(running)]
+    errors = [result for succeeded, result in results if not succeeded]
+    assert not errors, "\n".join(errors)
+    return [result for _, result in results]
+
+
+def _receive(rank: int, process: multiprocessing.Process, receiver: Connection) -> tuple[bool, Any]:
+    """Return whether the function of a process succeeded, and its result or its traceback."""
+    if not receiver.poll(RESULT_S):
+        process.kill()
+        return False, f"process {rank} had no result after {RESULT_S} s"
+    try:
+        return pickle.loads(receiver.recv_bytes())
+    except EOFError:
         process.join()
-    for ok, answer in answers:
-        assert ok, answer
-    return [answer for _, answer in answers]
+        return False, f"process {rank} ended without a result, exit status {process.exitcode}"
+    finally:
+        process.join()
+
+
+class HasProcesses(Protocol):
+    """A run whose processes can be listed."""
+
+    def list_pids(self) -> list[int]:
+        """Return the processes that are left."""
+        ...
+
+
+def ends(run: HasProcesses, timeout_s: float = END_S) -> bool:
+    """Wait until no process of a run is left; return False if some are left after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while run.list_pids():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

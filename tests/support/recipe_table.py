@@ -1,6 +1,7 @@
-"""Published recipes, as their papers, model zoos and configuration files give them; configs/imagenet must carry these.
+"""Hyperparameters of published recipes, from their papers, model zoos and configuration files.
 
-Each entry maps options to values, and beside them `reported` (top-1, and top-5 where it is told) and `params` in M.
+The files of the same name in configs/imagenet must have these values. Each entry maps options to values, and has
+`reported` (top-1, and top-5 if it was published) and `params` in M.
 """
 
 NO_DECAY = {"OPTIM.NORM_WEIGHT_DECAY": 0, "OPTIM.BIAS_WEIGHT_DECAY": 0}
@@ -8,7 +9,7 @@ BICUBIC = {"DATA.INTERPOLATION": "bicubic", "TEST.INTERPOLATION": "bicubic"}
 
 
 def evaluated(resize: int, crop: int) -> dict:
-    """Return how a recipe is evaluated, in pixels."""
+    """Return the sizes of the evaluation in pixels."""
     return {"TEST.IM_SIZE": resize, "crop": crop}
 
 
@@ -106,7 +107,7 @@ FFCV = {
 
 # --- the model zoo of pycls (https://github.com/facebookresearch/pycls)
 def pycls(batch: int, lr: float, reported: str, params: float, decay: float = 5e-5) -> dict:
-    """Return a row of the zoo."""
+    """Return the recipe of a model of the zoo."""
     return {
         "reported": (reported,), "params": params, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9, "OPTIM.NESTEROV": True,
         "OPTIM.MAX_EPOCH": 100, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.1,

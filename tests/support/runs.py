@@ -1,4 +1,4 @@
-"""Small training runs: their options, the tools in processes of their own, and what a run leaves behind."""
+"""Small training runs: options, tools in subprocesses, and comparison of the files of a run."""
 
 import json
 import os
@@ -15,36 +15,38 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.trainer import train_model
 
 ROOT = Path(__file__).parents[2]
+# A script that runs a tool with faulty models: run_tool(FAILING_MODELS, TRAIN_NET, ...).
+FAILING_MODELS = ROOT / "tests" / "support" / "failing_models.py"
+TRAIN_NET = ROOT / "tools" / "train_net.py"
+# With group norm, the outputs do not depend on which images share a batch.
+GROUP_NORM = ("MODEL.KWARGS.norm", "group")
 
 
-def small_options(root: Path, out_dir: Path, *words: Any) -> list[str]:
-    """Return the KEY VALUE words of a run that takes a second: resnet8 on 16 px."""
+def small_options(root: Path, out_dir: Path, *overrides: Any) -> list[str]:
+    """Return the command-line arguments of a training that takes a second: resnet8 at 16 px, then the overrides."""
     settings = {
         "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.DATASET": root,
         "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "TRAIN.BATCH_SIZE": 12, "TEST.BATCH_SIZE": 16, "TRAIN.WORKERS": 0,
         "TRAIN.PRINT_FREQ": 1, "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 1, "OPTIM.BASE_LR": 0.1, "RNG_SEED": 3,
         "LOG.TENSORBOARD": False, "OUT_DIR": out_dir,
     }  # fmt: skip
-    return [str(word) for pair in settings.items() for word in pair] + [str(word) for word in words]
+    return [str(arg) for pair in settings.items() for arg in pair] + [str(arg) for arg in overrides]
 
 
-def run_tool(tool: str, *words: Any, **env: str) -> subprocess.CompletedProcess:
-    """Run tools/TOOL with words in a process of its own; returns its status and what it printed."""
-    command = [sys.executable, str(ROOT / "tools" / tool), *(str(word) for word in words)]
+def run_tool(tool: str | Path, *args: Any, **env: str) -> subprocess.CompletedProcess:
+    """Run tools/TOOL, or the script of an absolute path, in a subprocess; return its status and output."""
+    command = [sys.executable, str(ROOT / "tools" / tool), *(str(arg) for arg in args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
-# Group norm: what a process computes does not depend on which images share its batch.
-GROUP_NORM = ("MODEL.KWARGS.norm", "group")
-
-
 def newest(out_dir: Path | str) -> dict:
+    """Return the content of the newest checkpoint of a run."""
     return read_checkpoint(sorted((Path(out_dir) / "checkpoints").glob("*.pth.tar"))[-1])
 
 
 def assert_same_run(one: Path | str, other: Path | str) -> None:
-    """Compare the weights, the momentum and the best of two finished runs, bit by bit."""
+    """Compare the weights, the momentum and the best accuracy of two finished runs, bit by bit."""
     one, other = newest(one), newest(other)
     assert one["state_dict"].keys() == other["state_dict"].keys()
     assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in one["state_dict"])
@@ -57,25 +59,28 @@ def assert_same_run(one: Path | str, other: Path | str) -> None:
 
 
 def assert_close(one: dict, other: dict, tolerance: float) -> None:
+    """Compare the weights of two checkpoints up to a relative and absolute tolerance."""
     for key, tensor in one["state_dict"].items():
         torch.testing.assert_close(tensor, other["state_dict"][key], rtol=tolerance, atol=tolerance, msg=key)
 
 
 def records(out_dir: Path | str) -> list[dict]:
+    """Return the records of metrics.jsonl."""
     return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def timeless(out_dir: Path | str) -> list[dict]:
+    """Return the records of metrics.jsonl without the fields that depend on time."""
     timed = {"time", "seconds", "images_per_s", "wait", "eta_s"}
     return [{key: value for key, value in entry.items() if key not in timed} for entry in records(out_dir)]
 
 
 class _Stopped(BaseException):
-    """Stands for the end of the process, at an exact place."""
+    """Simulates the death of the process at an exact step."""
 
 
 def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
-    """Train until the checkpoint of (finished epochs, steps since) is written, and not a step more."""
+    """Train until the checkpoint of `place`, (finished epochs, steps since), is written, and no step further."""
     save = CheckpointManager.save_in_background
 
     def save_and_stop(self, state, new_bests=()):
@@ -91,10 +96,12 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
 
 
 def train_and_read(cfg) -> dict:
+    """Train, and return the content of the newest checkpoint."""
     train_model(cfg)
     return newest(cfg.OUT_DIR)
 
 
 def train_and_kill(cfg, place: tuple[int, int]) -> None:
+    """Train until a checkpoint is written, in a process that has no `monkeypatch` fixture."""
     with pytest.MonkeyPatch.context() as patch:
         train_and_stop(cfg, place, patch)

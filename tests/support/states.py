@@ -1,4 +1,4 @@
-"""A small training state, and a checkpoint as the 2021 distribuuuu wrote it."""
+"""A small training state, and a checkpoint in the format of the 2021 distribuuuu."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from distribuuuu.optim.optimizer import build_optimizer
 
 
 def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:
-    """Return the state of a small model that has made a step."""
+    """Return the state of a small model after one step of its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, num_classes))
     optimizer = build_optimizer(load_cfg(), model)
@@ -24,7 +24,7 @@ def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **posi
 
 
 def original_checkpoint(path: Path, state: TrainState) -> None:
-    """Write what the 2021 distribuuuu wrote: numpy scalars among the optimizer's settings, no step, no classes."""
+    """Write a checkpoint of the 2021 distribuuuu: numpy scalars in the optimizer's settings, no step, no classes."""
     optimizer = state.optimizer.state_dict()
     for group in optimizer["param_groups"]:
         group["lr"] = np.float64(0.05) * np.float64(1)

@@ -160,6 +160,7 @@ def test_what_does_not_go_with_several_labels_is_refused(cfg_of, words):
         cfg_of(*words)
 
 
+@pytest.mark.slow
 def test_packs_refuse(cfg_of, root, tmp_path):
     done = run_tool("pack_dataset.py", tmp_path / "pack", *map(str, words_of(root, "MODEL.NUM_CLASSES", 3)))
     assert done.returncode == 2 and "a pack stores one class per image" in done.stderr
