@@ -1,6 +1,6 @@
-"""Draw the pictures of the course: `python tutorial/figures/draw.py [NAME...]` writes NAME.svg beside this file.
+"""Figures of the tutorial: `python tutorial/figures/draw.py [NAME...]` writes NAME.svg beside this file.
 
-Needs matplotlib. Each function of the four modules, one for a part of the course, draws the picture of its name.
+Needs matplotlib. There is one module per part of the tutorial; each of its functions draws the figure of its name.
 """
 
 import inspect
@@ -21,7 +21,7 @@ PICTURES = {
 
 
 def main(names):
-    """Draw the pictures of these names, or all."""
+    """Draw the figures with these names, or all."""
     for name in names or PICTURES:
         PICTURES[name]().save(name)
 
