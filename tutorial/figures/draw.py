@@ -6,15 +6,15 @@ Needs matplotlib. There is one module per part of the tutorial; each of its func
 import inspect
 import sys
 
-import fitting
-import splitting
-import talking
-import training
+import communication
+import data_parallelism
+import memory_saving
+import model_parallelism
 from picture import Picture
 
 PICTURES = {
     name: function
-    for module in (talking, training, fitting, splitting)
+    for module in (communication, data_parallelism, memory_saving, model_parallelism)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if inspect.signature(function).return_annotation is Picture
 }
