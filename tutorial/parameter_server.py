@@ -8,9 +8,9 @@ below 2 sin(pi / (4s + 2)): 2 for s = 0, 0.62 for s = 2. A rate of 1.5 / (s + 1)
 partial: one slice of the gradient per push. The problem is least squares, one shard per worker; the curvatures of each
 shard range from 0.1 to 1.
 
-In each step 2 x workers x size bytes pass the link of the server, and 4(N-1)/N x size a link of a ring (lesson 4). N
-server shards reach the same load; this is reduce-scatter plus all-gather. Always gloo: nccl cannot receive from any
-rank.
+The traffic per step is 2 x workers x size on the server's link and 4(N-1)/N x size on each link of a ring (lesson 4).
+N server shards have the same load as a ring; this is reduce-scatter plus all-gather. The backend is always gloo: nccl
+cannot receive from any rank.
 Sources: Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; Zhang et al., 2016,
 "Staleness-Aware Async-SGD for Distributed Deep Learning"; Levin and May, 1976 (the bound, for delayed maps).
 

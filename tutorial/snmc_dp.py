@@ -1,9 +1,9 @@
-"""Single node, multiple GPUs, one process: DataParallel changes one line, but all traffic passes GPU 0.
+"""Single node, multiple GPUs, one process: DataParallel changes one line, but all traffic passes through GPU 0.
 
 In each step DataParallel scatters the batch, copies all weights to every GPU, runs one thread per GPU, gathers the
-logits and sums the gradients on GPU 0. With one copy per GPU, 2(N-1) times the weights pass GPU 0; with the ring of DDP
-4(N-1)/N times the weights pass each GPU. (With NCCL torch broadcasts and reduces along a ring too, but in every step
-and without overlap.) The N threads share one Python interpreter and its lock, and cannot use a second node. Use DDP.
+logits and sums the gradients on GPU 0. With one copy per GPU, the traffic of GPU 0 is 2(N-1) times the weights. With
+the ring of DDP it is 4(N-1)/N times the weights on each GPU. (With NCCL torch also uses rings, but in every step and
+without overlap.) The N threads share one Python interpreter and its lock, and cannot use a second node. Use DDP.
 
 Run:
     python tutorial/snmc_dp.py
