@@ -1,8 +1,8 @@
-"""Check that damaged files of a run and of its data are refused, repaired or passed over, never with a traceback.
+"""Fuzzer for the files that a run reads: damaged files must be rejected, repaired or ignored, never with a traceback.
 
-Random damage to metrics.jsonl, results.json, config files and words, reported numbers, a README with tables, the folder
-index, packs and the CSV of a multi-label set. What a run needs is read or refused with a ConfigError that names the
-file; what it can do without is repaired or made anew.
+It damages metrics.jsonl, results.json, config files, command-line overrides, reported numbers, a README with tables,
+the folder index, packed data sets and the CSV of a multi-label data set. Required files must be read or rejected with a
+ConfigError that names the file; optional files must be repaired or rebuilt.
 
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
@@ -66,7 +66,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Subject:
-    """A file to be damaged, and what reads it: the reader raises AssertionError for a wrong answer."""
+    """A file to damage and its reader, which raises AssertionError for a wrong result."""
 
     path: Path
     whole: bytes
@@ -98,7 +98,7 @@ def craft_json(whole: bytes, chance: random.Random) -> bytes:
 
 
 def craft_yaml(whole: bytes, chance: random.Random) -> bytes:
-    """Return YAML with something odd put in some places."""
+    """Return YAML with invalid or unusual text inserted at random positions."""
     text = whole.decode()
     for _ in range(chance.choice((1, 1, 3))):
         place = chance.randrange(len(text) + 1)
@@ -107,7 +107,7 @@ def craft_yaml(whole: bytes, chance: random.Random) -> bytes:
 
 
 def craft_array_file(whole: bytes, chance: random.Random) -> bytes:
-    """Return a file of arrays with one value of its header changed, under a right checksum."""
+    """Return an array file with one changed header value and a valid checksum."""
     size = int.from_bytes(whole[8:16], "little")
     header = change_json(json.loads(whole[20 : 20 + size]), chance)
     text = json.dumps(header).encode().ljust(size)
@@ -128,7 +128,7 @@ def draw_images(folder: Path) -> None:
 
 
 def pack(folder: Path, kind: str) -> None:
-    """Write a pack of four images."""
+    """Write a packed data set of four images."""
     folder.mkdir(parents=True)
     identity = {"options": {"format": kind}, "source": {"name": "test"}}
     about = {"classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3, "crop": "resized"}
@@ -140,7 +140,7 @@ def pack(folder: Path, kind: str) -> None:
 
 
 def read_pack(folder: Path) -> None:
-    """Read all images of a pack, whether packing can go on in its folder, and what verification says."""
+    """Read all images of a packed data set, check whether packing can continue, and verify the files."""
     find_conflicts(folder, {"options": {"format": "raw"}, "source": {}})
     images = Packed(folder.parent, folder.name)
     for index in range(len(images)):
@@ -151,27 +151,27 @@ def read_pack(folder: Path) -> None:
 
 
 def read_index(root: Path) -> None:
-    """Open the index of a folder, which must be right whatever its file holds."""
+    """Open a folder index, which must be correct for any content of its file."""
     index = open_index(root, "train", root / "cache")
     assert [Path(index.path(number)).name for number in range(len(index))] == [f"{n}.jpg" for n in (0, 2, 4, 1, 3, 5)]
     assert [index.class_bounds(number) for number in range(2)] == [(0, 3), (3, 6)]
 
 
 def read_table(path: Path) -> None:
-    """Make the table of a run."""
+    """Format the results table of a run."""
     groups, _ = group_runs([Run(path, read_results(path)), Run(path, read_results(path))])
     format_table([make_row(group, "config", "best", {}) for group in groups], "config", "best").encode()
 
 
 def read_records(path: Path) -> None:
-    """Go on with the records of a run; what is kept must be records."""
+    """Resume the records of a run; all remaining lines must be records."""
     drop_records_after(path, 3, 0)
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         assert json.loads(line)["epoch"] <= 4
 
 
 def read_reported_numbers(path: Path) -> None:
-    """Read what others reported, and make the row of a config with it."""
+    """Read the reported results and convert the values of each entry."""
     problems: list[str] = []
     reported = read_reported(path, problems)
     for entry in reported.values():
@@ -181,12 +181,12 @@ def read_reported_numbers(path: Path) -> None:
 
 
 def read_shapes(root: Path) -> None:
-    """Open the drawn data set."""
+    """Open the synthetic data set of shapes."""
     draw_shapes(root, num_train=10, num_val=10, size=8)
 
 
 def make_subjects(folder: Path) -> list[Subject]:
-    """Write the files, and return what reads each."""
+    """Write the files; return them with their readers."""
     data, runs = folder / "data", folder / "run"
     draw_images(data / "train")
     open_index(data, "train", data / "cache")
@@ -235,7 +235,7 @@ def make_subjects(folder: Path) -> list[Subject]:
 
 
 def read_words(chance: random.Random) -> tuple[str, str]:
-    """Read a random word of the command line; return what it was, and the verdict."""
+    """Parse a random command-line override; return it and the verdict."""
     text = "".join(chance.choice((*ODD_YAML, "1", ",", "]", "}", "a", "(")) for _ in range(chance.randrange(1, 6)))
     key = chance.choice(
         ("OPTIM.BASE_LR", "OPTIM.STEPS", "MODEL.KWARGS.x", "TRAIN.WORKERS", "FINETUNE.FREEZE", "OUT_DIR")
@@ -244,12 +244,12 @@ def read_words(chance: random.Random) -> tuple[str, str]:
 
 
 def verdict_of(read: Callable[[], Any], name: str) -> str:
-    """Return 'read', 'refused', or a violation."""
+    """Return 'read', 'refused' or 'violation: ...'."""
     try:
         read()
     except ConfigError as error:
         return "refused" if name in str(error) else f"violation: {name} is not named: {error}"
-    except OSError as error:  # the drawn data set says so of its folder
+    except OSError as error:  # raised by the shapes data set for its folder
         return "refused" if "draw the data set" in str(error) else f"violation: {traceback.format_exc()}"
     except BaseException:
         return f"violation: {traceback.format_exc()}"
@@ -257,7 +257,7 @@ def verdict_of(read: Callable[[], Any], name: str) -> str:
 
 
 def restore(subject: Subject) -> None:
-    """Put the whole file back."""
+    """Restore the original file."""
     if subject.path.is_dir():
         subject.path.rmdir()
     subject.path.parent.mkdir(parents=True, exist_ok=True)

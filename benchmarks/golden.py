@@ -1,12 +1,12 @@
-"""Golden runs: eight small trainings whose weights and metrics must stay the same, bit by bit, through a refactoring.
+"""Golden runs: eight small training runs whose weights and metrics must be bitwise equal after a refactoring.
 
     python benchmarks/golden.py             compare with golden.json; exit status 1 on a difference
-    python benchmarks/golden.py --write     replace golden.json, after a change that is meant to change results
+    python benchmarks/golden.py --write     replace golden.json, after an intended change of results
     python benchmarks/golden.py --resume FOLDER
-                                            also resume the unfinished runs that --leave FOLDER of another commit left
+                                            also resume the runs that --leave FOLDER of another commit stopped
 
-Floating-point results depend on the versions of torch, torchvision and timm and on the instruction set of the CPU: with
-other ones than those of golden.json there is nothing to compare, and the script says so and exits with status 0.
+Floating-point results depend on the versions of torch, torchvision and timm and on the instruction set of the CPU. If
+they differ from those of golden.json, the comparison is skipped and the exit status is 0.
 """
 
 import argparse
@@ -37,7 +37,7 @@ BASE = {
 
 
 def draw_images(root: Path) -> None:
-    """Write 48 + 37 PNGs of noise in three classes, and a CSV of several labels an image for each split."""
+    """Write 48 + 37 noise PNGs in three classes, and a multi-label CSV for each split."""
     rng = np.random.default_rng(0)
     for split, num in (("train", 48), ("val", 37)):
         rows = ["image,labels"]
@@ -53,9 +53,9 @@ def draw_images(root: Path) -> None:
         (root / f"{split}.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
-def run_tool(tool: str, words: list[str], env: dict[str, str] | None = None) -> None:
+def run_tool(tool: str, args: list[str], env: dict[str, str] | None = None) -> None:
     """Run tools/TOOL; raise RuntimeError with its output if it fails."""
-    command = [sys.executable, str(ROOT / "tools" / tool), *words]
+    command = [sys.executable, str(ROOT / "tools" / tool), *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
@@ -90,11 +90,11 @@ def train(out_dir: Path, options: dict) -> None:
     """Train one golden run into out_dir."""
     settings = {**BASE, **options, "OUT_DIR": out_dir}
     processes = ["--nproc", str(settings.pop("nproc"))] if "nproc" in settings else []
-    run_tool("train_net.py", processes + [str(word) for pair in settings.items() for word in pair])
+    run_tool("train_net.py", processes + [str(value) for pair in settings.items() for value in pair])
 
 
 def hash_tensors(content: object) -> str:
-    """Return the SHA-256 of all tensors in a nested content, in order, with their places, types and shapes."""
+    """Return the SHA-256 of all tensors in nested containers, in order, with their paths, dtypes and shapes."""
     digest = hashlib.sha256()
 
     def add(value: object, place: str) -> None:
@@ -113,7 +113,7 @@ def hash_tensors(content: object) -> str:
 
 
 def fingerprint(out_dir: Path) -> dict[str, str]:
-    """Return the hashes of the tensors of the last checkpoint and of the figures of metrics.jsonl."""
+    """Return the hashes of the tensors of the last checkpoint and of the values in metrics.jsonl."""
     last = sorted((out_dir / "checkpoints").glob("ckpt_ep_???.pth.tar"))[-1]
     content = torch.load(last, map_location="cpu", weights_only=True)
     records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -123,20 +123,20 @@ def fingerprint(out_dir: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """Return what floating-point results depend on."""
+    """Return the CPU capability and the package versions that determine floating-point results."""
     packages = ("torch", "torchvision", "timm", "numpy", "pillow")
     return {"cpu": torch.backends.cpu.get_cpu_capability(), **{name: version(name) for name in packages}}
 
 
 def keep_first_epoch(out_dir: Path) -> None:
-    """Make a finished run one that was killed in its second epoch: remove its later checkpoints."""
+    """Remove the checkpoints after the start of epoch 2, as if the run had been killed there."""
     for path in (out_dir / "checkpoints").iterdir():
         if path.name > "ckpt_ep_001_step_000003.pth.tar":
             path.unlink()
 
 
 def run_all(root: Path, leave: Path | None) -> dict[str, dict[str, str]]:
-    """Train every golden run below root and return their fingerprints; with `leave`, keep them unfinished."""
+    """Train all golden runs below `root` and return their fingerprints; with `leave`, remove the later checkpoints."""
     draw_images(root)
     run_tool("pack_dataset.py", [str(root / "packed"), "TRAIN.DATASET", str(root)])
     found = {}
@@ -146,13 +146,13 @@ def run_all(root: Path, leave: Path | None) -> dict[str, dict[str, str]]:
         print(f"{name:14} {found[name]['state_dict'][:16]} {found[name]['metrics'][:16]}", flush=True)
     if leave:
         for name in found:
-            if name != "mixed":  # the teacher of others
+            if name != "mixed":  # the other runs use it as teacher
                 keep_first_epoch(root / "out" / name)
     return found
 
 
 def compare(expected: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> int:
-    """Print what differs; return the number of differences."""
+    """Print the differing fingerprints; return their number."""
     places = [(name, part) for name in expected for part in expected[name]]
     different = [f"{name}: {part}" for name, part in places if found.get(name, {}).get(part) != expected[name][part]]
     for line in different:
@@ -164,13 +164,13 @@ def compare(expected: dict[str, dict[str, str]], found: dict[str, dict[str, str]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--leave", type=Path, metavar="FOLDER", help="keep runs that stop in their second epoch here")
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="resume the runs that --leave kept here")
+    parser.add_argument("--leave", type=Path, metavar="FOLDER", help="folder for runs that are stopped in epoch 2")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="folder with runs from --leave to resume")
     args = parser.parse_args()
     environment = find_environment()
     golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
     if not args.write and golden.get("environment") != environment:
-        print(f"skipped: made with {golden.get('environment')}, here is {environment}")
+        print(f"skipped: golden.json is from {golden.get('environment')}; this environment is {environment}")
         return 0
     if args.resume:
         found = {}

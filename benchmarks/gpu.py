@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure images a second on one GPU: our training loop, a bare one, timm's and torchvision's training scripts.
+"""Throughput on one GPU: our training loop, a bare PyTorch loop, and the training scripts of timm and torchvision.
 
-Same model, same batch on the device, same optimizer, bfloat16, channels_last, torch.compile; nothing is loaded. Ours is
-`train_epoch` with its meter, log, checkpoints, learning rate and seeding. The others' scripts run their own
-`train_one_epoch`, from where you cloned them; the tags are those of the versions that are installed:
+All use the same model, optimizer and batch on the device, with bfloat16, channels_last and torch.compile; no data is
+loaded. Ours is `train_epoch` with metrics, log, checkpoints, learning rate and seeding. The scripts of timm and
+torchvision run their own `train_one_epoch`. Clone them at the tags of the installed versions:
 
     git clone --depth 1 --branch v$(python -c "import timm; print(timm.__version__)") \\
         https://github.com/huggingface/pytorch-image-models REFS/timm
@@ -11,12 +11,12 @@ Same model, same batch on the device, same optimizer, bfloat16, channels_last, t
         https://github.com/pytorch/vision REFS/vision
     python benchmarks/gpu.py --timm REFS/timm/train.py --torchvision REFS/vision/references/classification/train.py
 
-All take turns in short blocks, in one process, each on a copy of the model. `control` is the bare loop again. After
-that ours runs in a process group of one, in turns with the bare loop, which tells what DDP costs. "of the card" is the
-share of what a large bfloat16 matrix product reaches in the same run, at three times the operations of a forward pass.
-"peak GiB" is a loop's own: its weights, optimizer and batch, and the most that its steps add.
+The loops alternate in short blocks in one process, each on its own copy of the model. `control` is the bare loop again.
+Then ours and the bare loop alternate in a process group of size 1, which gives the cost of DDP. "of the card" is the
+FLOP rate of training, counted as three forward passes, relative to large bfloat16 matrix products in the same run.
+"peak GiB" is the peak memory of one loop: weights, optimizer state, batch, and what its steps allocate.
 
-To try it without a GPU: --device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --no-compile
+To test it without a GPU: --device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --no-compile
 """
 
 import argparse
@@ -57,14 +57,14 @@ from distribuuuu.report.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import train_epoch
 
-# Our images a second over those of the faster reference script must be at least this, on a GPU.
+# Minimum ratio of our images/s to those of the faster reference script, on a GPU.
 BAR = 1.0
 MATRIX_SIDES = {"cuda": 8192, "cpu": 512}
 REFERENCES = ("timm", "torchvision")
 
 
 class MemoryLoader:
-    """One batch over and over, behind the part of TrainLoader that the training loop uses."""
+    """A loader that repeats one batch, with the interface of TrainLoader that the training loop uses."""
 
     def __init__(self, batches: Batches, num_classes: int):
         images = batches.batch[0]
@@ -88,16 +88,16 @@ class MemoryLoader:
 
 
 def make_cfg(args: argparse.Namespace, out_dir: Path):
-    """Return the config of the run; its learning rate is so low that the weights, and so the speed, stay the same."""
-    words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {args.classes} TRAIN.IM_SIZE {args.im_size} TRAIN.AMP bf16 "
-    words += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} DATA.NAME dummy "
-    words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
-    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
-    return load_cfg(None, words.split())
+    """Return the config of the run; the tiny learning rate keeps the weights, and so the speed, constant."""
+    overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {args.classes} TRAIN.IM_SIZE {args.im_size} TRAIN.AMP bf16 "
+    overrides += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} DATA.NAME dummy "
+    overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
+    overrides += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
+    return load_cfg(None, overrides.split())
 
 
 def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant:
-    """Return our loop on a model of its own, wrapped by DDP in a process group."""
+    """Return our loop on its own model, wrapped in DDP inside a process group."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
     images, labels = batches.batch
     ours = build_memory_run(cfg, loader)
@@ -114,7 +114,7 @@ def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant
 
 
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
-    """Return another loop, on a copy of the model with the same optimizer, loss and autocast."""
+    """Return another loop on a copy of the model, with the same optimizer, loss and autocast."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
     state = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None).state
     compile_model(state.model, cfg.MODEL.COMPILE)
@@ -124,7 +124,7 @@ def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
 
 
 def build_contestants(args, cfg, batches: Batches, stack: contextlib.ExitStack) -> dict[str, Contestant]:
-    """Return those that the options name, by name, and first of all ours and the bare loop."""
+    """Return the selected loops by name: bare, ours, control, and the reference scripts that are given."""
     contestants = {"bare": build_other(cfg, batches, bare_loop), "ours": build_ours(cfg, batches, stack)}
     bare = contestants["bare"]
     contestants["control"] = Contestant(bare.run, bare.optimizer, bare.held)
@@ -138,7 +138,7 @@ def build_contestants(args, cfg, batches: Batches, stack: contextlib.ExitStack) 
 
 
 def count_forward_flops(cfg, batches: Batches) -> int:
-    """Return the operations of a forward pass of one image; a product with its sum counts as two."""
+    """Return the FLOPs of a forward pass of one image; a multiply-add counts as two."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
     model = build_model(cfg).to(loader.device).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -147,7 +147,7 @@ def count_forward_flops(cfg, batches: Batches) -> int:
 
 
 def measure_matrix_rate(device: torch.device, num_blocks: int = 10, block: int = 10) -> float:
-    """Return the operations a second of the fastest block of large bfloat16 matrix products."""
+    """Return the FLOP/s of the fastest block of large bfloat16 matrix products."""
     side = MATRIX_SIDES[device.type]
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
@@ -163,7 +163,7 @@ def measure_matrix_rate(device: torch.device, num_blocks: int = 10, block: int =
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """Be in a process group alone: one process joins none by itself."""
+    """Open a process group with a single process."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -173,7 +173,7 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 
 
 def run_all(args: argparse.Namespace, folder: Path, device: torch.device) -> dict:
-    """Return the contestants, those of the process group, the operations of an image and the matrix rate."""
+    """Run all loops; return the results without and with a process group, the FLOPs per image and the matrix rate."""
     images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
     labels = torch.arange(args.batch, device=device) % args.classes
     batches = Batches((images.to(memory_format=torch.channels_last), labels), args.steps)
@@ -192,12 +192,12 @@ def run_all(args: argparse.Namespace, folder: Path, device: torch.device) -> dic
 
 
 def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
-    """Print a line for each contestant, the cost of DDP and the bar."""
+    """Print one line per loop, the cost of DDP and the comparison with BAR."""
     alone, group, rate = result["alone"], result["group"], result["rate"]
     step_images = args.batch * args.steps
     rates = {name: step_images / statistics.median(one.seconds) for name, one in alone.items()}
     fastest = max((name for name in alone if name in REFERENCES), key=rates.get, default=None)
-    print(f"{result['flops'] / 1e9:.3f} GFLOP forward an image; matrix products: {rate / 1e12:.3f} TFLOP/s\n")
+    print(f"{result['flops'] / 1e9:.3f} GFLOP per image forward; matrix products: {rate / 1e12:.3f} TFLOP/s\n")
     reference = f"x {fastest or 'script'}"
     print(f"loop             img/s   x bare (least to greatest)   {reference:<13}  of the card  peak GiB")
     for name, one in alone.items():
@@ -214,7 +214,7 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
     )
     missing = [name for name in REFERENCES if name not in alone]
     if missing:
-        print(f"left out: {' and '.join(missing)}; give the path of the script with --{' and --'.join(missing)}")
+        print(f"skipped: {' and '.join(missing)}; fix: give the path of the script with --{' and --'.join(missing)}")
     if fastest and device.type == "cuda":
         ratio = statistics.median(speed_ratios(alone["ours"], alone[fastest]))
         print(f"ours / {fastest}: {ratio:.3f}; the bar of {BAR:.2f} {'holds' if ratio >= BAR else 'DOES NOT HOLD'}")
@@ -223,7 +223,7 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """Return the options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timm", type=Path, metavar="PATH/train.py", help="timm's training script")
     parser.add_argument("--torchvision", type=Path, metavar="PATH/train.py", help="torchvision's training script")
@@ -234,26 +234,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
     parser.add_argument("--steps", type=int, default=30, help="steps per block")
     parser.add_argument("--blocks", type=int, default=10, help="blocks per loop after the warm-up")
-    parser.add_argument("--threads", type=int, help="threads of the process; unless given, torch's own choice")
+    parser.add_argument("--threads", type=int, help="threads of the process; default: chosen by torch")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the models")
     args = parser.parse_args()
     for path in filter(None, (args.timm, args.torchvision)):
         if not path.is_file():
-            parser.error(f"{path}: is not there; --help tells how to clone it")
+            parser.error(f"{path}: not found; fix: clone it as described in --help")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU; --device cpu with a small model tries it out")
+        parser.error("--device cuda: no GPU found; fix: --device cpu with a small model")
     if min(args.batch, args.im_size, args.steps, args.blocks) < 1 or args.classes < 5:
-        parser.error("--batch, --im-size, --steps and --blocks are at least 1, --classes at least 5")
+        parser.error("expected --batch, --im-size, --steps, --blocks >= 1 and --classes >= 5")
     return args
 
 
 def main() -> None:
-    """Measure and print; what the loops write goes to files, as in a batch job."""
+    """Measure and print; the output of the loops is written to files, as in a batch job."""
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = pick_device(0) if args.device == "cuda" else torch.device("cpu")
-    torch.backends.cudnn.benchmark = True  # as ours and both scripts set it
+    torch.backends.cudnn.benchmark = True  # as in ours and in both scripts
     print(describe_run())
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"device: {card}; torchvision {version('torchvision')}, timm {version('timm')}")

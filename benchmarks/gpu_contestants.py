@@ -1,7 +1,7 @@
-"""The loops that ours is measured against, a bare one and those of timm's and torchvision's scripts; and their turns.
+"""Training loops for the GPU benchmark: a bare loop, those of timm's and torchvision's scripts, and their timing.
 
-The scripts are not ours and are not copied: each is imported from where its project was cloned to, and its own
-`train_one_epoch` runs, on a model, an optimizer and batches that it is handed.
+The scripts are not copied. Each is imported from a clone of its project, and its own `train_one_epoch` runs on the
+given model, optimizer and batches.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 class Batches:
-    """One batch `num_steps` times, in the place of a loader."""
+    """A loader that returns one batch `num_steps` times."""
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int):
         self.batch = batch
@@ -40,7 +40,7 @@ class Batches:
 
 
 class UnderAutocast(nn.Module):
-    """A module that computes under autocast by itself, for a loop that knows only float16."""
+    """A module that enters autocast itself, for a loop that supports float16 only."""
 
     def __init__(self, inner: nn.Module, autocast: Autocast):
         super().__init__()
@@ -48,7 +48,7 @@ class UnderAutocast(nn.Module):
         self.autocast = autocast
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the module makes of the inputs."""
+        """Return the output of the module under autocast."""
         with self.autocast():
             return self.inner(*inputs)
 
@@ -56,7 +56,7 @@ class UnderAutocast(nn.Module):
 def bare_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, batches: Batches, autocast: Autocast
 ) -> Callable[[], None]:
-    """Return a loop with nothing around its steps."""
+    """Return a loop of bare training steps."""
 
     def run() -> None:
         model.train()
@@ -79,31 +79,31 @@ def timm_loop(
     autocast: Autocast,
     log_file: Path,
 ) -> Callable[[], None]:
-    """Return timm's loop as its script runs it with --channels-last and bfloat16; its log goes to a file."""
+    """Return timm's loop with --channels-last and bfloat16; its log is written to a file."""
     images = batches.batch[0]
-    words = ["--channels-last", "--log-interval", str(len(batches)), "--batch-size", str(len(images))]
-    args = _parse_timm(script, words)
-    # What its main() adds; the batches are on the device, as its prefetcher leaves them.
+    options = ["--channels-last", "--log-interval", str(len(batches)), "--batch-size", str(len(images))]
+    args = _parse_timm(script, options)
+    # As set by its main(); the batches are on the device, as after its prefetcher.
     args.prefetcher, args.distributed, args.device = True, False, str(images.device)
     args.rank, args.local_rank, args.world_size = 0, 0, 1
     logger = logging.getLogger("train")
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(logging.FileHandler(log_file))
-    offered = {"epoch": 0, "model": model, "loader": batches, "optimizer": optimizer, "args": args,
-               "device": images.device, "amp_autocast": autocast, "loss_fn": criterion}  # fmt: skip
+    arguments = {"epoch": 0, "model": model, "loader": batches, "optimizer": optimizer, "args": args,
+                 "device": images.device, "amp_autocast": autocast, "loss_fn": criterion}  # fmt: skip
     known = inspect.signature(script.train_one_epoch).parameters
-    if "task" in known:  # newer scripts: a task holds the model and the loss
+    if "task" in known:  # newer scripts wrap the model and the loss in a task
         from timm.task import ClassificationTask
 
-        offered["task"] = ClassificationTask(model, criterion, device=images.device, verbose=False)
-    offered = {name: value for name, value in offered.items() if name in known}
-    return lambda: script.train_one_epoch(**offered)
+        arguments["task"] = ClassificationTask(model, criterion, device=images.device, verbose=False)
+    arguments = {name: value for name, value in arguments.items() if name in known}
+    return lambda: script.train_one_epoch(**arguments)
 
 
-def _parse_timm(script: ModuleType, words: list[str]) -> argparse.Namespace:
-    """Return the options of timm's script, which reads them from the command line of the process."""
-    own, sys.argv = sys.argv, ["train.py", *words]
+def _parse_timm(script: ModuleType, options: list[str]) -> argparse.Namespace:
+    """Return the parsed options of timm's script, which reads sys.argv."""
+    own, sys.argv = sys.argv, ["train.py", *options]
     try:
         return script._parse_args()[0]
     finally:
@@ -118,7 +118,7 @@ def torchvision_loop(
     batches: Batches,
     autocast: Autocast,
 ) -> Callable[[], None]:
-    """Return torchvision's loop; its --amp is float16, so the model and the loss bring the autocast along."""
+    """Return torchvision's loop; its --amp is float16 only, so the model and the loss enter autocast themselves."""
     args = script.get_args_parser().parse_args(["--print-freq", str(len(batches))])
     model, criterion = UnderAutocast(model, autocast), UnderAutocast(criterion, autocast)
     device = batches.batch[0].device
@@ -126,37 +126,37 @@ def torchvision_loop(
 
 
 def import_script(path: Path, name: str) -> ModuleType:
-    """Return the script at `path` as a module; the folder it lies in is searched last, for files that go with it.
+    """Import the script at `path` as a module; its folder is appended to sys.path for the modules beside it.
 
     Raises:
-        SystemExit: it does not go with what is installed, or it is another script.
+        SystemExit: the script does not match the installed version, or it is another script.
     """
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
-        raise SystemExit(f"{path}: is not a Python file")
+        raise SystemExit(f"{path}: not a Python file")
     script = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(script)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(f"{path}: {error}; clone the tag of the version that is installed") from error
+        raise SystemExit(f"{path}: {error}; fix: clone the tag of the installed version") from error
     if not hasattr(script, "train_one_epoch"):
-        raise SystemExit(f"{path}: has no train_one_epoch; --timm takes train.py of pytorch-image-models, "
-                         "--torchvision takes references/classification/train.py of vision")  # fmt: skip
+        raise SystemExit(f"{path}: no function train_one_epoch; --timm expects train.py of pytorch-image-models, "
+                         "--torchvision expects references/classification/train.py of vision")  # fmt: skip
     return script
 
 
 @dataclass
 class Contestant:
-    """A loop to time, and what it has taken.
+    """A training loop to time, with its measurements.
 
     Attributes:
-        run: takes a block of steps.
-        optimizer: the one it uses.
-        held: tensors that it needs from step to step, beside the optimizer's.
-        bucket_bytes: memory of gradients that DDP never gives back.
-        seconds: of each block after the warm-up.
-        peak_bytes: the most that it had at a time, without the other contestants.
+        run: function that runs a block of steps.
+        optimizer: optimizer of the loop.
+        held: tensors that stay allocated between steps, except the optimizer state.
+        bucket_bytes: gradient buckets that DDP keeps allocated.
+        seconds: duration of each block after the warm-up.
+        peak_bytes: peak memory of this loop, without the other loops.
     """
 
     run: Callable[[], None]
@@ -167,7 +167,7 @@ class Contestant:
     peak_bytes: int = 0
 
     def take_block(self, device: torch.device, counts: bool) -> None:
-        """Run a block, and note its seconds and its memory if it counts."""
+        """Run a block; record its duration and peak memory if `counts`."""
         if device.type == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
@@ -181,23 +181,23 @@ class Contestant:
         if counts and device.type == "cuda":
             extra = torch.cuda.max_memory_allocated() - before
             self.peak_bytes = max(self.peak_bytes, extra + self.held_bytes())
-        self.optimizer.zero_grad()  # the next one's peak must not hold these gradients
+        self.optimizer.zero_grad()  # these gradients must not count in the peak of the next loop
 
     def held_bytes(self) -> int:
-        """Return what it holds between two blocks."""
+        """Return the bytes that stay allocated between two blocks."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = self.held + [value for value in states if torch.is_tensor(value)]
         return self.bucket_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def take_turns(contestants: dict[str, Contestant], max_num_batches: int, device: torch.device) -> None:
-    """Time blocks: every round runs each loop once, beginning with another one."""
+def take_turns(contestants: dict[str, Contestant], num_blocks: int, device: torch.device) -> None:
+    """Time the loops in rounds; each round runs every loop once, starting with a different one."""
     names = list(contestants)
-    for number in range(WARM_UP_ROUNDS + max_num_batches):
+    for number in range(WARM_UP_ROUNDS + num_blocks):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             contestants[name].take_block(device, counts=number >= WARM_UP_ROUNDS)
 
 
 def speed_ratios(one: Contestant, other: Contestant) -> list[float]:
-    """Return how many times as fast `one` is as `other`, of each round."""
+    """Return the speed of `one` relative to `other` in each round."""
     return [theirs / own for own, theirs in zip(one.seconds, other.seconds, strict=True)]

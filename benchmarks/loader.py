@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure how many images a second our loader makes, beside those of torchvision, timm, ffcv, DALI and webdataset.
+"""Throughput of our data loader and those of torchvision, timm, ffcv, DALI and webdataset, in images per second.
 
-Each loader runs in a process of its own (loader_contestants.py), warmed up by one pass; then they take turns, one pass
-each, and a loader's figure is the median of its passes. "One core" counts images per second of CPU time, made by one
-thread up to where a worker would hand them over; "two workers" counts images a second in the form of the training
-loop's batch. Both ratios are to what everybody runs: torchvision's ImageFolder, PIL and v1 transforms.
+Each loader runs in its own process (loader_contestants.py) with one warm-up pass. Then the loaders alternate, one pass
+each; the result is the median over the passes. "One core" counts images per second of CPU time in one thread, up to the
+output of a worker. "Two workers" counts images per second up to the batch of the training loop. Both ratios are
+relative to the most common pipeline: torchvision's ImageFolder, PIL and v1 transforms.
 
-ffcv and DALI want packages of their own versions: give the Python of a virtual environment that has them with
---peers-python. What cannot be imported is left out, and named.
+ffcv and DALI need other package versions: install them in a virtual environment and pass its Python with
+--peers-python. Loaders that cannot be imported are reported and skipped.
 """
 
 import argparse
@@ -30,7 +30,7 @@ REFERENCE = "torchvision v1, PIL"
 
 @dataclass
 class Contestant:
-    """A loader: the name it is shown by, the function that makes it and its arguments."""
+    """A loader: its title, the function that builds it, the arguments, and the measurements."""
 
     title: str
     function: str
@@ -43,22 +43,22 @@ class Contestant:
     errors: TextIO = field(default_factory=lambda: tempfile.TemporaryFile("w+"))
 
     def start(self, python: str) -> bool:
-        """Start its process and let it warm up; tell whether it could."""
-        words = [python, str(HERE / "loader_contestants.py"), self.function, json.dumps(self.arguments)]
+        """Start the process and wait for its warm-up pass; return whether it succeeded."""
+        command = [python, str(HERE / "loader_contestants.py"), self.function, json.dumps(self.arguments)]
         threads = {"OMP_NUM_THREADS": "1"} if self.arguments.get("one_core") else {}
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **threads}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        self.process = subprocess.Popen(words, env=environment, **pipes)
-        for line in self.process.stdout:  # some packages print on their own
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        for line in self.process.stdout:  # skip the output of other packages
             if line == "ready\n":
                 return True
-        print(f"left out: {self.title}: {self.last_error()}")
+        print(f"skipped: {self.title}: {self.last_error()}")
         return False
 
     def last_error(self) -> str:
-        """Return the last line that it wrote to standard error."""
+        """Return the last line of the standard error of the process."""
         self.errors.seek(0)
-        return ([line for line in self.errors.read().splitlines() if line.strip()] or ["it ended"])[-1]
+        return ([line for line in self.errors.read().splitlines() if line.strip()] or ["the process ended"])[-1]
 
     def measure(self) -> None:
         """Make one pass."""
@@ -71,17 +71,17 @@ class Contestant:
         self.memory_mb = max(self.memory_mb, memory_of(self.process.pid))
 
     def rate(self, clock: str) -> float:
-        """Return images per second of a clock, the median of the passes."""
+        """Return the median images per second of `clock` (cpu_s or wall_s)."""
         return statistics.median(taken["images"] / taken[clock] for taken in self.taken)
 
     def stop(self) -> None:
-        """End its process."""
+        """Stop the process."""
         self.process.stdin.close()
         self.process.wait()
 
 
 def memory_of(pid: int) -> float:
-    """Return the MB that a process and its children take, memory that they share counted once (Linux; else 0)."""
+    """Return the MB of a process and its children, with shared memory counted once (Linux; otherwise 0)."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -92,12 +92,12 @@ def memory_of(pid: int) -> float:
 
 
 def one_core(folder: Path) -> list[Contestant]:
-    """Return the loaders that make batches with one thread."""
+    """Return the loaders for the single-thread measurement."""
     originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
     kept, classes = str(folder / "kept"), ("MODEL.NUM_CLASSES", count_classes(folder))
 
-    def ours(title: str, where: str, *words, bar: float = 0.0, train: bool = True, versus: str = "") -> Contestant:
-        arguments = {"folder": where, "words": (*classes, *words), "train": train, "one_core": True}
+    def ours(title: str, where: str, *overrides, bar: float = 0.0, train: bool = True, versus: str = "") -> Contestant:
+        arguments = {"folder": where, "overrides": (*classes, *overrides), "train": train, "one_core": True}
         return Contestant(title, "ours", arguments, bar, versus)
 
     def other(title: str, function: str, **arguments) -> Contestant:
@@ -124,13 +124,13 @@ def one_core(folder: Path) -> list[Contestant]:
 
 
 def two_workers(folder: Path) -> list[Contestant]:
-    """Return the loaders that feed a training loop with two workers."""
+    """Return the loaders for the measurement with two workers."""
     originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
     classes = ("MODEL.NUM_CLASSES", count_classes(folder))
 
-    def ours(title: str, where: str, *words, bar: float = 0.0) -> Contestant:
-        words = (*classes, *words)
-        return Contestant(title, "ours", {"folder": where, "words": words, "workers": 2, "to_loop": True}, bar)
+    def ours(title: str, where: str, *overrides, bar: float = 0.0) -> Contestant:
+        overrides = (*classes, *overrides)
+        return Contestant(title, "ours", {"folder": where, "overrides": overrides, "workers": 2, "to_loop": True}, bar)
 
     packed, thread = ("DATA.NAME", "packed"), ("DATA.WORKER_KIND", "thread")
     return [
@@ -150,7 +150,7 @@ def count_classes(folder: Path) -> int:
 
 
 def prepare(folder: Path, images: str | None, num: int) -> None:
-    """Make the images, unless a folder is given, their packs, and the pixels that ffcv writes."""
+    """Create the images, unless a folder is given, the packed data sets, and the pixels for ffcv."""
     import numpy as np
 
     if images:
@@ -173,7 +173,7 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
 
 
 def compete(contestants: list[Contestant], repeats: int, peers_python: str, clock: str) -> None:
-    """Let them take turns and print the table."""
+    """Measure all loaders in alternation and print the table."""
     peers = ("ffcv", "dali", "webdataset")
     running = [one for one in contestants if one.start(peers_python if one.function in peers else sys.executable)]
     try:
@@ -191,19 +191,19 @@ def compete(contestants: list[Contestant], repeats: int, peers_python: str, cloc
         verdict = f"{one.bar:5.2f} {'holds' if ratio >= one.bar else 'MISSED'}" if one.bar else ""
         print(f"{one.title:<36}{one.rate(clock):>10.0f}{ratio:>8.2f}{one.memory_mb:>11.0f}   {verdict}")
     for kind in ("JPEG 256", "raw 256"):
-        pair = [by_title.get(f"{who}{kind}") for who in ("ours, packed ", "ffcv, ")]
+        pair = [by_title.get(f"{prefix}{kind}") for prefix in ("ours, packed ", "ffcv, ")]
         if all(pair):
             ratio = pair[0].rate(clock) / pair[1].rate(clock)
             print(f"ours / ffcv, {kind}: {ratio:.2f}; the bar of 1.00 {'holds' if ratio >= 1 else 'is MISSED'}")
 
 
 def main() -> None:
-    """Measure both and print."""
+    """Run both measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg; else made")
-    parser.add_argument("--num", type=int, default=600, help="images to make")
-    parser.add_argument("--repeats", type=int, default=5, help="passes of each loader")
-    parser.add_argument("--peers-python", default=sys.executable, help="Python that can import ffcv, DALI, webdataset")
+    parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg; default: generated images")
+    parser.add_argument("--num", type=int, default=600, help="number of generated images")
+    parser.add_argument("--repeats", type=int, default=5, help="passes per loader")
+    parser.add_argument("--peers-python", default=sys.executable, help="Python with ffcv, DALI and webdataset")
     args = parser.parse_args()
     print(describe_run())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

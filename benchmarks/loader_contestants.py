@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One loader in a process of its own: on each line of standard input it makes one pass and prints what that took.
+"""Process with one data loader: for each line of standard input it runs one pass and prints the measurement.
 
     python loader_contestants.py NAME '{"folder": ..., ...}'
 
-Each function below returns what makes a pass over the images once and says how many there were. The first pass, which
-compiles and warms, is made by itself and not printed.
+Each loader function below returns a function that runs one pass over the images and returns their number. The first
+pass is a warm-up and is not printed.
 """
 
 import json
@@ -18,7 +18,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def torchvision_v1(folder, workers=0, train=True):
-    """What everybody runs: PIL, torchvision v1 transforms, float32."""
+    """Build the reference: PIL, torchvision v1 transforms, float32."""
     from torchvision import transforms as T
     from torchvision.datasets import ImageFolder
 
@@ -28,7 +28,7 @@ def torchvision_v1(folder, workers=0, train=True):
 
 
 def torchvision_v2(folder, workers=0, train=True):
-    """torchvision's own decoder and v2 transforms, uint8."""
+    """Build torchvision's decoder with v2 transforms, uint8."""
     from torchvision.datasets import ImageFolder
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
@@ -49,7 +49,7 @@ def _data_loader(images, workers, train):
 
 
 def timm(folder, workers=0):
-    """timm's reader, transforms and loader, without its GPU prefetcher."""
+    """Build timm's reader, transforms and loader, without its GPU prefetcher."""
     from timm.data import create_dataset, create_loader
 
     images = create_dataset("", root=f"{folder}/train", is_training=True)
@@ -61,7 +61,7 @@ def timm(folder, workers=0):
 
 
 def webdataset(folder):
-    """A tar file of the same JPEGs, PIL, torchvision v1 transforms."""
+    """Build a webdataset loader: a tar file of the same JPEGs, PIL, torchvision v1 transforms."""
     import webdataset as wds
     from torchvision import transforms as T
 
@@ -78,7 +78,7 @@ def webdataset(folder):
 
 
 def dali(folder):
-    """DALI's pipeline on one CPU thread: fused decoding and cropping, resize, uint8."""
+    """Build a DALI pipeline on one CPU thread: fused decoding and cropping, resize, uint8."""
     from nvidia.dali import fn, pipeline_def
 
     @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
@@ -92,16 +92,16 @@ def dali(folder):
     pipe.build()
     size = pipe.epoch_size("reader")
 
-    def make_pass():
+    def run_pass():
         for _ in range(-(-size // BATCH)):
             pipe.run()
         return -(-size // BATCH) * BATCH
 
-    return make_pass
+    return run_pass
 
 
 def ffcv(folder, mode, workers=1):
-    """ffcv on the 256 px images of FOLDER/pixels.npz, as JPEGs of quality 90 or raw."""
+    """Build ffcv on the 256 px images of FOLDER/pixels.npz, as JPEGs of quality 90 or raw."""
     import numpy as np
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
@@ -109,7 +109,7 @@ def ffcv(folder, mode, workers=1):
     from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
     from ffcv.writer import DatasetWriter
 
-    with np.load(f"{folder}/pixels.npz") as file:  # the writer forks, so nothing is to be read later
+    with np.load(f"{folder}/pixels.npz") as file:  # read everything now: the writer forks
         pixels = [file[name] for name in file.files]
     beton = f"{folder}/{mode}.beton"
 
@@ -132,8 +132,8 @@ def ffcv(folder, mode, workers=1):
     return lambda: sum(len(batch) for batch, _ in loader)
 
 
-def ours(folder, words=(), workers=0, train=True, to_loop=False):
-    """This package; `to_loop`: the float32 batches of the training loop, else uint8 as they leave a worker."""
+def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
+    """Build the loader of this package; it returns float32 batches if `to_loop`, else the uint8 output of a worker."""
     import torch
 
     from distribuuuu.config import load_cfg
@@ -143,18 +143,20 @@ def ours(folder, words=(), workers=0, train=True, to_loop=False):
     from distribuuuu.launch.host import tune_malloc
 
     tune_malloc()
-    words = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
-             "TEST.BATCH_SIZE", BATCH, *words]  # fmt: skip
-    loader = build_loader(load_cfg(None, [str(word) for word in words]), Launch("alone"), torch.device("cpu"), train)
+    overrides = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
+                 "TEST.BATCH_SIZE", BATCH, *overrides]  # fmt: skip
+    loader = build_loader(
+        load_cfg(None, [str(value) for value in overrides]), Launch("alone"), torch.device("cpu"), train
+    )
     epochs = iter(range(10**6))
 
-    def make_pass():
+    def run_pass():
         if train:
             loader.sampler.set_position(1, next(epochs), 0)
         in_worker = (collate([loader.samples[position] for position in positions]) for positions in loader.sampler)
         return sum(len(batch[0]) for batch in (loader if to_loop else in_worker))
 
-    return make_pass
+    return run_pass
 
 
 def _files(folder):
@@ -168,21 +170,21 @@ def _files(folder):
 
 
 def main() -> None:
-    """Warm up, then make a pass for each line."""
+    """Run the warm-up pass, then one pass for each line."""
     warnings.simplefilter("ignore")
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     import torch
 
     if arguments.pop("one_core", False):
         torch.set_num_threads(1)
-    make_pass = globals()[name](**arguments)
-    make_pass()
+    run_pass = globals()[name](**arguments)
+    run_pass()
     print("ready", flush=True)
     for _ in sys.stdin:
         cpu, wall = time.process_time(), time.perf_counter()
-        images = make_pass()
-        taken = {"images": images, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
-        print(json.dumps(taken), flush=True)
+        images = run_pass()
+        measurement = {"images": images, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+        print(json.dumps(measurement), flush=True)
 
 
 if __name__ == "__main__":

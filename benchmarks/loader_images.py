@@ -1,4 +1,4 @@
-"""Make JPEGs that cost as much to read as photographs: ImageNet's sizes, 100 KB on average, and its share of detail."""
+"""Synthetic JPEGs with the decoding cost of photographs: ImageNet's sizes, 100 KB on average, a natural spectrum."""
 
 import numpy as np
 from PIL import Image
@@ -7,7 +7,7 @@ SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (640, 480), (400, 300))
 
 
 def make_jpegs(root, num: int) -> None:
-    """Write root/train/CLASS/NUMBER.jpg and the same files in root/val: ten classes, the same images each time."""
+    """Write `num` images in ten classes to root/train/CLASS/NUMBER.jpg and root/val, deterministically."""
     random = np.random.default_rng(0)
     for number in range(num):
         width, height = SIZES[number % len(SIZES)]
@@ -23,10 +23,10 @@ def make_jpegs(root, num: int) -> None:
             image.save(folder / f"{number:05d}.jpg", quality=95)
 
 
-def _noise(random: np.random.Generator, height: int, width: int, fall: float) -> np.ndarray:
-    """Return noise whose amplitude falls with frequency ** fall, as in photographs; mean 0, deviation 1."""
+def _noise(random: np.random.Generator, height: int, width: int, exponent: float) -> np.ndarray:
+    """Return noise with amplitude 1 / frequency ** exponent, as in photographs; mean 0, standard deviation 1."""
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1
-    spectrum = np.fft.rfft2(random.standard_normal((height, width))) / frequency**fall
+    spectrum = np.fft.rfft2(random.standard_normal((height, width))) / frequency**exponent
     noise = np.fft.irfft2(spectrum, s=(height, width))
     return (noise - noise.mean()) / noise.std()

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure what our training loop costs over a bare PyTorch loop: same model, same batch in memory, same optimizer.
+"""Overhead of our training loop over a bare PyTorch loop: same model, same batch in memory, same optimizer.
 
-Ours is `train_epoch` with its real meter, log, checkpoints, learning rate and seeding, on epochs of 30 steps with one
-line of log each; only the loader is replaced. The bare loop is zero_grad, forward, loss, backward, step. Both take
-turns on the same model and optimizer in one process, in short blocks, next to a control (the bare loop again), and
-that is repeated in fresh processes, because the speed of a tiny model jumps from one process to the next.
+Ours is `train_epoch` with metrics, log, checkpoints, learning rate and seeding, on epochs of 30 steps with one log line
+each; only the loader is replaced. The bare loop is zero_grad, forward, loss, backward, step. The loops and a control
+(the bare loop again) alternate in short blocks in one process, on the same model and optimizer. The measurement is
+repeated in new processes, because the speed of a small model varies between processes.
 
-With --features the steps of both compute in bfloat16, accumulate two micro-batches, clip the gradients and average the
-weights; the bare loop does so with torch's own calls.
+With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
+the bare loop uses the functions of torch directly.
 """
 
 import argparse
@@ -44,12 +44,12 @@ STEPS = 30
 CLASSES = 10
 WARM_UP_ROUNDS = 3
 FEATURES = "TRAIN.AMP bf16 EMA.HALF_LIFE 10000 EMA.RAMP_UP 0 OPTIM.CLIP_NORM 1"
-# The most that our step may take, in bare steps.
+# Maximum duration of our step relative to a bare step, by number of processes.
 BARS = {1: 1.05, 2: 1.10}
 
 
 class MemoryLoader:
-    """One batch over and over, behind the part of TrainLoader that the training loop uses."""
+    """A loader that repeats one batch, with the interface of TrainLoader that the training loop uses."""
 
     num_steps = STEPS
 
@@ -80,16 +80,16 @@ def build_memory_run(cfg, loader) -> Run:
 
 
 def make_cfg(args: argparse.Namespace, out_dir: str):
-    """Return the config of the run; its learning rate is so low that the weights, and so the speed, stay the same."""
-    words = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} "
-    words += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
-    words += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
-    words += FEATURES if args.features else ""
-    return load_cfg(None, words.split())
+    """Return the config of the run; the tiny learning rate keeps the weights, and so the speed, constant."""
+    overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} "
+    overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
+    overrides += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
+    overrides += FEATURES if args.features else ""
+    return load_cfg(None, overrides.split())
 
 
 def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]], RunLog]:
-    """Return the blocks to time, by name, each a function of STEPS steps; and the log that ours writes."""
+    """Return the loops by name, each a function that runs STEPS steps, and the log of ours."""
     size, batch_size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.arange(batch_size, device=device) % CLASSES
@@ -119,7 +119,7 @@ def run_bare(
     images: torch.Tensor,
     labels: torch.Tensor,
 ) -> None:
-    """Take STEPS steps with nothing around them."""
+    """Run STEPS bare training steps."""
     model.train()
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -136,7 +136,7 @@ def run_bare_features(
     images: torch.Tensor,
     labels: torch.Tensor,
 ) -> None:
-    """Take STEPS steps with what FEATURES say and nothing around them."""
+    """Run STEPS bare training steps with the options of FEATURES."""
     model.train()
     bare = getattr(model, "module", model)
     averages, currents = list(average.parameters()), list(bare.parameters())
@@ -145,11 +145,11 @@ def run_bare_features(
     counts = [[buffer for buffer in net.buffers() if not buffer.is_floating_point()] for net in (average, bare)]
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for quiet in (
+        for no_sync in (
             model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext(),
             contextlib.nullcontext(),
         ):
-            with quiet:
+            with no_sync:
                 with torch.autocast(images.device.type, torch.bfloat16):
                     logits = model(images)
                 (criterion(logits, labels) / 2).backward()
@@ -160,13 +160,11 @@ def run_bare_features(
             torch._foreach_copy_(*counts)
 
 
-def time_blocks(
-    loops: dict[str, Callable[[], None]], max_num_batches: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Return the seconds of each block: every round runs each loop once, beginning with another one."""
+def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of each block; each round runs every loop once, starting with a different one."""
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     names = list(loops)
-    for number in range(WARM_UP_ROUNDS + max_num_batches):
+    for number in range(WARM_UP_ROUNDS + num_blocks):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
             start = time.perf_counter()
@@ -179,11 +177,11 @@ def time_blocks(
 
 
 def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
-    """Be one process of one launch; the first writes the median milliseconds of a step of each loop."""
+    """Run one process of one launch; rank 0 writes the median milliseconds per step of each loop."""
     torch.set_num_threads(args.threads)
     launch = Launch("benchmark", rank, rank, num_processes, "127.0.0.1", args.port)
     device = pick_device(rank)
-    # As in a batch job: the log goes to a file.
+    # The log is written to a file, as in a batch job.
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
         with process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
@@ -198,7 +196,7 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 
 
 def measure(num_processes: int, args: argparse.Namespace) -> None:
-    """Launch, print each launch's medians, then the median ratio over the launches and whether it is below the bar."""
+    """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\nlaunch   bare ms   ours ms   ratio   control")
     ratios, controls = [], []
     for number in range(args.launches):
@@ -222,10 +220,10 @@ def main() -> None:
     parser.add_argument("--arch", default="resnet8", help="MODEL.ARCH")
     parser.add_argument("--batch", type=int, default=8, help="images per process and step")
     parser.add_argument("--im-size", type=int, default=32, help="side of the images in pixels")
-    parser.add_argument("--launches", type=int, default=5, help="fresh starts per number of processes")
+    parser.add_argument("--launches", type=int, default=5, help="launches per number of processes")
     parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
-    parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, clipping and an average")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
     args = parser.parse_args()
     print(describe_run())
     print(

@@ -1,17 +1,16 @@
-"""Mixed precision: autocast and loss scaling are two short classes, and fp16 does not learn without the second.
+"""Mixed precision by hand: autocast and loss scaling, without which fp16 training fails.
 
-Products tolerate 16 bits, sums and logarithms less, and weights stay in fp32 or small updates are rounded away. So
-autocast is a table: for these functions cast the inputs down, for those up, leave the rest. bf16 has the exponent of
-fp32 and needs nothing more. fp16 ends at 6e-8: smaller gradients become zero. So the loss is multiplied by a large
-power of two before the backward pass and the gradients divided by it after; where the scale is too large it shows as
-inf, the step is skipped and the scale halved; after some clean steps it is doubled (Micikevicius et al., 2018, Mixed
-Precision Training). The loss here has a weight of 1e-5, as an auxiliary loss might: Adam does not mind, fp16 does.
+Matrix products tolerate 16 bits; sums and logarithms need more. The weights stay in fp32, or small updates are lost.
+Autocast is a table: cast the inputs of some functions down, of others up, and leave the rest unchanged. bf16 has the
+exponent range of fp32 and needs nothing else. In fp16 gradients below 6e-8 become zero. Therefore the loss is
+multiplied by a large power of two before the backward pass, and the gradients are divided by it afterwards. If the
+scale is too large, gradients are inf: the step is skipped and the scale halved. After several finite steps it is
+doubled (Micikevicius et al., 2018, Mixed Precision Training). The loss here has weight 1e-5, like an auxiliary loss.
 
 Run:
     python tutorial/amp.py
 Look at:
-    The share of gradients that each format loses, the scale that finds its own height (x: step skipped), and the last
-    table: fp16 without scaling is the one that stays behind.
+    The share of zero gradients per format; the scale over the steps; the last table: only fp16 without scaling fails.
 """
 
 from contextlib import nullcontext
@@ -23,21 +22,21 @@ from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOSS_WEIGHT, STEPS, BATCH = 1e-5, 30, 128
-FIRST_SCALE, GROWTH_INTERVAL = 2.0**40, 8  # 2**16 and 2000 in real life; so 30 steps show it fall and rise
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**40, 8  # defaults: 2**16 and 2000; changed so that 30 steps show both
 
 
 class Autocast(TorchFunctionMode):
-    """Cast the inputs of some functions: products down, what takes logarithms or sums up, the others not at all."""
+    """Cast inputs: matrix products to 16 bits, losses to fp32, all other functions unchanged."""
 
-    down = {F.linear, F.conv2d, torch.matmul}
-    up = {F.cross_entropy, F.mse_loss}  # torch has a hundred more, on CUDA softmax and the norms among them
+    to_16_bits = {F.linear, F.conv2d, torch.matmul}
+    to_fp32 = {F.cross_entropy, F.mse_loss}  # torch lists about 100 more, such as softmax and norms on CUDA
 
     def __init__(self, dtype):
         super().__init__()
         self.dtype, self.calls = dtype, []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        dtype = self.dtype if func in self.down else torch.float32 if func in self.up else None
+        dtype = self.dtype if func in self.to_16_bits else torch.float32 if func in self.to_fp32 else None
         if dtype:
             args = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
         out = func(*args, **(kwargs or {}))
@@ -46,9 +45,9 @@ class Autocast(TorchFunctionMode):
 
 
 class Scaler:
-    """Dynamic loss scaling: on inf skip the step and halve the factor, after GROWTH_INTERVAL clean steps double it."""
+    """Dynamic loss scaling: on inf skip the step and halve the scale; double it after GROWTH_INTERVAL finite steps."""
 
-    factor, clean_steps = FIRST_SCALE, 0
+    factor, finite_steps = FIRST_SCALE, 0
 
     def scale(self, loss):
         return loss * self.factor
@@ -60,10 +59,10 @@ class Scaler:
             optimizer.step()
 
     def update(self):
-        self.clean_steps = 0 if self.overflow else (self.clean_steps + 1) % GROWTH_INTERVAL
+        self.finite_steps = 0 if self.overflow else (self.finite_steps + 1) % GROWTH_INTERVAL
         if self.overflow:
             self.factor /= 2
-        elif self.clean_steps == 0:
+        elif self.finite_steps == 0:
             self.factor *= 2
 
     def get_scale(self):
@@ -71,10 +70,10 @@ class Scaler:
 
 
 def build_data(count=1024):
-    """Return (vectors, labels): ten patterns under noise."""
-    draw = torch.Generator().manual_seed(0)
-    patterns, labels = torch.randn(10, 256, generator=draw), torch.randint(10, (count,), generator=draw)
-    return (patterns[labels] + torch.randn(count, 256, generator=draw)).to(DEVICE), labels.to(DEVICE)
+    """Return synthetic (vectors, labels): ten patterns plus noise."""
+    rng = torch.Generator().manual_seed(0)
+    patterns, labels = torch.randn(10, 256, generator=rng), torch.randint(10, (count,), generator=rng)
+    return (patterns[labels] + torch.randn(count, 256, generator=rng)).to(DEVICE), labels.to(DEVICE)
 
 
 def build_mlp():
@@ -84,7 +83,7 @@ def build_mlp():
 
 
 def gradients(context, scale=1):
-    """Return the gradients of the first step, with the loss multiplied by `scale`, as one vector."""
+    """Return the gradients of the first step as one vector, with the loss multiplied by `scale`."""
     model, (images, labels) = build_mlp(), build_data(BATCH)
     with context:
         loss = scale * LOSS_WEIGHT * F.cross_entropy(model(images), labels)
@@ -93,14 +92,14 @@ def gradients(context, scale=1):
 
 
 def train(autocast, scaler=None):
-    """Return (weights as one vector, scale before and after each step, loss, top-1 in percent)."""
+    """Return (weights as one vector, scale before and after each step, loss, top-1 accuracy in %)."""
     model, (images, labels), scaler = build_mlp(), build_data(), scaler or torch.amp.GradScaler(enabled=False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)  # eps far below such gradients
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)  # eps must be far below the gradients
     scales = [scaler.get_scale()]
     for first in range(0, STEPS * BATCH, BATCH):
-        chosen = torch.arange(first, first + BATCH, device=DEVICE) % len(images)
+        indices = torch.arange(first, first + BATCH, device=DEVICE) % len(images)
         with autocast:
-            loss = LOSS_WEIGHT * F.cross_entropy(model(images[chosen]), labels[chosen])
+            loss = LOSS_WEIGHT * F.cross_entropy(model(images[indices]), labels[indices])
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -113,13 +112,13 @@ def train(autocast, scaler=None):
 
 def main():
     torch.set_num_threads(1)
-    print("format     largest  smallest  next after 1   loss x   gradients lost   autocast by hand: the last calls")
+    print("format     largest  smallest  next after 1    scale   zero gradients   autocast by hand, last calls")
     exact = gradients(nullcontext())
     for dtype, scale in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float16, 2**16)):
         info, by_hand = torch.finfo(dtype), Autocast(dtype)
-        found = gradients(by_hand, scale)
-        assert found.equal(gradients(torch.autocast(DEVICE.type, dtype), scale))
-        lost = (found == 0)[exact != 0].float().mean()
+        ours = gradients(by_hand, scale)
+        assert ours.equal(gradients(torch.autocast(DEVICE.type, dtype), scale))
+        lost = (ours == 0)[exact != 0].float().mean()
         numbers = (
             f"{info.max:>8.1e}{info.smallest_normal * info.eps:>10.1e}{1 + info.eps:>14.7f}{scale:>9}{lost:>17.1%}"
         )
@@ -134,16 +133,17 @@ def main():
         "fp16, GradScaler": train(torch.autocast(DEVICE.type, torch.float16), library),
     }
     weights, scales, *_ = runs["fp16, scaled by hand"]
-    track = [f"{torch.tensor(old).log2():.0f}{'x' * (new < old)}" for old, new in zip(scales, scales[1:], strict=False)]
-    print(f"\nlog2 of the scale at each step: {' '.join(track)}\n\nafter {STEPS} steps           loss      top-1")
+    pairs = zip(scales, scales[1:], strict=False)
+    history = [f"{torch.tensor(old).log2():.0f}{'x' * (new < old)}" for old, new in pairs]
+    print(f"\nlog2(scale) per step, x = skipped: {' '.join(history)}\n\nafter {STEPS} steps           loss      top-1")
     for name, (_, _, loss, top1) in runs.items():
         print(f"{name:<22}{loss:8.4f}{top1:9.1f} %")
 
     assert weights.equal(runs["fp16, GradScaler"][0]) and scales == runs["fp16, GradScaler"][1]
     behind = {name: runs["fp32"][3] - top1 for name, (_, _, _, top1) in runs.items()}
     assert behind["bf16"] < 1 and behind["fp16, scaled by hand"] < 1 and behind["fp16"] > 10, behind
-    points = f"{behind['fp16']:.0f} points behind fp32 unscaled, {behind['fp16, scaled by hand']:.0f} scaled"
-    print(f"ok: autocast and scaler by hand equal torch's bit for bit over {STEPS} steps; fp16 is {points}")
+    gap = f"{behind['fp16']:.0f} points below fp32 without scaling, {behind['fp16, scaled by hand']:.0f} with"
+    print(f"ok: autocast and scaler by hand bitwise equal torch over {STEPS} steps; fp16 is {gap}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Collectives: write what the ranks hold as a table, and every operation is one line of indexing.
+"""Collective communication: each operation is one line of indexing on a table with one row per rank.
 
-Rank r holds row r: (1, 2, 3, 4) x 10^r, printed as a1 a2 a3 a4 for rank 0, b1 b2 b3 b4 for rank 1 and so on; ab1 is
-a1 + b1, Σ1 the sum of all. Each line of OPERATIONS says what becomes of the table, and results are held against it.
-All make the same calls in the same order, or hang. Object versions pickle: no strangers' data. From the MPI standard.
+Rank r holds row r: (1, 2, 3, 4) x 10^r, printed as a1 a2 a3 a4 for rank 0, b1 b2 b3 b4 for rank 1 and so on. ab1 is
+a1 + b1, and Σ1 is the sum over all ranks. Each entry of OPERATIONS gives the expected result as indexing on the table.
+All ranks must make the same calls in the same order, or they hang. Object collectives use pickle: trusted data only.
 
 Run:
     torchrun --standalone --nproc_per_node=4 tutorial/collectives.py
 Also:
     torchrun --standalone --nproc_per_node=4 tutorial/collectives.py --matrix
 Look at:
-    reduce_scatter then all_gather is all_reduce, which lesson 4 is built on. A dot is neither read nor filled.
+    reduce_scatter followed by all_gather equals all_reduce (see lesson 4). A dot is a value neither read nor written.
 """
 
 import os
@@ -20,24 +20,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-LIMIT, WHOLE, ROW, COLUMN = timedelta(seconds=10), (lambda x: x), (lambda x: x[:1]), (lambda x: x[:, :1])
-OPERATIONS = {  # name: what it does, the part of the table that it reads, and what it makes of that part
-    "broadcast": ("copy row 0 to all", ROW, lambda x, n: x.expand(n, n)),
-    "scatter": ("stand row 0 up", ROW, lambda x, n: x.T),
-    "gather": ("lay column 0 down", COLUMN, lambda x, n: x.T),
-    "reduce": ("sum the rows for rank 0", WHOLE, lambda x, n: x.sum(0, keepdim=True)),
-    "reduce_scatter": ("stand the sum up", WHOLE, lambda x, n: x.sum(0, keepdim=True).T),
-    "all_gather": ("copy column 0 to all", COLUMN, lambda x, n: x.T.expand(n, n)),
-    "all_reduce": ("sum the rows for all", WHOLE, lambda x, n: x.sum(0).expand(n, n)),
-    "all_to_all": ("transpose", WHOLE, lambda x, n: x.T),
-    "send_recv": ("move the rows by one", WHOLE, lambda x, n: x.roll(1, 0)),
-    "barrier": ("move nothing", WHOLE, lambda x, n: x),
-    "groups": ("sum in {0, 1} and in {2, 3}", WHOLE, lambda x, n: x.view(2, 2, n).sum(1).repeat_interleave(2, 0)),
+TIMEOUT, TABLE, ROW, COLUMN = timedelta(seconds=10), (lambda x: x), (lambda x: x[:1]), (lambda x: x[:, :1])
+OPERATIONS = {  # name: (description, the part of the table that it reads, the result)
+    "broadcast": ("each row = row 0", ROW, lambda x, n: x.expand(n, n)),
+    "scatter": ("row 0 to column 0", ROW, lambda x, n: x.T),
+    "gather": ("column 0 to row 0", COLUMN, lambda x, n: x.T),
+    "reduce": ("row 0 = sum of rows", TABLE, lambda x, n: x.sum(0, keepdim=True)),
+    "reduce_scatter": ("column 0 = sum of rows", TABLE, lambda x, n: x.sum(0, keepdim=True).T),
+    "all_gather": ("each row = column 0", COLUMN, lambda x, n: x.T.expand(n, n)),
+    "all_reduce": ("each row = sum of rows", TABLE, lambda x, n: x.sum(0).expand(n, n)),
+    "all_to_all": ("transpose", TABLE, lambda x, n: x.T),
+    "send_recv": ("shift the rows by one", TABLE, lambda x, n: x.roll(1, 0)),
+    "barrier": ("no change", TABLE, lambda x, n: x),
+    "groups": ("sums in {0, 1} and {2, 3}", TABLE, lambda x, n: x.view(2, 2, n).sum(1).repeat_interleave(2, 0)),
 }
 
 
 def perform(name, row, n, rank, group):
-    """Make one call with this rank's row; return the row that this rank has afterwards."""
+    """Call one collective with this rank's row; return this rank's row after it."""
     out = row.clone() if name in ("broadcast", "reduce", "all_reduce", "groups", "barrier") else torch.zeros_like(row)
     match name:
         case "broadcast":
@@ -48,7 +48,7 @@ def perform(name, row, n, rank, group):
             dist.gather(row[:1], list(out.split(1)) if rank == 0 else None, dst=0, group=group)
         case "reduce":
             dist.reduce(out, dst=0, group=group)
-            out *= rank == 0  # elsewhere the buffer was scratch space: never read it
+            out *= rank == 0  # undefined on the other ranks
         case "reduce_scatter":
             dist.reduce_scatter_tensor(out[:1], row, group=group)
         case "all_gather":
@@ -64,87 +64,87 @@ def perform(name, row, n, rank, group):
         case "barrier":
             dist.barrier(group)
         case "groups":
-            groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # everybody makes both: new_group is a collective
+            groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # new_group is a collective: all ranks call it
             dist.all_reduce(out, group=groups[rank // 2])
     return out
 
 
 def check(name, n, rank, device, group=None):
-    """Perform an operation on the table; return the tables before and after, once our row is found to be right."""
-    _, reads, meaning = OPERATIONS[name]
-    part = reads(torch.arange(1, n + 1) * 10 ** torch.arange(n)[:, None])
-    before, after = (torch.nn.functional.pad(x, (0, n - x.shape[1], 0, n - len(x))) for x in (part, meaning(part, n)))
+    """Perform an operation and check this rank's row; return the expected tables before and after."""
+    _, select, compute = OPERATIONS[name]
+    part = select(torch.arange(1, n + 1) * 10 ** torch.arange(n)[:, None])
+    before, after = (torch.nn.functional.pad(x, (0, n - x.shape[1], 0, n - len(x))) for x in (part, compute(part, n)))
     row = perform(name, before[rank].to(device), n, rank, group).cpu()
-    assert torch.equal(row, after[rank]), f"{name} gave rank {rank} {row.tolist()}, not {after[rank].tolist()}"
+    assert torch.equal(row, after[rank]), f"{name}: rank {rank} got {row.tolist()}; expected {after[rank].tolist()}"
     return before, after
 
 
-def draw(name, before, after):
+def format_tables(name, before, after):
     """Return the two tables side by side, five lines of 39 characters."""
 
-    def write(value):
+    def cell(value):
         digits = f"{value:04d}"[::-1]  # digit r comes from rank r
-        who = "".join(letter for letter, digit in zip("abcd", digits, strict=True) if digit != "0")
-        return f"{who.replace('abcd', 'Σ') + max(digits) if who else '·':4}"
+        ranks = "".join(letter for letter, digit in zip("abcd", digits, strict=True) if digit != "0")
+        return f"{ranks.replace('abcd', 'Σ') + max(digits) if ranks else '·':4}"
 
-    rows = ["→ ".join("".join(map(write, row)) for row in pair) for pair in torch.stack([before, after], 1).tolist()]
+    rows = ["→ ".join("".join(map(cell, row)) for row in pair) for pair in torch.stack([before, after], 1).tolist()]
     return [f"{line:39}" for line in (f"{name}: {OPERATIONS[name][0]}", *rows)]
 
 
-def show_pictures(n, rank, device, say):
-    """Perform every operation once, and draw it."""
-    assert n == 4, f"the two groups and the letters are those of 4 ranks, not of {n} (--matrix takes others)"
+def show_tables(n, rank, device, log):
+    """Perform every operation once and print its tables."""
+    assert n == 4, f"needs 4 ranks, got {n} (--matrix accepts other numbers)"
     names = [name for name in OPERATIONS if name not in ("send_recv", "barrier")]
-    pictures = [draw(name, *check(name, n, rank, device)) for name in names]
+    tables = [format_tables(name, *check(name, n, rank, device)) for name in names]
     for start in range(0, len(names), 3):
-        say("\n".join("".join(line).rstrip() for line in zip(*pictures[start : start + 3], strict=True)) + "\n")
-    unit, own, stamps = [{"nap_s": 0.1} if rank == 0 else None], [None], [None] * n
-    dist.broadcast_object_list(unit, src=0)
-    dist.scatter_object_list(own, [{"naps": r} for r in range(n)] if rank == 0 else None, src=0)
-    time.sleep(unit[0]["nap_s"] * own[0]["naps"])
-    came = time.monotonic()  # one clock for all processes of a machine
+        log("\n".join("".join(line).rstrip() for line in zip(*tables[start : start + 3], strict=True)) + "\n")
+    config, own, times = [{"delay_s": 0.1} if rank == 0 else None], [None], [None] * n
+    dist.broadcast_object_list(config, src=0)
+    dist.scatter_object_list(own, [{"rank": r} for r in range(n)] if rank == 0 else None, src=0)
+    time.sleep(config[0]["delay_s"] * own[0]["rank"])
+    arrived = time.monotonic()  # the same clock in all processes
     dist.barrier()
-    dist.all_gather_object(stamps, (came, time.monotonic()))
-    all_came, all_left = zip(*stamps, strict=True)
-    assert min(all_left) >= max(all_came)
-    say(f"objects, barrier: all got {unit[0]}, the last came {max(all_came) - min(all_came):.1f} s late, all waited")
-    say(f"ok: {len(names)} operations gave each of {n} ranks the row that indexing the table predicts")
+    dist.all_gather_object(times, (arrived, time.monotonic()))
+    all_arrived, all_left = zip(*times, strict=True)
+    assert min(all_left) >= max(all_arrived)
+    log(f"objects: all got {config[0]}; barrier: the last rank was {max(all_arrived) - min(all_arrived):.1f} s late")
+    log(f"ok: {len(names)} operations gave each of {n} ranks the row predicted by indexing")
 
 
 def probe(name, backend, kind, n, rank, device):
-    """Return what the matrix says of one operation, backend and device: found by trying, on all ranks."""
+    """Try one operation on all ranks; return its cell of the matrix."""
     if not dist.is_backend_available(backend):
         return "not built"
     if torch.cuda.device_count() < n and (backend, kind) != ("gloo", "cpu"):
-        return "no cards"
-    votes, works = [None] * n, True
+        return "no GPUs"
+    results, works = [None] * n, True
     try:
-        check(name, n, rank, device if kind == "cuda" else "cpu", dist.new_group(backend=backend, timeout=LIMIT))
+        check(name, n, rank, device if kind == "cuda" else "cpu", dist.new_group(backend=backend, timeout=TIMEOUT))
     except (RuntimeError, ValueError, AssertionError):
         works = False
-    dist.all_gather_object(votes, works)
-    return "yes" if all(votes) else "no"
+    dist.all_gather_object(results, works)
+    return "yes" if all(results) else "no"
 
 
-def show_matrix(n, rank, device, say):
-    """Draw the table of what works on this machine."""
+def show_matrix(n, rank, device, log):
+    """Print which operations work with each backend and device on this machine."""
     columns = [(backend, kind) for backend in ("gloo", "nccl", "mpi") for kind in ("cpu", "cuda")]
-    say(f"{f'{n} ranks':15}" + "".join(f"{f'{backend} {kind}':12}" for backend, kind in columns).rstrip())
+    log(f"{f'{n} ranks':15}" + "".join(f"{f'{backend} {kind}':12}" for backend, kind in columns).rstrip())
     for name in list(OPERATIONS)[:-1]:
         cells = [probe(name, *column, n, rank, device) for column in columns]
-        assert cells[0] == "yes", f"gloo on the CPU did not {name}"
-        say(f"{name:15}" + "".join(f"{cell:12}" for cell in cells).rstrip())
-    say("ok: gloo on the CPU gave the right numbers on every rank in every operation")
+        assert cells[0] == "yes", f"{name} failed with gloo on the CPU"
+        log(f"{name:15}" + "".join(f"{cell:12}" for cell in cells).rstrip())
+    log("ok: with gloo on the CPU every operation gave the correct result on every rank")
 
 
 if __name__ == "__main__":
     rank, n = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    cuda, show = torch.cuda.device_count() >= n, show_matrix if "--matrix" in sys.argv else show_pictures
+    cuda, show = torch.cuda.device_count() >= n, show_matrix if "--matrix" in sys.argv else show_tables
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    nccl = cuda and show is show_pictures  # the matrix collects its votes with gloo
+    nccl = cuda and show is show_tables  # the matrix gathers its results with gloo
     dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
     show(n, rank, device, print if rank == 0 else lambda *_: None)
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()

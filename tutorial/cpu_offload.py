@@ -1,14 +1,14 @@
-"""CPU offload: the card holds what the next layer needs, the host the rest; same weights, paid for on the bus.
+"""CPU offload: optimizer state, parameters and activations in host memory, with equal weights and more bus traffic.
 
-The optimizer's state is touched once a step: it can live on the host and the step run there, if gradients go down
-and parameters up (Ren et al., 2021, ZeRO-Offload). Parameters can too, fetched one layer early, so that copying and
-computing overlap, and dropped after use (Rajbhandari et al., 2021, ZeRO-Infinity); and activations, by the hooks behind
-torch.autograd.graph.save_on_cpu. Without a GPU the card is simulated: it owns what is made inside `with machine`.
+The optimizer state is used once per step. It can stay on the host, and the step runs there: gradients are copied to the
+host and parameters to the GPU (Ren et al., 2021, ZeRO-Offload). Parameters can stay on the host too: each layer is
+prefetched, so that copies overlap with compute, and freed after use (Rajbhandari et al., 2021, ZeRO-Infinity).
+Activations use the hooks of torch.autograd.graph.save_on_cpu. Without a GPU it is simulated: memory is only counted.
 
 Run:
     python tutorial/cpu_offload.py
 Look at:
-    Row by row the card holds less and the bus carries more. Every layer is fetched before the one before it runs.
+    Row by row, less memory on the GPU and more bus traffic. Every layer is fetched before the previous layer runs.
 """
 
 import time
@@ -22,128 +22,128 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-REAL, DEVICE, CARD = (True, "cuda", torch.cuda) if torch.cuda.is_available() else (False, "cpu", torch.cpu)
-COPIES = CARD.Stream()  # torch.cpu has streams too, which do nothing
+HAS_GPU, DEVICE, ACCELERATOR = (True, "cuda", torch.cuda) if torch.cuda.is_available() else (False, "cpu", torch.cpu)
+COPY_STREAM = ACCELERATOR.Stream()  # streams of torch.cpu do nothing
 STEPS, BATCH, WIDTH, LAYERS = 5, 512, 256, 6
-SAVED = 2 * LAYERS + 2  # activations that autograd saves: a Linear's input, a ReLU's output, both inputs of the loss
+SAVED = 2 * LAYERS + 2  # saved activations: inputs of Linear, outputs of ReLU, both inputs of the loss
 
 
-class Machine(TorchDispatchMode):
-    """A card and its bus: bytes alive on the card, their peak, bytes copied, the order of events."""
+class TransferMeter(TorchDispatchMode):
+    """Bytes allocated on the GPU, their peak, bytes copied over the bus, the order of events."""
 
-    alive, peak, bus, events = 0, 0, 0, ()
+    allocated, peak, bus, events = 0, 0, 0, ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        old = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.device.type == DEVICE and x.untyped_storage()._cdata not in old:
-                self.book(x.nbytes)
-                weakref.finalize(x.untyped_storage(), self.book, -x.nbytes)
+            if isinstance(x, torch.Tensor) and x.device.type == DEVICE and x.untyped_storage()._cdata not in known:
+                self.count(x.nbytes)
+                weakref.finalize(x.untyped_storage(), self.count, -x.nbytes)
         return out
 
-    def book(self, nbytes):
-        self.alive, self.peak = self.alive + nbytes, max(self.peak, self.alive + nbytes)
+    def count(self, nbytes):
+        self.allocated, self.peak = self.allocated + nbytes, max(self.peak, self.allocated + nbytes)
 
     def copy(self, source, target):
-        """Copy between card and host on the stream for copies, behind what the card has been told to do so far."""
+        """Copy between GPU and host on the copy stream, after all work queued on the GPU so far."""
         self.bus += source.nbytes
-        COPIES.wait_stream(CARD.current_stream())
+        COPY_STREAM.wait_stream(ACCELERATOR.current_stream())
         if source.is_cuda:
-            source.record_stream(COPIES)  # once freed, its memory is not used again before the copy is done
-        with CARD.stream(COPIES):
+            source.record_stream(COPY_STREAM)  # its memory is not reused before the copy is done
+        with ACCELERATOR.stream(COPY_STREAM):
             return target.copy_(source, non_blocking=True)
 
 
 class Layer:
-    """A layer whose weight lives on the host; what was fetched for forward is dropped, or `stays` for backward."""
+    """A layer with its weight on the host; after forward the GPU copy is freed unless `stays`."""
 
-    def __init__(self, linear, layers, machine, stays):
-        self.card, self.index, self.layers, self.machine = linear.weight.data, len(layers), layers, machine
-        self.home, self.gradient = torch.empty(2, WIDTH, WIDTH, pin_memory=REAL)
-        self.home.copy_(self.card)
-        self.drop()
+    def __init__(self, linear, layers, meter, stays):
+        self.on_gpu, self.index, self.layers, self.meter = linear.weight.data, len(layers), layers, meter
+        self.on_host, self.gradient = torch.empty(2, WIDTH, WIDTH, pin_memory=HAS_GPU)
+        self.on_host.copy_(self.on_gpu)
+        self.free()
         linear.register_forward_pre_hook(lambda *_: self.run(self.index + 1))
-        linear.register_forward_hook(lambda *_: None if stays else self.drop())
+        linear.register_forward_hook(lambda *_: None if stays else self.free())
         linear.register_full_backward_pre_hook(lambda *_: self.run(self.index - 1))
         linear.weight.register_post_accumulate_grad_hook(self.send_gradient)
 
     def run(self, following):
-        """Have the weight on the card, and ask for that of the layer that follows."""
+        """Fetch the weight of this layer, if needed, and prefetch that of the following layer."""
         for layer in (self, *self.layers[following : following + 1]):
-            if layer.card.untyped_storage().nbytes() == 0:
-                layer.card.untyped_storage().resize_(layer.card.nbytes)
-                self.machine.book(layer.card.nbytes)
-                self.machine.copy(layer.home, layer.card)
-                self.machine.events += [f"fetch {layer.index}"]
+            if layer.on_gpu.untyped_storage().nbytes() == 0:
+                layer.on_gpu.untyped_storage().resize_(layer.on_gpu.nbytes)
+                self.meter.count(layer.on_gpu.nbytes)
+                self.meter.copy(layer.on_host, layer.on_gpu)
+                self.meter.events += [f"fetch {layer.index}"]
             if layer is self:
-                CARD.current_stream().wait_stream(COPIES)
-        self.machine.events += [f"run {self.index}"]
+                ACCELERATOR.current_stream().wait_stream(COPY_STREAM)
+        self.meter.events += [f"run {self.index}"]
 
-    def drop(self):
-        self.card.untyped_storage().resize_(0)
-        self.machine.book(-self.card.nbytes)
+    def free(self):
+        self.on_gpu.untyped_storage().resize_(0)
+        self.meter.count(-self.on_gpu.nbytes)
 
     def send_gradient(self, weight):
-        self.home.grad, weight.grad = self.machine.copy(weight.grad, self.gradient), None
-        self.drop()
+        self.on_host.grad, weight.grad = self.meter.copy(weight.grad, self.gradient), None
+        self.free()
 
 
-def activations_on_host(machine):
-    """Return hooks that keep on the host what has a row for each example; weights have their own way there."""
-    slots = cycle(torch.empty(SAVED, BATCH, WIDTH, pin_memory=REAL))
+def activations_on_host(meter):
+    """Return hooks that store tensors with BATCH rows on the host; weights are handled by Layer."""
+    buffers = cycle(torch.empty(SAVED, BATCH, WIDTH, pin_memory=HAS_GPU))
 
     def unpack(x):
         if len(x) == BATCH:
-            x = machine.copy(x, torch.empty_like(x, device=DEVICE))
-            CARD.current_stream().wait_stream(COPIES)
+            x = meter.copy(x, torch.empty_like(x, device=DEVICE))
+            ACCELERATOR.current_stream().wait_stream(COPY_STREAM)
         return x
 
-    return saved_tensors_hooks(lambda x: machine.copy(x, next(slots)) if len(x) == BATCH else x, unpack)
+    return saved_tensors_hooks(lambda x: meter.copy(x, next(buffers)) if len(x) == BATCH else x, unpack)
 
 
-def train(way):
-    """Take STEPS steps; return (weights as one tensor, the machine and the milliseconds of the last step)."""
+def train(method):
+    """Take STEPS steps; return (weights as one tensor, meter and milliseconds of the last step)."""
     torch.manual_seed(0)
     layers = []
-    with Machine() as machine:
+    with TransferMeter() as meter:
         x, y = torch.randn(2, BATCH, WIDTH, device=DEVICE)
         model = nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH, False, DEVICE), nn.ReLU())))
-    for linear in model[::2] if way != "nothing" else ():
-        layers.append(Layer(linear, layers, machine, stays=way == "optimizer"))
-    hooks = activations_on_host(machine) if way == "+ activations" else nullcontext()
-    optimizer = torch.optim.Adam([layer.home for layer in layers] or model.parameters())
+    for linear in model[::2] if method != "nothing" else ():
+        layers.append(Layer(linear, layers, meter, stays=method == "optimizer"))
+    hooks = activations_on_host(meter) if method == "+ activations" else nullcontext()
+    optimizer = torch.optim.Adam([layer.on_host for layer in layers] or model.parameters())
     for _ in range(STEPS):
-        start, machine.bus, machine.peak, machine.events = time.perf_counter(), 0, 0, []
-        with machine, hooks:
+        start, meter.bus, meter.peak, meter.events = time.perf_counter(), 0, 0, []
+        with meter, hooks:
             nn.functional.mse_loss(model(x), y).backward()
-        CARD.synchronize()
-        with nullcontext() if layers else machine:
+        ACCELERATOR.synchronize()
+        with nullcontext() if layers else meter:
             optimizer.step()
             optimizer.zero_grad()
     weights = torch.cat([weight.detach().cpu() for weight in optimizer.param_groups[0]["params"]])
-    return weights, machine, (time.perf_counter() - start) * 1e3
+    return weights, meter, (time.perf_counter() - start) * 1e3
 
 
 def main():
     torch.set_num_threads(1)
     size, saved, runs = 4 * LAYERS * WIDTH * WIDTH, 4 * SAVED * BATCH * WIDTH, {}
     bus = {"nothing": 0, "optimizer": 2 * size, "+ parameters": 3 * size, "+ activations": 3 * size + 2 * saved}
-    card = torch.cuda.get_device_name() if REAL else "simulated"
-    print(f"{LAYERS} layers of width {WIDTH}, batch {BATCH}; card: {card}; MB (1e6 bytes)\n")
-    print("on the host     card's peak   on the bus in a step, predicted | counted   ms a step")
-    for way, predicted in bus.items():
-        _, machine, ms = runs[way] = train(way)
-        print(f"{way:<16}{machine.peak / 1e6:>11.2f}{predicted / 1e6:>34.2f} | {machine.bus / 1e6:<7.2f}{ms:>12.1f}")
-        assert machine.bus == predicted, (machine.bus, predicted)
+    gpu = torch.cuda.get_device_name() if HAS_GPU else "simulated"
+    print(f"{LAYERS} layers of width {WIDTH}, batch {BATCH}; GPU: {gpu}; memory and traffic in MB (1e6 bytes)\n")
+    print("on the host     peak on GPU   bus traffic per step, predicted | measured   ms per step")
+    for method, predicted in bus.items():
+        _, meter, ms = runs[method] = train(method)
+        print(f"{method:<16}{meter.peak / 1e6:>11.2f}{predicted / 1e6:>34.2f} | {meter.bus / 1e6:<7.2f}{ms:>14.1f}")
+        assert meter.bus == predicted, (meter.bus, predicted)
     events = runs["+ parameters"][1].events
     forward, backward = ", ".join(events[: 2 * LAYERS]), ", ".join(events[2 * LAYERS :])
     print(f"forward   {forward}\nbackward  {backward}")
     assert all(f"fetch {i}, run {i - 1}" in forward and f"fetch {i - 1}, run {i}" in backward for i in range(1, LAYERS))
-    peaks = [runs[way][1].peak for way in bus]
-    off = max((weights - runs["nothing"][0]).abs().max().item() for weights, _, _ in runs.values())
-    assert off < 1e-5 and peaks == sorted(set(peaks), reverse=True), (off, peaks)
-    print(f"ok: card's peak down to {peaks[-1] / peaks[0]:.0%}, bus as predicted, weights off by {off:.0e}")
+    peaks = [runs[method][1].peak for method in bus]
+    error = max((weights - runs["nothing"][0]).abs().max().item() for weights, _, _ in runs.values())
+    assert error < 1e-5 and peaks == sorted(set(peaks), reverse=True), (error, peaks)
+    print(f"ok: peak on the GPU {peaks[-1] / peaks[0]:.0%}, bus traffic as predicted, weights equal within {error:.0e}")
 
 
 if __name__ == "__main__":

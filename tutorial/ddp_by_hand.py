@@ -1,13 +1,13 @@
-"""DDP by hand: broadcast the weights, hook the gradients, send them in buckets while backward() still runs.
+"""DDP by hand: broadcast the weights, hook the gradients, all-reduce buckets during the backward pass.
 
-DistributedDataParallel works by hooks: each parameter calls back when its gradient is there. Gradients appear from the
-last layer to the first, so buckets are filled in reverse, and a full one starts its all-reduce, hidden behind the rest
-of backward(). Small buckets pay for many messages, one big one hides nothing; DDP's are of 25 MB. (Li et al., 2020.)
+Autograd calls a hook of each parameter when its gradient is complete. Gradients are computed from the last layer to
+the first, so buckets are filled in reverse order. A complete bucket starts its all-reduce, which overlaps with the rest
+of backward(). Small buckets cost many messages; one large bucket has no overlap; DDP uses 25 MB (Li et al., 2020).
 
 Run:
     torchrun --standalone --nproc_per_node=2 tutorial/ddp_by_hand.py
 Look at:
-    The time line: when each bucket left (on a GPU: was queued). All but the last left with gradients still to come.
+    The timeline: when the all-reduce of each bucket starts. All but the last start while gradients are still pending.
 """
 
 import os
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, BATCH = 5, 16  # two such batches a step
+STEPS, BATCH = 5, 16  # two such batches per step
 
 
 class Block(nn.Module):
@@ -48,15 +48,15 @@ def build_model():
 
 
 def build_data(count=1024):
-    """Return (images, labels): ten patterns under noise, made here."""
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    """Return synthetic (images, labels): ten patterns plus noise."""
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-class ByHand(nn.Module):
-    """What DistributedDataParallel does, but for wait(), which it calls by itself at the end of backward()."""
+class DDPByHand(nn.Module):
+    """DistributedDataParallel, except that wait() is called explicitly after backward()."""
 
     def __init__(self, module, bucket_bytes=64 * 1024):
         super().__init__()
@@ -71,19 +71,19 @@ class ByHand(nn.Module):
             param.register_post_accumulate_grad_hook(partial(self.on_gradient, len(self.buckets) - 1))
 
     def forward(self, x):
-        self.missing, self.sent = [len(bucket) for bucket in self.buckets], []
+        self.pending, self.sent = [len(bucket) for bucket in self.buckets], []
         return self.module(x)
 
     def on_gradient(self, number, param):
-        """Count down; send every bucket that is full, in the same order on all processes, or they would mix them up."""
-        self.missing[number] -= 1
-        while self.syncing and len(self.sent) < len(self.buckets) and self.missing[len(self.sent)] == 0:
+        """Start the all-reduce of every complete bucket, in the same order on all ranks."""
+        self.pending[number] -= 1
+        while self.syncing and len(self.sent) < len(self.buckets) and self.pending[len(self.sent)] == 0:
             flat = torch.cat([p.grad.flatten() for p in self.buckets[len(self.sent)]]) / dist.get_world_size()
             self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
-            self.trace.append((time.perf_counter(), sum(self.missing)))
+            self.trace.append((time.perf_counter(), sum(self.pending)))
 
     def wait(self):
-        """Wait for the buckets, and put the averages where the optimizer looks."""
+        """Wait for all buckets and write the averages into the gradients."""
         for bucket, (flat, work) in zip(self.buckets, self.sent, strict=True):
             work.wait()
             for param, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
@@ -91,14 +91,14 @@ class ByHand(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Let gradients pile up here: of several small batches, only the last needs to talk."""
+        """Accumulate gradients locally; only the last of several micro-batches needs an all-reduce."""
         self.syncing = False
         yield
         self.syncing = True
 
 
 def train(model, images, labels, no_sync=nullcontext, wait=lambda: None):
-    """Take STEPS steps, each of two small batches; return the weights, and when the last backward() began and ended."""
+    """Take STEPS steps of two micro-batches; return (weights, start and end time of the last backward())."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -117,33 +117,33 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
+    assert BATCH % world_size == 0, f"the batch of {BATCH} is not divisible by {world_size} processes"
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # TF32 convolutions round to 10 bits: an error of 1e-3, not 1e-7
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounds to 10 bits: an error of 1e-3 instead of 1e-7
     images, labels = (x.to(device).unflatten(0, (STEPS, 2, BATCH)) for x in build_data(count=STEPS * 2 * BATCH))
-    mine = images[:, :, rank::world_size], labels[:, :, rank::world_size]
+    shard = images[:, :, rank::world_size], labels[:, :, rank::world_size]
     model = build_model().to(device)
-    model[-1].weight.data *= rank == 0  # all zero but on process 0; the broadcast has to mend this
-    hand, ddp = ByHand(model), DistributedDataParallel(build_model().to(device))
-    by_hand, start, end = train(hand, *mine, hand.no_sync, hand.wait)
-    real, _, _ = train(ddp, *mine, ddp.no_sync)
+    model[-1].weight.data *= rank == 0  # zero except on rank 0; the broadcast must correct this
+    ours, ddp = DDPByHand(model), DistributedDataParallel(build_model().to(device))
+    by_hand, start, end = train(ours, *shard, ours.no_sync, ours.wait)
+    library, _, _ = train(ddp, *shard, ddp.no_sync)
     single, _, _ = train(build_model().to(device), images, labels)
 
-    count, trace = sum(map(len, hand.buckets)), hand.trace[-len(hand.buckets) :]  # of the last step
+    count, trace = sum(map(len, ours.buckets)), ours.trace[-len(ours.buckets) :]  # of the last step
     if rank == 0:
         print(f"backward() of the last step: {1e3 * (end - start):.1f} ms, {count} gradients, {len(trace)} buckets")
-        for i, (bucket, (moment, missing)) in enumerate(zip(hand.buckets, trace, strict=True)):
+        for i, (bucket, (moment, pending)) in enumerate(zip(ours.buckets, trace, strict=True)):
             part, size = min((moment - start) / (end - start), 1), sum(p.nbytes for p in bucket) / 1024
             line = f"{'=' * round(40 * part)}>".ljust(42)
-            print(f"bucket {i} {size:4.0f} KB |{line}| sent at {100 * part:3.0f} %, {missing:2d} gradients to come")
+            print(f"bucket {i} {size:4.0f} KB |{line}| started at {100 * part:3.0f} %, {pending:2d} gradients pending")
 
-    difference = max((by_hand - other).abs().max().item() for other in (real, single))
-    assert difference < 1e-5, f"weights by hand differ by {difference} from DDP's or from one process's"
-    assert trace[0][1] > count // 2, "the first bucket left before half of the gradients were there: overlap"
-    assert len(hand.trace) == STEPS * len(hand.buckets), "no_sync sends nothing"
+    difference = max((by_hand - other).abs().max().item() for other in (library, single))
+    assert difference < 1e-5, f"the weights differ by {difference} from DDP or from one process"
+    assert trace[0][1] > count // 2, "no overlap: the first bucket must start before half of the gradients"
+    assert len(ours.trace) == STEPS * len(ours.buckets), "no_sync must not communicate"
     dist.destroy_process_group()
     if rank == 0:
-        print(f"ok: after {STEPS} steps the weights equal those of DDP and of one process to {difference:.1e}")
+        print(f"ok: after {STEPS} steps the weights are equal to DDP and to one process within {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Gradient accumulation: micro-batches give the gradient of the large batch, if every image weighs the same.
+"""Gradient accumulation: micro-batches give the gradient of the large batch if all images have equal weight.
 
-A batch that does not fit is cut into micro-batches whose gradients add up in `param.grad`, and the optimizer steps
-once. The sum is right when each micro-batch's summed loss is divided by the images of the whole batch. Dividing each by
-its own count, which is what a mean loss does, and then by the number of micro-batches is right only while all have the
-same size: the last batch of an epoch, padding and masked tokens all break it. And batch norm breaks it always, because
-it normalises by the micro-batch it sees (group norm does not look at other images).
+A batch that does not fit into memory is split into micro-batches. Their gradients are summed in `param.grad`, and the
+optimizer takes one step. The result is correct if the summed loss of each micro-batch is divided by the number of
+images of the whole batch. The mean loss of each micro-batch, divided by the number of micro-batches, is correct only if
+all have the same size: the last batch of an epoch, padding and masked tokens break it. Batch norm always breaks it,
+because it normalizes over the micro-batch (group norm normalizes each image separately).
 
-Across processes DDP averages gradients at the end of every backward pass, though only the last one matters: `no_sync`
-skips the others (Li et al., 2020, PyTorch Distributed, section 3.2.4). All in double precision, so that what is only
-rounding is far from what is wrong.
+DDP averages gradients at the end of every backward pass, but only the last average is needed: `no_sync` skips the
+others (Li et al., 2020, PyTorch Distributed, section 3.2.4). Double precision separates rounding from real errors.
 
 Run:
     torchrun --standalone --nproc_per_node=2 tutorial/grad_accumulation.py
 Look at:
-    Which rows are at rounding error and which are not; how many all-reduces each way of accumulating pays for.
+    The rows with rounding errors only, and the rows with real errors. Then the all-reduces with and without no_sync.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-BATCH, EVEN, UNEVEN = 32, [8, 8, 8, 8], [14, 14, 3, 1]  # images of a process, cut into micro-batches
+BATCH, EVEN, UNEVEN = 32, [8, 8, 8, 8], [14, 14, 3, 1]  # images per process, sizes of micro-batches
 
 
 class Block(nn.Module):
@@ -53,8 +52,8 @@ def build_model():
     return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def batch_norms(model):
-    """Replace every group norm of `model` by a batch norm."""
+def replace_group_norm(model):
+    """Replace every GroupNorm of `model` by BatchNorm2d."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.GroupNorm):
@@ -62,17 +61,17 @@ def batch_norms(model):
     return model
 
 
-def accumulate(model, images, labels, sizes, loss_of, quiet=contextlib.nullcontext):
-    """Return the gradients that micro-batches of `sizes` add up to, as one vector; all but the last under `quiet`."""
+def accumulate(model, images, labels, sizes, loss_fn, no_sync=contextlib.nullcontext):
+    """Accumulate micro-batches of `sizes`, all but the last under `no_sync`; return the gradients as one vector."""
     model.zero_grad()
     for index, (x, y) in enumerate(zip(images.split(sizes), labels.split(sizes), strict=True)):
-        with quiet() if index < len(sizes) - 1 else contextlib.nullcontext():
-            loss_of(model(x), y).backward()
+        with no_sync() if index < len(sizes) - 1 else contextlib.nullcontext():
+            loss_fn(model(x), y).backward()
     return nn.utils.parameters_to_vector([param.grad for param in model.parameters()])
 
 
 def count_all_reduces(model):
-    """Return a list to which the DDP model appends the bytes of each bucket that it all-reduces."""
+    """Return a list to which the DDP model appends the bytes of each all-reduced bucket."""
     buckets = []
 
     def average(_, bucket):
@@ -93,53 +92,54 @@ def main():
     torch.manual_seed(0)
     images = torch.randn(BATCH * world, 1, 28, 28, dtype=torch.double).to(device)
     labels = torch.randint(10, (BATCH * world,)).to(device)
-    own, own_labels = images[rank::world], labels[rank::world]
+    shard, shard_labels = images[rank::world], labels[rank::world]
     model = build_model().to(device, torch.double)
-    batch_norm = batch_norms(copy.deepcopy(model)).to(device)
+    batch_norm = replace_group_norm(copy.deepcopy(model)).to(device)
 
-    def total(out, y):
+    def sum_over_batch(out, y):
         return F.cross_entropy(out, y, reduction="sum") / BATCH
 
-    def own_count(out, y):
-        return F.cross_entropy(out, y) / 4  # the mean over the micro-batch, of which there are four
+    def mean_over_4(out, y):
+        return F.cross_entropy(out, y) / 4  # mean of the micro-batch, divided by the number of micro-batches
 
-    def show(text):
+    def log(text):
         if rank == 0:
             print(text)
 
     def compare(text, found, expected):
-        """Return the distance of two gradients, relative to the expected one."""
-        off = ((found - expected).norm() / expected.norm()).item()
-        show(f"  {text:<50}{off:9.1e}")
-        return off
+        """Print and return the relative difference of two gradients."""
+        error = ((found - expected).norm() / expected.norm()).item()
+        log(f"  {text:<50}{error:9.1e}")
+        return error
 
-    show(f"one process, {BATCH} images: how far the gradient is from that of the large batch")
-    whole = accumulate(model, own, own_labels, [BATCH], total)
-    off = [
-        compare(f"{sizes}, sum / all images", accumulate(model, own, own_labels, sizes, total), whole)
+    log(f"one process, {BATCH} images: relative difference from the gradient of the large batch")
+    whole = accumulate(model, shard, shard_labels, [BATCH], sum_over_batch)
+    errors = [
+        compare(f"{sizes}, sum / 32", accumulate(model, shard, shard_labels, sizes, sum_over_batch), whole)
         for sizes in (EVEN, UNEVEN)
     ]
-    off += [compare(f"{EVEN}, mean / 4", accumulate(model, own, own_labels, EVEN, own_count), whole)]
-    trap = compare(f"{UNEVEN}, mean / 4", accumulate(model, own, own_labels, UNEVEN, own_count), whole)
-    whole = accumulate(batch_norm, own, own_labels, [BATCH], total)
-    off_bn = compare(f"{EVEN}, batch norm", accumulate(batch_norm, own, own_labels, EVEN, total), whole)
+    errors += [compare(f"{EVEN}, mean / 4", accumulate(model, shard, shard_labels, EVEN, mean_over_4), whole)]
+    wrong_mean = compare(f"{UNEVEN}, mean / 4", accumulate(model, shard, shard_labels, UNEVEN, mean_over_4), whole)
+    whole = accumulate(batch_norm, shard, shard_labels, [BATCH], sum_over_batch)
+    bn_error = compare(f"{EVEN}, batch norm", accumulate(batch_norm, shard, shard_labels, EVEN, sum_over_batch), whole)
 
-    show(f"{world} processes, {BATCH} images each: how far from one process with all {BATCH * world}")
-    whole = accumulate(model, images, labels, [BATCH * world], total) / world
+    log(f"{world} processes, {BATCH} images each: relative difference from one process with {BATCH * world} images")
+    whole = accumulate(model, images, labels, [BATCH * world], sum_over_batch) / world
     ddp = DistributedDataParallel(model, device_ids=[device.index] if on_cuda else None)
     buckets, sent = count_all_reduces(ddp), []
-    for name, quiet in (("DDP", contextlib.nullcontext), ("DDP, no_sync", ddp.no_sync)):
+    for name, no_sync in (("DDP", contextlib.nullcontext), ("DDP, no_sync", ddp.no_sync)):
         buckets.clear()
-        off.append(compare(f"{EVEN}, {name}", accumulate(ddp, own, own_labels, EVEN, total, quiet), whole))
+        found = accumulate(ddp, shard, shard_labels, EVEN, sum_over_batch, no_sync)
+        errors.append(compare(f"{EVEN}, {name}", found, whole))
         sent.append(sum(buckets))
-        show(f"    {len(buckets)} all-reduces, {sum(buckets) / 1e6:.2f} MB")
+        log(f"    {len(buckets)} all-reduces, {sum(buckets) / 1e6:.2f} MB")
 
-    assert max(off) < 1e-12, off
-    assert trap > 0.1 and off_bn > 0.1, (trap, off_bn)
+    assert max(errors) < 1e-12, errors
+    assert wrong_mean > 0.1 and bn_error > 0.1, (wrong_mean, bn_error)
     assert sent[0] == len(EVEN) * sent[1], sent
-    wrong = f"the wrong count is {trap:.0%} off, batch norm {off_bn:.0%}; no_sync sends 1/{len(EVEN)} of the bytes"
-    show(f"ok: micro-batches equal the large batch to {max(off):.0e}; {wrong}")
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+    others = f"mean of means {wrong_mean:.0%}, batch norm {bn_error:.0%}; no_sync sends 1/{len(EVEN)} of the bytes"
+    log(f"ok: error of micro-batches {max(errors):.0e}, {others}")
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()
 
 

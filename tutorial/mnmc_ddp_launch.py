@@ -1,11 +1,11 @@
-"""Multi node, multi card: DistributedDataParallel under torchrun takes the very steps of one process, shared by N.
+"""Multiple nodes and GPUs with torchrun: DistributedDataParallel takes the same steps as a single process.
 
-The launcher starts one process for each card and tells it through the environment who it is (RANK, LOCAL_RANK,
-WORLD_SIZE) and where to meet the others (MASTER_ADDR, MASTER_PORT). The rest is five changes to `snsc.py`: join the
-group; take every N-th image; wrap the model, so that backward() averages the gradients; add up the metrics; print once.
-No weights ever travel after the start: replicas that begin equal and apply equal gradients stay equal, bit for bit.
+The launcher starts one process per GPU and sets environment variables: the process's identity (RANK, LOCAL_RANK,
+WORLD_SIZE) and the rendezvous address (MASTER_ADDR, MASTER_PORT). Five changes to `snsc.py` remain: initialize the
+process group; read every N-th image; wrap the model, so that backward() averages the gradients; sum the metrics; print
+on rank 0 only. Weights are sent only once, at the start: equal replicas with equal gradients stay bitwise equal.
 
-The older `python -m torch.distributed.launch` also passes --local-rank (--local_rank before torch 2.0); it still works.
+The older `python -m torch.distributed.launch` passes --local-rank (--local_rank before torch 2.0); it still works.
 DDP: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
 
 Run:
@@ -16,9 +16,9 @@ Also:
     torchrun --nnodes=2 --nproc_per_node=4 --node_rank=0 --master_addr=HOST tutorial/mnmc_ddp_launch.py
     torchrun --nnodes=2 --nproc_per_node=4 --node_rank=1 --master_addr=HOST tutorial/mnmc_ddp_launch.py
 Look at:
-    The table of `snsc.py`, number for number, whatever the number of processes. (The last two lines above are for two
-    nodes, a line on each; HOST is the name of the first. Try them in two terminals of one machine with HOST=localhost;
-    if it has cards put `CUDA_VISIBLE_DEVICES=` before both commands, as nccl refuses two processes on one card.)
+    The table of `snsc.py`, with any number of processes. The last two commands are for two nodes, one command on each;
+    HOST is the host name of the first node. To try them on one machine, use two terminals and HOST=localhost. If the
+    machine has GPUs, put `CUDA_VISIBLE_DEVICES=` before both commands: nccl rejects two processes on one GPU.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH, LR = 3, 32, 0.01
-NORM = 19.197465  # of the weights after training, however many processes share the work
+NORM = 19.197465  # L2 norm of the weights after training, for any number of processes
 
 
 class Block(nn.Module):
@@ -60,21 +60,21 @@ def build_model():
 
 
 def build_data(root=None, count=1024):
-    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    """Return (images, labels): Fashion-MNIST from `root`, or synthetic: ten patterns plus noise."""
     if root:
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(root)
         return data.data[:count, None].float() / 255, data.targets[:count]
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-def one_epoch(model, loader, device, optimizer=None):
-    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+def run_epoch(model, loader, device, optimizer=None):
+    """Run one epoch, training if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct predictions, images
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         with torch.set_grad_enabled(optimizer is not None):
@@ -84,16 +84,16 @@ def one_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        hits = logits.argmax(dim=1) == labels
-        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
-    dist.all_reduce(sums)  # add up the sums of all processes, and only then divide
-    losses, hits, images = sums.tolist()
-    return losses / images, 100 * hits / images
+        correct = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), correct, torch.ones_like(losses)]).sum(dim=1)
+    dist.all_reduce(sums)  # sum over all processes before dividing
+    losses, correct, images = sums.tolist()
+    return losses / images, 100 * correct / images
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
+    parser.add_argument("--data", help="folder that contains FashionMNIST/")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=os.environ["LOCAL_RANK"])
     args = parser.parse_args()
 
@@ -101,18 +101,18 @@ def main():
     device = torch.device("cuda", args.local_rank) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
+    assert BATCH % world_size == 0, f"the batch of {BATCH} is not divisible by {world_size} processes"
     torch.set_num_threads(1)
 
     images, labels = build_data(args.data, count=512 + 150)
-    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    images = nn.functional.avg_pool2d(images, 2).double()  # downsample to 14 x 14
     train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
-    train_sampler = DistributedSampler(train_set)  # image i goes to process i % world_size
+    train_sampler = DistributedSampler(train_set)  # position i goes to rank i % world_size
     train_loader = DataLoader(train_set, BATCH // world_size, sampler=train_sampler)
     test_loader = DataLoader(test_set, BATCH // world_size, sampler=range(rank, len(test_set), world_size))
 
     model = build_model().double().to(device)
-    replica = DistributedDataParallel(model)  # averages the gradients during backward()
+    replica = DistributedDataParallel(model)  # averages the gradients in backward()
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
     if rank == 0:
@@ -120,22 +120,22 @@ def main():
         print("epoch  train loss  train top1  test loss  test top1  norm of weights")
     for epoch in range(EPOCHS):
         train_sampler.set_epoch(epoch)
-        train_loss, train_top1 = one_epoch(replica, train_loader, device, optimizer)
-        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        train_loss, train_top1 = run_epoch(replica, train_loader, device, optimizer)
+        test_loss, test_top1 = run_epoch(model, test_loader, device)
         weights = parameters_to_vector(model.parameters()).detach()
         row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
         if rank == 0:
             print(f"{epoch + 1:5d}  {row}")
 
-    assert test_top1 > (25 if args.data else 90), f"only {test_top1:.1f} % of the test images are right"
-    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
+    assert test_top1 > (25 if args.data else 90), f"test top-1 accuracy is only {test_top1:.1f} %"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm of weights {weights.norm():.6f}; expected {NORM}"
     first = weights.clone()
     dist.broadcast(first, src=0)
-    assert torch.equal(weights, first), f"the weights of process {rank} differ from those of process 0"
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+    assert torch.equal(weights, first), f"the weights on rank {rank} differ from those on rank 0"
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()
     if rank == 0:
-        print(f"ok: {world_size} replicas equal bit for bit; norm of weights {weights.norm():.6f}, as from one process")
+        print(f"ok: {world_size} bitwise equal replicas; norm of weights {weights.norm():.6f}, equal to one process")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Multi node, multi card, no launcher: the program starts its own processes with torch.multiprocessing.
+"""Multiple nodes and GPUs without a launcher: the script starts its own processes with torch.multiprocessing.
 
-What torchrun does is not magic, and 15 lines of it will do: open a key-value store where the processes meet, start one
-process a card, number them. Here the first node's parent holds the store (as torchrun's agent does) on a port that was
-free, and each child computes its rank: node x processes a node + number within the node. Everything else is
-`mnmc_ddp_launch.py`. Good for a notebook or a test; for work prefer torchrun, which also restarts what dies.
+The main task of torchrun takes 15 lines: open a key-value store for the rendezvous, start one process per GPU, assign
+ranks. Here the parent process on node 0 hosts the store (as the torchrun agent does) on a free port. Each child
+computes its rank: node x processes per node + local rank. Everything else equals `mnmc_ddp_launch.py`. Use this in
+notebooks and tests. For real training use torchrun, which also restarts failed processes.
 
-`spawn` starts a new Python that imports this file again, hence the `if __name__ == "__main__"`: without it every child
-would start children. (`fork` cannot be used once the parent has touched CUDA.)
+`spawn` starts a new Python that imports this file again. Without `if __name__ == "__main__"` every child would start
+children of its own. (`fork` does not work after the parent has initialized CUDA.)
 
 Run:
     python tutorial/mnmc_ddp_mp.py
@@ -15,8 +15,8 @@ Also:
     python tutorial/mnmc_ddp_mp.py --nodes 2 --node 0 --address HOST --port 29500
     python tutorial/mnmc_ddp_mp.py --nodes 2 --node 1 --address HOST --port 29500
 Look at:
-    The same table again. (The last two lines are for two nodes, a line on each; HOST is the name of the first. Try them
-    in two terminals of one machine with HOST=localhost; if it has cards put `CUDA_VISIBLE_DEVICES=` before both.)
+    The same table again. The last two commands are for two nodes, one command on each; HOST is the host name of node 0.
+    To try them on one machine, use two terminals and HOST=localhost; with GPUs put `CUDA_VISIBLE_DEVICES=` before both.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH, LR = 3, 32, 0.01
-NORM = 19.197465  # of the weights after training, however many processes share the work
+NORM = 19.197465  # L2 norm of the weights after training, for any number of processes
 
 
 class Block(nn.Module):
@@ -58,21 +58,21 @@ def build_model():
 
 
 def build_data(root=None, count=1024):
-    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    """Return (images, labels): Fashion-MNIST from `root`, or synthetic: ten patterns plus noise."""
     if root:
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(root)
         return data.data[:count, None].float() / 255, data.targets[:count]
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-def one_epoch(model, loader, device, optimizer=None):
-    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+def run_epoch(model, loader, device, optimizer=None):
+    """Run one epoch, training if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct predictions, images
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         with torch.set_grad_enabled(optimizer is not None):
@@ -82,11 +82,11 @@ def one_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        hits = logits.argmax(dim=1) == labels
-        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
-    dist.all_reduce(sums)  # add up the sums of all processes, and only then divide
-    losses, hits, images = sums.tolist()
-    return losses / images, 100 * hits / images
+        correct = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), correct, torch.ones_like(losses)]).sum(dim=1)
+    dist.all_reduce(sums)  # sum over all processes before dividing
+    losses, correct, images = sums.tolist()
+    return losses / images, 100 * correct / images
 
 
 def main(local_rank, args):
@@ -96,18 +96,18 @@ def main(local_rank, args):
     store = dist.TCPStore(args.address, args.port, is_master=False)
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
-    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
+    assert BATCH % world_size == 0, f"the batch of {BATCH} is not divisible by {world_size} processes"
     torch.set_num_threads(1)
 
     images, labels = build_data(args.data, count=512 + 150)
-    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    images = nn.functional.avg_pool2d(images, 2).double()  # downsample to 14 x 14
     train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
-    train_sampler = DistributedSampler(train_set)  # image i goes to process i % world_size
+    train_sampler = DistributedSampler(train_set)  # position i goes to rank i % world_size
     train_loader = DataLoader(train_set, BATCH // world_size, sampler=train_sampler)
     test_loader = DataLoader(test_set, BATCH // world_size, sampler=range(rank, len(test_set), world_size))
 
     model = build_model().double().to(device)
-    replica = DistributedDataParallel(model)  # averages the gradients during backward()
+    replica = DistributedDataParallel(model)  # averages the gradients in backward()
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
     if rank == 0:
@@ -115,32 +115,32 @@ def main(local_rank, args):
         print("epoch  train loss  train top1  test loss  test top1  norm of weights")
     for epoch in range(EPOCHS):
         train_sampler.set_epoch(epoch)
-        train_loss, train_top1 = one_epoch(replica, train_loader, device, optimizer)
-        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        train_loss, train_top1 = run_epoch(replica, train_loader, device, optimizer)
+        test_loss, test_top1 = run_epoch(model, test_loader, device)
         weights = parameters_to_vector(model.parameters()).detach()
         row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
         if rank == 0:
             print(f"{epoch + 1:5d}  {row}")
 
-    assert test_top1 > (25 if args.data else 90), f"only {test_top1:.1f} % of the test images are right"
-    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
+    assert test_top1 > (25 if args.data else 90), f"test top-1 accuracy is only {test_top1:.1f} %"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm of weights {weights.norm():.6f}; expected {NORM}"
     first = weights.clone()
     dist.broadcast(first, src=0)
-    assert torch.equal(weights, first), f"the weights of process {rank} differ from those of process 0"
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+    assert torch.equal(weights, first), f"the weights on rank {rank} differ from those on rank 0"
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()
     if rank == 0:
-        print(f"ok: {world_size} replicas equal bit for bit; norm of weights {weights.norm():.6f}, as from one process")
+        print(f"ok: {world_size} bitwise equal replicas; norm of weights {weights.norm():.6f}, equal to one process")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
-    parser.add_argument("--nodes", type=int, default=1, help="how many machines")
-    parser.add_argument("--node", type=int, default=0, help="which of them this is")
-    parser.add_argument("--processes", type=int, default=2, help="how many processes on each")
-    parser.add_argument("--address", default="localhost", help="name of machine 0")
-    parser.add_argument("--port", type=int, default=0, help="port on machine 0; 0 takes any that is free")
+    parser.add_argument("--data", help="folder that contains FashionMNIST/")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes")
+    parser.add_argument("--node", type=int, default=0, help="index of this node")
+    parser.add_argument("--processes", type=int, default=2, help="processes per node")
+    parser.add_argument("--address", default="localhost", help="host name of node 0")
+    parser.add_argument("--port", type=int, default=0, help="port on node 0; 0 selects a free port")
     args = parser.parse_args()
     if args.node == 0:
         store = dist.TCPStore(args.address, args.port, is_master=True, wait_for_workers=False)

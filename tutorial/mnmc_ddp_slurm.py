@@ -1,11 +1,11 @@
-"""Multi node, multi card under Slurm: srun is the launcher, and its SLURM_* variables say who each process is.
+"""Multiple nodes and GPUs under Slurm: srun is the launcher, and SLURM_* variables identify each process.
 
-Slurm already starts one process for each task on every node of the job, so no torchrun is needed: rank, local rank and
-world size are there under other names. Two things are missing, and every process must work them out alike without
-talking: the address, which is the first host of the node list (`scontrol` unfolds "node[1-4,7]"), and a port, which is
-made from the job's number, so that two jobs that share a node do not meet by mistake.
+srun starts one process per task on every node of the job, so torchrun is not needed: rank, local rank and world size
+are environment variables with other names. Two values are missing, and every process must derive the same ones without
+communication. The address is the first host of the node list (`scontrol` expands "node[1-4,7]"). The port is computed
+from the job ID, so that two jobs on one node use different ports.
 
-Ask for cards per node (--gpus-per-node=8), not per task: each process must see all cards of its node.
+Request GPUs per node (--gpus-per-node=8), not per task: each process must see all GPUs of its node.
 
 Run:
     srun -n 2 python tutorial/mnmc_ddp_slurm.py
@@ -13,7 +13,7 @@ Also:
     srun -N 2 -n 4 python tutorial/mnmc_ddp_slurm.py
     srun -N 2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 python tutorial/mnmc_ddp_slurm.py
 Look at:
-    The same table again; nothing in it tells how the processes were started, or on how many nodes.
+    The same table again: it depends neither on the launcher nor on the number of nodes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH, LR = 3, 32, 0.01
-NORM = 19.197465  # of the weights after training, however many processes share the work
+NORM = 19.197465  # L2 norm of the weights after training, for any number of processes
 
 
 class Block(nn.Module):
@@ -57,21 +57,21 @@ def build_model():
 
 
 def build_data(root=None, count=1024):
-    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    """Return (images, labels): Fashion-MNIST from `root`, or synthetic: ten patterns plus noise."""
     if root:
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(root)
         return data.data[:count, None].float() / 255, data.targets[:count]
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-def one_epoch(model, loader, device, optimizer=None):
-    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+def run_epoch(model, loader, device, optimizer=None):
+    """Run one epoch, training if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct predictions, images
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         with torch.set_grad_enabled(optimizer is not None):
@@ -81,15 +81,15 @@ def one_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        hits = logits.argmax(dim=1) == labels
-        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
-    dist.all_reduce(sums)  # add up the sums of all processes, and only then divide
-    losses, hits, images = sums.tolist()
-    return losses / images, 100 * hits / images
+        correct = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), correct, torch.ones_like(losses)]).sum(dim=1)
+    dist.all_reduce(sums)  # sum over all processes before dividing
+    losses, correct, images = sums.tolist()
+    return losses / images, 100 * correct / images
 
 
-def from_slurm():
-    """Return (rank, local rank, world size, most tasks on a node, where to meet) from the variables that srun sets."""
+def read_slurm_env():
+    """Return (rank, local rank, world size, maximum tasks per node, init method) from the variables of srun."""
     rank, local_rank, world_size = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS"))
     tasks = max(int(n) for n in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]))  # "4(x2),3"
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
@@ -100,26 +100,26 @@ def from_slurm():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
+    parser.add_argument("--data", help="folder that contains FashionMNIST/")
     args = parser.parse_args()
 
-    rank, local_rank, world_size, local_world_size, meeting_point = from_slurm()
+    rank, local_rank, world_size, local_world_size, init_method = read_slurm_env()
     cuda = torch.cuda.device_count() >= local_world_size
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(backend, meeting_point, rank=rank, world_size=world_size, device_id=device_id)
-    assert BATCH % world_size == 0, f"a batch of {BATCH} does not divide by {world_size} processes"
+    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size, device_id=device_id)
+    assert BATCH % world_size == 0, f"the batch of {BATCH} is not divisible by {world_size} processes"
     torch.set_num_threads(1)
 
     images, labels = build_data(args.data, count=512 + 150)
-    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    images = nn.functional.avg_pool2d(images, 2).double()  # downsample to 14 x 14
     train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
-    train_sampler = DistributedSampler(train_set)  # image i goes to process i % world_size
+    train_sampler = DistributedSampler(train_set)  # position i goes to rank i % world_size
     train_loader = DataLoader(train_set, BATCH // world_size, sampler=train_sampler)
     test_loader = DataLoader(test_set, BATCH // world_size, sampler=range(rank, len(test_set), world_size))
 
     model = build_model().double().to(device)
-    replica = DistributedDataParallel(model)  # averages the gradients during backward()
+    replica = DistributedDataParallel(model)  # averages the gradients in backward()
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
     if rank == 0:
@@ -127,22 +127,22 @@ def main():
         print("epoch  train loss  train top1  test loss  test top1  norm of weights")
     for epoch in range(EPOCHS):
         train_sampler.set_epoch(epoch)
-        train_loss, train_top1 = one_epoch(replica, train_loader, device, optimizer)
-        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        train_loss, train_top1 = run_epoch(replica, train_loader, device, optimizer)
+        test_loss, test_top1 = run_epoch(model, test_loader, device)
         weights = parameters_to_vector(model.parameters()).detach()
         row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
         if rank == 0:
             print(f"{epoch + 1:5d}  {row}")
 
-    assert test_top1 > (25 if args.data else 90), f"only {test_top1:.1f} % of the test images are right"
-    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
+    assert test_top1 > (25 if args.data else 90), f"test top-1 accuracy is only {test_top1:.1f} %"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm of weights {weights.norm():.6f}; expected {NORM}"
     first = weights.clone()
     dist.broadcast(first, src=0)
-    assert torch.equal(weights, first), f"the weights of process {rank} differ from those of process 0"
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+    assert torch.equal(weights, first), f"the weights on rank {rank} differ from those on rank 0"
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()
     if rank == 0:
-        print(f"ok: {world_size} replicas equal bit for bit; norm of weights {weights.norm():.6f}, as from one process")
+        print(f"ok: {world_size} bitwise equal replicas; norm of weights {weights.norm():.6f}, equal to one process")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Single node, many cards, one process: DataParallel changes one line, and sends everything through the first card.
+"""Single node, multiple GPUs, one process: DataParallel changes one line, but all traffic passes through GPU 0.
 
-At every step DataParallel scatters the batch, copies all weights to every card, runs one thread a card, gathers the
-logits, and adds up the gradients on card 0. Copied card by card, 2(N-1) times the weights pass it, where DDP's ring
-moves 4(N-1)/N through each card. (With NCCL torch broadcasts and reduces along a ring as well, but in every step, with
-nothing to hide behind.) And N threads share one interpreter and its lock, on one node only. So use DDP. Without GPUs
-DataParallel just calls the module; `by_hand` has all "cards" on one device, and the bytes are the same.
+In each step DataParallel scatters the batch, copies all weights to every GPU, runs one thread per GPU, gathers the
+logits and sums the gradients on GPU 0. With one copy per GPU, the traffic of GPU 0 is 2(N-1) times the weights. With
+the ring of DDP it is 4(N-1)/N times the weights on each GPU. (With NCCL torch also uses rings, but in every step and
+without overlap.) The N threads share one Python interpreter and its lock, and cannot use a second node. Use DDP.
 
 Run:
     python tutorial/snmc_dp.py
 Look at:
-    The table of `snsc.py` again; then how the traffic of card 0 grows with the number of cards, and DDP's does not.
+    The table of `snsc.py` again. Then the traffic of GPU 0: it grows with the number of GPUs; that of DDP does not.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS, BATCH, LR = 3, 32, 0.01
-NORM = 19.197465  # of the weights after training, however many processes share the work
+NORM = 19.197465  # L2 norm of the weights after training, for any number of processes
 
 
 class Block(nn.Module):
@@ -49,21 +48,21 @@ def build_model():
 
 
 def build_data(root=None, count=1024):
-    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    """Return (images, labels): Fashion-MNIST from `root`, or synthetic: ten patterns plus noise."""
     if root:
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(root)
         return data.data[:count, None].float() / 255, data.targets[:count]
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-def one_epoch(model, loader, device, optimizer=None):
-    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+def run_epoch(model, loader, device, optimizer=None):
+    """Run one epoch, training if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct predictions, images
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         with torch.set_grad_enabled(optimizer is not None):
@@ -73,54 +72,55 @@ def one_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        hits = logits.argmax(dim=1) == labels
-        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
-    losses, hits, images = sums.tolist()
-    return losses / images, 100 * hits / images
+        correct = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), correct, torch.ones_like(losses)]).sum(dim=1)
+    losses, correct, images = sums.tolist()
+    return losses / images, 100 * correct / images
 
 
-def by_hand(model, images, cards):
-    """Do what DataParallel does in a forward pass; return the logits and a list of the bytes that pass card 0."""
-    moved = []
+def data_parallel_by_hand(model, images, devices):
+    """Do the forward pass of DataParallel; return the logits and the sizes in bytes of all copies from or to GPU 0."""
+    copied = []
 
-    def move(tensor, card):
-        copy = tensor.to(card, copy=True)
-        moved.append(copy.nbytes * (2 if copy.requires_grad else 1))  # twice: its gradient comes back the same way
+    def copy_to(tensor, device):
+        copy = tensor.to(device, copy=True)
+        copied.append(copy.nbytes * (2 if copy.requires_grad else 1))  # twice: the gradient returns the same way
         return copy
 
-    own, *shards = images.chunk(len(cards))
-    logits = [model(own)]  # card 0 has all it needs; the real one runs the cards in threads, not one after the other
-    for card, shard in zip(cards[1:], shards, strict=True):
-        weights = {name: move(weight, card) for name, weight in model.named_parameters()}  # replicate
-        logits.append(move(functional_call(model, weights, move(shard, card)), cards[0]))  # scatter, apply, gather
-    return torch.cat(logits), moved
+    own, *shards = images.chunk(len(devices))
+    logits = [model(own)]  # GPU 0 needs no copies; DataParallel runs the GPUs in parallel threads
+    for device, shard in zip(devices[1:], shards, strict=True):
+        weights = {name: copy_to(weight, device) for name, weight in model.named_parameters()}  # replicate
+        output = functional_call(model, weights, copy_to(shard, device))  # scatter, apply
+        logits.append(copy_to(output, devices[0]))  # gather
+    return torch.cat(logits), copied
 
 
 def compare(model, images, labels):
-    """Print the traffic with 2, 4 and 8 cards; return by how much the gradients differ from those of one card."""
+    """Print the traffic with 2, 4 and 8 GPUs; return the maximum difference of the gradients from one GPU."""
     weights = list(model.parameters())
     size, error = sum(weight.nbytes for weight in weights), 0
-    wanted = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), weights)
-    print(f"\nMB a step; the weights are {size / 1e6:.2f}\ncards  DataParallel, card 0  DDP, any card")
+    expected = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), weights)
+    print(f"\ntraffic in MB per step; weights: {size / 1e6:.2f} MB\n GPUs  DataParallel, GPU 0  DDP, each GPU")
     for n in (2, 4, 8):
-        logits, moved = by_hand(model, images, [images.device] * n)
+        logits, copied = data_parallel_by_hand(model, images, [images.device] * n)
         grads = torch.autograd.grad(nn.functional.cross_entropy(logits, labels), weights)
-        error = max(error, *((grad - want).abs().max().item() for grad, want in zip(grads, wanted, strict=True)))
-        assert 0 < sum(moved) / size - 2 * (n - 1) < 0.1, "besides weights and gradients only images and logits pass"
-        print(f"{n:5d}  {sum(moved) / 1e6:20.2f}  {4 * (n - 1) / n * size / 1e6:13.2f}")
+        error = max(error, *((a - b).abs().max().item() for a, b in zip(grads, expected, strict=True)))
+        assert 0 < sum(copied) / size - 2 * (n - 1) < 0.1, "the rest is images and logits"
+        print(f"{n:5d}  {sum(copied) / 1e6:19.2f}  {4 * (n - 1) / n * size / 1e6:13.2f}")
     return error
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
+    parser.add_argument("--data", help="folder that contains FashionMNIST/")
     args = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
 
     images, labels = build_data(args.data, count=512 + 150)
-    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    images = nn.functional.avg_pool2d(images, 2).double()  # downsample to 14 x 14
     train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
     train_sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, BATCH, sampler=train_sampler)
@@ -133,17 +133,17 @@ def main():
     print("epoch  train loss  train top1  test loss  test top1  norm of weights")
     for epoch in range(EPOCHS):
         train_sampler.generator.manual_seed(epoch)
-        train_loss, train_top1 = one_epoch(replicas, train_loader, device, optimizer)
-        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        train_loss, train_top1 = run_epoch(replicas, train_loader, device, optimizer)
+        test_loss, test_top1 = run_epoch(model, test_loader, device)
         weights = parameters_to_vector(model.parameters()).detach()
         row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
         print(f"{epoch + 1:5d}  {row}")
 
-    assert test_top1 > (25 if args.data else 90), f"only {test_top1:.1f} % of the test images are right"
-    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
+    assert test_top1 > (25 if args.data else 90), f"test top-1 accuracy is only {test_top1:.1f} %"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm of weights {weights.norm():.6f}; expected {NORM}"
     error = compare(model, *(tensor.to(device) for tensor in train_set[:BATCH]))
-    assert error < 1e-10, f"the gradients by hand differ by {error}"
-    print(f"ok: norm of weights {weights.norm():.6f}, as from one card; gradients by hand equal to {error:.1e}")
+    assert error < 1e-10, f"the gradients differ by {error}"
+    print(f"ok: norm of weights {weights.norm():.6f}, equal to one GPU; gradients by hand equal within {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Single node, single card: the plain training loop that the next five lessons make parallel by changing a few lines.
+"""Single node, single GPU: the plain training loop that the next five lessons parallelize.
 
-A ResNet of 8 layers learns ten classes of small images. Nothing here is distributed. Read it once, slowly: lessons 7 to
-11 are this file with a few lines changed, and `diff -u tutorial/snsc.py tutorial/mnmc_ddp_launch.py` shows which. They
-print the same table, number for number, because they take the same steps: the same 32 images in every batch, in the
-same order, however many processes share them. Two habits make that possible. The order of the images follows from the
-number of the epoch alone, so every process can work it out and take its share. And metrics are kept as sums (of losses,
-of hits, of images), divided once at the end: sums of shares add up to the sum of the whole; their means do not.
+A ResNet with 8 layers is trained on ten classes of small images. Nothing here is distributed. Lessons 7 to 11 are this
+file with a few lines changed; `diff -u tutorial/snsc.py tutorial/mnmc_ddp_launch.py` shows which. They print the same
+table, because every step uses the same 32 images, for any number of processes. Two properties make this possible. The
+order of the images depends on the epoch number only, so every process can compute it and take its share. Metrics are
+accumulated as sums (losses, correct predictions, images) and divided once at the end. Sums of shards add up to the
+sum of the whole data set; means of shards do not.
 
-Why float64: a sum taken in another order differs in its last digit, and training multiplies that difference at every
-step. In float32 it reaches the printed digits within 50 steps; real training lives with that, our tables cannot.
+Why float64: floating-point sums depend on the order of summation, and training amplifies the difference in each step.
+In float32 the printed digits differ within 50 steps. That is acceptable in practice, but not for comparing tables.
 
 Run:
     python tutorial/snsc.py
 Also:
-    python tutorial/snsc.py --data DATA  # Fashion-MNIST; DATA is the folder that holds FashionMNIST/
+    python tutorial/snsc.py --data DATA  # Fashion-MNIST; DATA is the folder that contains FashionMNIST/
 Look at:
-    The last column, the norm of all weights: the fingerprint by which to know this training again in the next lessons.
+    The last column, the norm of all weights. The next lessons compare with it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS, BATCH, LR = 3, 32, 0.01
-NORM = 19.197465  # of the weights after training, however many processes share the work
+NORM = 19.197465  # L2 norm of the weights after training, for any number of processes
 
 
 class Block(nn.Module):
@@ -54,21 +54,21 @@ def build_model():
 
 
 def build_data(root=None, count=1024):
-    """Return (images, labels): Fashion-MNIST under `root`, else ten patterns under noise, made here."""
+    """Return (images, labels): Fashion-MNIST from `root`, or synthetic: ten patterns plus noise."""
     if root:
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(root)
         return data.data[:count, None].float() / 255, data.targets[:count]
-    draw = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels = torch.randint(10, (count,), generator=draw)
-    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=draw), labels
+    rng = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 1, 7, 7, generator=rng).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = torch.randint(10, (count,), generator=rng)
+    return patterns[labels] + torch.randn(count, 1, 28, 28, generator=rng), labels
 
 
-def one_epoch(model, loader, device, optimizer=None):
-    """Go over the loader once, learning if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of hits, of images
+def run_epoch(model, loader, device, optimizer=None):
+    """Run one epoch, training if there is an optimizer; return the mean loss and the top-1 accuracy in %."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct predictions, images
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         with torch.set_grad_enabled(optimizer is not None):
@@ -78,22 +78,22 @@ def one_epoch(model, loader, device, optimizer=None):
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        hits = logits.argmax(dim=1) == labels
-        sums += torch.stack([losses.detach(), hits, torch.ones_like(losses)]).sum(dim=1)
-    losses, hits, images = sums.tolist()
-    return losses / images, 100 * hits / images
+        correct = logits.argmax(dim=1) == labels
+        sums += torch.stack([losses.detach(), correct, torch.ones_like(losses)]).sum(dim=1)
+    losses, correct, images = sums.tolist()
+    return losses / images, 100 * correct / images
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", help="the folder that holds FashionMNIST/")
+    parser.add_argument("--data", help="folder that contains FashionMNIST/")
     args = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
 
     images, labels = build_data(args.data, count=512 + 150)
-    images = nn.functional.avg_pool2d(images, 2).double()  # 14 x 14 will do
+    images = nn.functional.avg_pool2d(images, 2).double()  # downsample to 14 x 14
     train_set, test_set = TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
     train_sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, BATCH, sampler=train_sampler)
@@ -106,15 +106,15 @@ def main():
     print("epoch  train loss  train top1  test loss  test top1  norm of weights")
     for epoch in range(EPOCHS):
         train_sampler.generator.manual_seed(epoch)
-        train_loss, train_top1 = one_epoch(model, train_loader, device, optimizer)
-        test_loss, test_top1 = one_epoch(model, test_loader, device)
+        train_loss, train_top1 = run_epoch(model, train_loader, device, optimizer)
+        test_loss, test_top1 = run_epoch(model, test_loader, device)
         weights = parameters_to_vector(model.parameters()).detach()
         row = f"{train_loss:10.3f}  {train_top1:8.1f} %  {test_loss:9.3f}  {test_top1:7.1f} %  {weights.norm():15.6f}"
         print(f"{epoch + 1:5d}  {row}")
 
-    assert test_top1 > (25 if args.data else 90), f"only {test_top1:.1f} % of the test images are right"
-    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm {weights.norm():.6f}: not the training of one process"
-    print(f"ok: {test_top1:.1f} % of {len(test_set)} new images right; norm of weights {weights.norm():.6f}")
+    assert test_top1 > (25 if args.data else 90), f"test top-1 accuracy is only {test_top1:.1f} %"
+    assert args.data or abs(weights.norm() - NORM) < 1e-6, f"norm of weights {weights.norm():.6f}; expected {NORM}"
+    print(f"ok: test top-1 {test_top1:.1f} % on {len(test_set)} images; norm of weights {weights.norm():.6f}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Tensor parallelism: layers are cut so that a transformer block costs four all-reduces a step, and nothing else.
+"""Tensor parallelism: a transformer block split over ranks needs four all-reduces per step.
 
-Megatron-LM (Shoeybi et al., 2019): cut the first matrix of an MLP by columns (its outputs) and the second by rows (its
-inputs): a rank has whole hidden units, and the partial results are added up. Attention is the same with whole heads.
-Two conjugate functions make it train: f is the identity forward and an all-reduce backward, g the other way round.
-DTensor's parallelize_module does the same from a table of names.
+Megatron-LM (Shoeybi et al., 2019) splits the first matrix of an MLP by columns (outputs) and the second by rows
+(inputs). Each rank computes complete hidden units, and the partial results are summed. Attention is split by heads in
+the same way. Two conjugate functions make it trainable. f is the identity in the forward pass and an all-reduce in the
+backward pass; g is the reverse. parallelize_module of DTensor does the same from a table of module names.
 
 Run:
     torchrun --standalone --nproc_per_node=2 tutorial/tensor_parallel.py
 Look at:
-    Both ways make two all-reduces forward and two backward, and end with the weights of one process.
+    Both versions use two all-reduces in forward and two in backward, and give the weights of one process.
 """
 
 import os
@@ -21,12 +21,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WIDTH, HEADS, TOKENS, BATCH, STEPS = 64, 4, 16, 8, 5
-CUT = {"qkv": "columns", "out": "rows", "up": "columns", "down": "rows"}
-DIM = {"columns": 0, "rows": 1}  # torch keeps a weight as (outputs, inputs)
+SPLIT = {"qkv": "columns", "out": "rows", "up": "columns", "down": "rows"}
+DIM = {"columns": 0, "rows": 1}  # the shape of a weight in torch is (outputs, inputs)
 
 
-def join():
-    """Join the process group, nccl where each local process has a card, and return this rank's device."""
+def init_distributed():
+    """Initialize the process group, with nccl if each local process has a GPU; return this rank's device."""
     torch.set_num_threads(1)
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -37,26 +37,26 @@ def join():
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a shortcut."""
+    """A pre-norm transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)  # the same on every rank
+        torch.manual_seed(0)  # equal on every rank
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        # The outputs of qkv are ordered by head, so a slice of its columns is whole heads: -1 is "those of this rank".
+        # The outputs of qkv are ordered by head, so a column slice contains complete heads; -1: heads of this rank.
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(heads.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def part_of(whole, dim):
-    """Return this rank's part of a tensor that is cut along a dimension."""
-    return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+def shard_of(tensor, dim):
+    """Return this rank's shard of a tensor along a dimension."""
+    return tensor.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
 
 
 def sum_over_ranks(tensor):
@@ -66,51 +66,51 @@ def sum_over_ranks(tensor):
 
 
 class SumBackward(torch.autograd.Function):
-    """f: the input goes to every rank as it is, so the gradients that come back are added."""
+    """f: identity in the forward pass; all-reduce of the gradient in the backward pass."""
 
     forward = staticmethod(lambda ctx, x: x.view_as(x))
     backward = staticmethod(lambda ctx, gradient: sum_over_ranks(gradient))
 
 
 class SumForward(torch.autograd.Function):
-    """g: the partial results are added, so each of them has the gradient of the sum."""
+    """g: all-reduce in the forward pass; identity in the backward pass."""
 
     forward = staticmethod(lambda ctx, x: sum_over_ranks(x))
     backward = staticmethod(lambda ctx, gradient: gradient)
 
 
-class SplitLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """This rank's columns or rows of a Linear."""
 
-    def __init__(self, linear, cut):
+    def __init__(self, linear, split):
         super().__init__()
-        self.cut, self.weight = cut, nn.Parameter(part_of(linear.weight, DIM[cut]))
-        self.bias = nn.Parameter(part_of(linear.bias, 0)) if cut == "columns" else linear.bias
+        self.split, self.weight = split, nn.Parameter(shard_of(linear.weight, DIM[split]))
+        self.bias = nn.Parameter(shard_of(linear.bias, 0)) if split == "columns" else linear.bias
 
     def forward(self, x):
-        if self.cut == "columns":
+        if self.split == "columns":
             return F.linear(SumBackward.apply(x), self.weight, self.bias)
-        return SumForward.apply(F.linear(x, self.weight)) + self.bias  # the bias is added once, after the sum
+        return SumForward.apply(F.linear(x, self.weight)) + self.bias  # add the bias once, after the sum
 
 
-def split_by_hand(block):
-    """Put this rank's part in the place of each matrix; norms are on every rank, and see the same numbers there."""
-    for name, cut in CUT.items():
-        setattr(block, name, SplitLinear(getattr(block, name), cut))
+def parallelize_by_hand(block):
+    """Replace each Linear by this rank's part; norms are replicated."""
+    for name, split in SPLIT.items():
+        setattr(block, name, ParallelLinear(getattr(block, name), split))
 
 
-def split_by_dtensor(block):
-    """Make the parameters DTensors, and have hooks redistribute what goes into the modules and comes out."""
-    plan = {name: ColwiseParallel() if cut == "columns" else RowwiseParallel() for name, cut in CUT.items()}
+def parallelize_with_dtensor(block):
+    """Convert the parameters to DTensors; hooks redistribute the inputs and outputs of the modules."""
+    plan = {name: ColwiseParallel() if split == "columns" else RowwiseParallel() for name, split in SPLIT.items()}
     parallelize_module(block, dist.init_device_mesh(block.qkv.weight.device.type, (dist.get_world_size(),)), plan)
 
 
 def train(block, device):
-    """Train on the same batches on every rank; return how many collectives of each kind a step needed."""
-    draw = torch.Generator().manual_seed(1)
+    """Train on the same batches on every rank; return the number of collectives per step by kind."""
+    rng = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9)
     for _ in range(STEPS):
-        inputs, targets = torch.randn(2, BATCH, TOKENS, WIDTH, generator=draw).to(device)
+        inputs, targets = torch.randn(2, BATCH, TOKENS, WIDTH, generator=rng).to(device)
         with CommDebugMode() as collectives:
             F.mse_loss(block(inputs), targets).backward()
         optimizer.step()
@@ -118,31 +118,31 @@ def train(block, device):
     return {str(kind).split(".")[-1].replace("_", ""): count for kind, count in collectives.get_comm_counts().items()}
 
 
-def distance(part, whole):
-    """Return how far a parameter is from this rank's part of the whole one."""
+def max_difference(part, whole):
+    """Return the maximum difference between a local parameter and this rank's shard of the full one."""
     part = part.to_local() if isinstance(part, dist.tensor.DTensor) else part
     for dim in range(part.dim()):
-        whole = part_of(whole, dim) if part.shape[dim] < whole.shape[dim] else whole
+        whole = shard_of(whole, dim) if part.shape[dim] < whole.shape[dim] else whole
     return (part - whole).detach().abs().max()
 
 
 def main():
-    device = join()
-    size, say = dist.get_world_size(), print if dist.get_rank() == 0 else lambda *_: None
-    assert HEADS % size == 0, f"{HEADS} heads do not divide by {size} ranks"
-    train(alone := Block().to(device), device)
-    for split in (split_by_hand, split_by_dtensor):
-        split(block := Block().to(device))
+    device = init_distributed()
+    size, log = dist.get_world_size(), print if dist.get_rank() == 0 else lambda *_: None
+    assert HEADS % size == 0, f"{HEADS} heads are not divisible by {size} ranks"
+    train(reference := Block().to(device), device)
+    for parallelize in (parallelize_by_hand, parallelize_with_dtensor):
+        parallelize(block := Block().to(device))
         counts = train(block, device)
-        error = max(distance(*pair) for pair in zip(block.parameters(), alone.parameters(), strict=True))
-        assert error <= 1e-5 and counts == {"allreduce": 4}, f"{split.__name__} is {error} off, with {counts} a step"
-        say(f"{split.__name__}: 4 all-reduces a step; {STEPS} steps end {error:.1e} from one process")
-    for name, cut in CUT.items():
-        whole, part = getattr(alone, name).weight, getattr(block, name).weight.to_local()
+        error = max(max_difference(*pair) for pair in zip(block.parameters(), reference.parameters(), strict=True))
+        assert error <= 1e-5 and counts == {"allreduce": 4}, f"{parallelize.__name__}: error {error}, {counts}"
+        log(f"{parallelize.__name__}: 4 all-reduces per step; weights equal one process within {error:.1e}")
+    for name, split in SPLIT.items():
+        whole, part = getattr(reference, name).weight, getattr(block, name).weight.to_local()
         assert part.numel() * size == whole.numel()
-        say(f"  {name:4} {tuple(whole.shape)!s:>9} cut by {cut:7} -> {tuple(part.shape)!s:>9} on each rank")
-    say(f"ok: {size} ranks with 1/{size} of each matrix equal one process to 1e-5, with 4 all-reduces a step")
-    dist.barrier()  # gloo still holds the last tensor for a moment: leave together, when all is done
+        log(f"  {name:4} {tuple(whole.shape)!s:>9} split by {split:7} -> {tuple(part.shape)!s:>9} on each rank")
+    log(f"ok: {size} ranks with 1/{size} of each matrix equal one process within 1e-5, 4 all-reduces per step")
+    dist.barrier()  # exit together: gloo may still be sending
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The lessons of the tutorial, run by the commands of their docstrings, and the READMEs that describe them."""
+"""Tests of the tutorial: every lesson runs with its documented commands, and both READMEs agree with the lessons."""
 
 import ast
 import difflib
@@ -14,32 +14,31 @@ TUTORIAL = ROOT / "tutorial"
 spec = importlib.util.spec_from_file_location("tutorial_run_all", TUTORIAL / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run_all)
-run_once = functools.cache(run_all.run)
+run_cached = functools.cache(run_all.run)
 
-PROBLEM = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
-# A warning of torch 2.6 about itself.
-HARMLESS = re.compile(r".*UserWarning: DTensor random operators may not have complete support on cpu.*\n.*\n")
-# On a loaded machine, gloo's threads sometimes abort a process at its exit, after the lesson has printed its claim.
+UNEXPECTED = re.compile(r"warn|Traceback|Error", re.IGNORECASE)
+# A warning of torch 2.6.
+EXPECTED_WARNING = re.compile(r".*UserWarning: DTensor random operators may not have complete support on cpu.*\n.*\n")
+# torch's threads occasionally abort a process at exit; this is not a failure of the lesson.
 ABORTED_AT_EXIT = "terminate called without an active exception"
 MAX_ABORTS = 3
-# Other numbers of processes than the docstring has.
-NUM_PROCESSES = [("model_parallel", 2), ("model_parallel", 3), ("ring_all_reduce", 5), ("zero", 4)]
+OTHER_PROCESS_COUNTS = [("model_parallel", 2), ("model_parallel", 3), ("ring_all_reduce", 5), ("zero", 4)]
 
 
 def check(command):
-    """Run a command of a lesson; it must print its claim last and no warning or error."""
-    if reason := run_all.why_not(command):
+    """Run a command of a lesson; it must assert its claim and write no warning or error to stderr."""
+    if reason := run_all.skip_reason(command):
         pytest.skip(reason)
-    status, out, err = run_once(command)
+    status, out, err = run_cached(command)
     for _ in range(MAX_ABORTS):
-        if status and run_all.claim_of(out) and ABORTED_AT_EXIT in err:
+        if status and run_all.find_claim(out) and ABORTED_AT_EXIT in err:
             status, out, err = run_all.run(command)
     if needs := re.search(r"FSDP2 on a CPU needs torch .*", err):
         pytest.skip(needs[0])
     assert status == 0, out + err
-    assert run_all.claim_of(out), out
-    assert out.splitlines()[-1] == run_all.claim_of(out), "the claim is not the last line"
-    assert not PROBLEM.search(HARMLESS.sub("", err)), err
+    assert run_all.find_claim(out), out
+    assert out.splitlines()[-1] == run_all.find_claim(out), "the claim is not the last line"
+    assert not UNEXPECTED.search(EXPECTED_WARNING.sub("", err)), err
 
 
 # srun reaches the cluster that other tests use.
@@ -51,28 +50,28 @@ ON_CLUSTER = [name for name in run_all.LESSONS if any(line.startswith("srun") fo
     "name", [pytest.param(name, marks=pytest.mark.slurm) if name in ON_CLUSTER else name for name in run_all.LESSONS]
 )
 def test_a_lesson_runs_and_asserts_its_claim(name):
-    commands = run_all.commands_of(name)
-    assert commands, "the docstring has no Run:"
+    commands = run_all.read_section(name)
+    assert commands, "the docstring has no section Run:"
     for command in commands:
         check(command)
 
 
 @pytest.mark.tutorial
-@pytest.mark.parametrize("name, processes", NUM_PROCESSES)
-def test_a_lesson_runs_with_other_numbers_of_processes(name, processes):
-    (command,) = run_all.commands_of(name)
+@pytest.mark.parametrize("name, processes", OTHER_PROCESS_COUNTS)
+def test_with_other_numbers_of_processes(name, processes):
+    (command,) = run_all.read_section(name)
     check(re.sub(r"--nproc_per_node=\d+", f"--nproc_per_node={processes}", command))
 
 
 @pytest.mark.tutorial
-def test_the_ring_all_reduce_runs_with_two_three_and_four_ranks():
-    _, out, _ = run_once(*run_all.commands_of("ring_all_reduce"))
+def test_the_ring_runs_with_two_three_and_four_ranks():
+    _, out, _ = run_cached(*run_all.read_section("ring_all_reduce"))
     assert {line.split()[0] for line in out.splitlines() if line.split()[1:2] == ["ring"]} == {"2", "3", "4"}
-    assert "N = 2, 3, 4" in run_all.claim_of(out)
+    assert "N = 2, 3, 4" in run_all.find_claim(out)
 
 
 @pytest.mark.parametrize("name", run_all.LESSONS)
-def test_comparisons_of_float32_convolutions_disable_tf32(name):
+def test_convolutions_compared_in_float32_disable_tf32(name):
     text = (TUTORIAL / f"{name}.py").read_text()
     if "nn.Conv2d" in text and "double" not in text:
         assert "torch.backends.cudnn.allow_tf32 = False" in text
@@ -98,25 +97,25 @@ def test_a_lesson_is_short_and_self_contained(name):
 
 
 @pytest.mark.parametrize("name", run_all.LESSONS)
-def test_the_docstring_has_the_sections_of_a_lesson(name):
+def test_the_docstring_has_the_required_sections(name):
     docstring = ast.get_docstring(ast.parse((TUTORIAL / f"{name}.py").read_text()))
     title, blank, *_ = docstring.splitlines()
     assert title.endswith(".") and not blank
     titles = re.findall(r"^(Run|Also|Look at):$", docstring, re.MULTILINE)
     assert titles in (["Run", "Look at"], ["Run", "Also", "Look at"])
-    for command in run_all.commands_of(name) + run_all.commands_of(name, "Also:"):
+    for command in run_all.read_section(name) + run_all.read_section(name, "Also:"):
         assert re.match(r"(python|torchrun|srun) ", command) and f"tutorial/{name}.py" in command, command
-    assert run_all.commands_of(name, "Look at:")
+    assert run_all.read_section(name, "Look at:")
 
 
 def blocks_of(language, kind):
-    """Return the code blocks of a language in a README."""
+    """Return the code blocks of one kind in a README."""
     text = (TUTORIAL / f"README{language}.md").read_text()
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def lines_of(language, pattern):
-    """Return the matches of a pattern in a README, code blocks excluded."""
+    """Return the matches of a pattern in a README outside of code blocks."""
     text = (TUTORIAL / f"README{language}.md").read_text()
     return re.findall(pattern, re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
 
@@ -129,14 +128,14 @@ def test_both_readmes_have_the_same_headings_figures_commands_and_outputs():
 
 
 def changes_in(name):
-    """Return the diff between lesson 6 and another one: no docstrings, no blank lines."""
+    """Return the diff of a lesson against lesson 6, without docstrings and blank lines."""
     texts = [(TUTORIAL / f"{lesson}.py").read_text() for lesson in ("snsc", name)]
     bodies = [text.splitlines()[ast.parse(text).body[0].end_lineno :] for text in texts]
     _, _, *lines = difflib.unified_diff(*bodies, n=0, lineterm="")
     return [line for line in lines if line[0] in "+-" and line[1:]]
 
 
-def test_the_diffs_in_the_readme_are_up_to_date():
+def test_the_diffs_in_the_readme_are_current():
     some, *shown = [block.splitlines() for block in blocks_of("", "diff")]
     assert [line for line in changes_in("snmc_dp") if line in some] == some
     assert shown == [changes_in(f"mnmc_ddp_{name}") for name in ("launch", "mp", "slurm")] + [changes_in("imagenet")]
@@ -150,13 +149,13 @@ def test_a_readme_has_every_lesson_with_its_commands_and_figure(language):
     assert sorted(figures) == sorted(path.stem for path in (TUTORIAL / "figures").glob("*.svg"))
     commands = [line for block in blocks_of(language, "bash") for line in block.splitlines() if "tutorial/" in line]
     for name in run_all.LESSONS:
-        documented = run_all.commands_of(name) + run_all.commands_of(name, "Also:")
+        documented = run_all.read_section(name) + run_all.read_section(name, "Also:")
         shown = [command for command in commands if f"tutorial/{name}.py" in command]
-        assert set(run_all.commands_of(name)) <= set(shown), name
+        assert set(run_all.read_section(name)) <= set(shown), name
         assert set(shown) <= set(documented), f"{name}: the README has a command that the docstring lacks"
 
 
 @pytest.mark.tutorial
-def test_a_lesson_that_hangs_is_killed_with_its_processes():
+def test_a_hanging_lesson_is_stopped_with_its_processes():
     status, _, err = run_all.run("python -c 'import time; time.sleep(600)'", timeout_s=1)
-    assert status != 0 and "time-out" in err
+    assert status != 0 and "stopped after the time-out" in err

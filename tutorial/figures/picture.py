@@ -1,4 +1,4 @@
-"""A picture in pixels, the origin at its top left: boxes, words, arrows, and a colour for each rank."""
+"""Figure in pixel coordinates, origin at the top left: boxes, text, arrows, and one color per rank."""
 
 import io
 import re
@@ -8,18 +8,18 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-# Words stay words, in any sans-serif font at hand (DejaVu is the widest, so others fit); ids are the same every time.
+# Text is stored as text, in any available sans-serif font (DejaVu is the widest); ids are deterministic.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "distribuuuu"})
 matplotlib.rcParams.update({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]})
 
 INK, GREY, PALE, WHITE = "#24292f", "#8c959f", "#eaeef2", "#ffffff"
-RANKS = ("#8ecae6", "#ffb703", "#90be6d", "#cdb4db")  # fills on which dark words are read
-DARK = ("#1d6f94", "#a86f00", "#4a7a2a", "#7d5a94")  # the same hues for lines and words on white
+RANKS = ("#8ecae6", "#ffb703", "#90be6d", "#cdb4db")  # fills for dark text
+DARK = ("#1d6f94", "#a86f00", "#4a7a2a", "#7d5a94")  # the same hues for lines and text on white
 BAD = "#d1495b"
 
 
 class Picture:
-    """A white sheet with round corners, which is read on light and on dark pages."""
+    """A white figure with round corners, readable on light and dark pages."""
 
     def __init__(self, height, width=900):
         self.figure = Figure(figsize=(width / 96, height / 96), dpi=96)
@@ -30,27 +30,27 @@ class Picture:
         self.box(2, 2, width - 4, height - 4, fill=WHITE, edge="#d0d7de", round=14, zorder=0)
 
     def box(self, x, y, width, height, words="", fill=PALE, edge=None, size=10, color=INK, round=5, bold=False, **more):
-        """Draw a box with rounded corners and words in its middle."""
+        """Draw a box with rounded corners and centered text."""
         line = {"edgecolor": edge or "none", "linewidth": 1.2 if edge else 0, "clip_on": False}
         shape = f"round,pad=0,rounding_size={min(round, width / 2, height / 2)}" if round else "square,pad=0"
         self.axes.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor=fill, **line, **more))
         if words:
-            self.words(x + width / 2, y + height / 2, words, size, color, bold=bold)
+            self.text(x + width / 2, y + height / 2, words, size, color, bold=bold)
 
-    def words(self, x, y, words, size=10, color=INK, at="center", bold=False):
-        """Write words whose middle, left or right end is at a point."""
+    def text(self, x, y, text, size=10, color=INK, at="center", bold=False):
+        """Write text centered at a point, or with its left or right end there."""
         weight = "bold" if bold else "normal"
-        words = words.replace("  ", "\N{NO-BREAK SPACE}" * 2)  # SVG makes several spaces one
-        self.axes.text(x, y, words, size=size, color=color, ha=at, va="center", weight=weight, linespacing=1.35)
+        text = text.replace("  ", "\N{NO-BREAK SPACE}" * 2)  # SVG collapses spaces
+        self.axes.text(x, y, text, size=size, color=color, ha=at, va="center", weight=weight, linespacing=1.35)
 
     def line(self, x, y, color=INK, width=1.4, style="-"):
-        """Draw a line through points: lists of their x and y."""
+        """Draw a line through points, given as lists of x and y."""
         self.axes.plot(
             x, y, color=color, linewidth=width, linestyle=style, solid_capstyle="round", clip_on=False, zorder=0.9
         )
 
     def arrow(self, start, end, words="", color=INK, bend=0.0, size=9, width=1.6, shift=(0, -9), head="-|>", style="-"):
-        """Draw an arrow between two points, with words beside its middle; bend > 0 curves it."""
+        """Draw an arrow between two points, with text beside its middle; bend > 0 curves it."""
         curve = f"arc3,rad={bend}"
         look = {
             "color": color,
@@ -64,10 +64,10 @@ class Picture:
         self.axes.add_patch(FancyArrowPatch(start, end, arrowstyle=head, connectionstyle=curve, **look))
         if words:
             middle = [(a + b) / 2 + c for a, b, c in zip(start, end, shift, strict=True)]
-            self.words(*middle, words, size, color)
+            self.text(*middle, words, size, color)
 
     def plot(self, left, top, width, height, title="", x_label="", y_label=""):
-        """Return axes for a plot of numbers in a part of the picture."""
+        """Return axes for a plot in a part of the figure."""
         total_width, total_height = self.axes.get_xlim()[1], self.axes.get_ylim()[0]
         place = (left / total_width, 1 - (top + height) / total_height, width / total_width, height / total_height)
         axes = self.figure.add_axes(place, facecolor="none")
@@ -79,7 +79,7 @@ class Picture:
         return axes
 
     def save(self, name):
-        """Write the picture beside this file, without what says nothing: names of groups, digits, repeated fonts."""
+        """Write the figure beside this file, without redundant group names, digits and fonts."""
         sheet = io.StringIO()
         self.figure.savefig(sheet, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
         text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", sheet.getvalue())

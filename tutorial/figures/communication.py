@@ -1,4 +1,4 @@
-"""The pictures of part 1: messages, a store, collectives, the ring, and a parameter server."""
+"""Figures of part 1: messages, the store, collectives, the ring, and the parameter server."""
 
 import math
 
@@ -10,25 +10,23 @@ def p2p() -> Picture:
     picture = Picture(330)
     picture.line([450, 450], [24, 306], "#d0d7de", 1)
     for left, title in ((0, "ping-pong"), (440, "both send first")):
-        picture.words(left + 240, 32, title, 12, bold=True)
+        picture.text(left + 240, 32, title, 12, bold=True)
         for rank, y in ((0, 85), (1, 185)):
-            picture.words(left + 84, y, f"rank {rank}", 10, DARK[rank], at="right", bold=True)
+            picture.text(left + 84, y, f"rank {rank}", 10, DARK[rank], at="right", bold=True)
             picture.line([left + 96, left + 420], [y, y], RANKS[rank], 3)
     for x, y, words, color in ((130, 85, "0", 0), (270, 185, "1", 1), (400, 85, "3", 0)):
         picture.box(x - 14, y - 14, 28, 28, words, RANKS[color], INK, round=14, bold=True)
     picture.arrow((142, 99), (256, 174), "+ 1", shift=(16, -10), size=11)
     picture.arrow((283, 174), (389, 99), "+ 2", shift=(-18, -10), size=11)
-    picture.words(
-        255, 246, "send and recv meet: one posts, the other takes.\n0 + 1 + 2 = 3 has been on both ranks.", 9.5, GREY
-    )
+    picture.text(255, 246, "each send matches a recv.\nvalue 3 = 0 + 1 + 2: changed on both ranks.", 9.5, GREY)
 
     for rank, y, tip in ((0, 85, 122), (1, 185, 148)):
         picture.box(548, y - 14, 64, 28, "send", RANKS[rank], bold=True)
         picture.box(790, y - 14, 64, 28, "recv", WHITE, GREY, color=GREY)
         picture.arrow((580, y + (17 if rank == 0 else -17)), (580, tip), color=BAD)
-    picture.words(722, 135, "deadlock: each waits for a recv\nthat comes after the send", 10, BAD, bold=True)
+    picture.text(722, 135, "deadlock: each rank waits for a recv\nthat comes after the send", 10, BAD, bold=True)
     picture.box(478, 222, 390, 82, fill=PALE)
-    picture.words(673, 243, "batch_isend_irecv posts all four, then waits", 9.5)
+    picture.text(673, 243, "batch_isend_irecv submits all four, then waits", 9.5)
     for rank, y in ((0, 266), (1, 290)):
         for x, words in ((500, "isend"), (760, "irecv")):
             picture.box(x, y - 10, 84, 20, words, RANKS[rank], size=9)
@@ -43,12 +41,12 @@ def store() -> Picture:
     rows = [
         ("hello", "from rank 0"),
         ("added", "600"),
-        ("door/count", "3"),
-        ("door/open", "1"),
-        ("lunch/0", "here"),
-        ("lunch/1", "here"),
+        ("timed/count", "3"),
+        ("timed/done", "1"),
+        ("incomplete/0", "here"),
+        ("incomplete/1", "here"),
     ]
-    picture.words(450, 28, "TCPStore: one process serves, all are clients", 12, bold=True)
+    picture.text(450, 28, "TCPStore: one server process, all ranks are clients", 12, bold=True)
     for number, (key, value) in enumerate(rows):
         picture.box(330, 46 + 26 * number, 110, 24, key, PALE, round=2)
         picture.box(442, 46 + 26 * number, 130, 24, value, "#f6f8fa", round=2)
@@ -57,20 +55,20 @@ def store() -> Picture:
     picture.arrow((153, 84), (326, 58), "set(hello)", color=DARK[0], shift=(0, -15))
     picture.arrow((326, 84), (153, 166), "add(added, 1) = 600", color=DARK[1], shift=(22, 44), head="<|-|>")
     picture.arrow((576, 58), (747, 108), "get(hello)", color=DARK[2], shift=(20, -14))
-    picture.arrow((747, 128), (576, 136), "wait(door/open)", color=DARK[2], shift=(10, 16))
+    picture.arrow((747, 128), (576, 136), "wait(timed/done)", color=DARK[2], shift=(10, 16))
     picture.line([30, 870], [224, 224], "#d0d7de", 1)
-    picture.words(
-        450, 246, "a barrier by hand: add 1 to door/count; the last one sets door/open, the others wait for it", 10.5
+    picture.text(
+        450, 246, "barrier by hand: add 1 to timed/count; the last rank sets timed/done, the others wait for it", 10.5
     )
     for rank, came in enumerate((330, 620, 470)):
         y = 268 + 32 * rank
-        picture.words(124, y + 12, f"rank {rank}", 10, at="right")
+        picture.text(124, y + 12, f"rank {rank}", 10, at="right")
         picture.box(136, y, came - 136, 24, "busy", RANKS[rank], round=3, size=9)
         if came < 620:
             picture.box(came, y, 620 - came, 24, "waits", PALE, round=3, size=9, color=GREY)
-        picture.box(622, y, 230, 24, "goes on", RANKS[rank], round=3, size=9, alpha=0.6)
+        picture.box(622, y, 230, 24, "continues", RANKS[rank], round=3, size=9, alpha=0.6)
     picture.line([621, 621], [260, 366], BAD, 2)
-    picture.words(621, 380, "the last is here: door/open", 9.5, BAD)
+    picture.text(621, 380, "last rank arrived: timed/done", 9.5, BAD)
     return picture
 
 
@@ -94,7 +92,7 @@ def collectives() -> Picture:
     names, fills = ("a", "b", "c", "d", "Σ", "ab", "cd"), (*RANKS, "#d0d7de", "#d0d7de", "#d0d7de")
     for number, (title, (has, before, gets, after)) in enumerate(operations.items()):
         left, top = 30 + 290 * (number % 3), 46 + 152 * (number // 3)
-        picture.words(left + 130, top - 14, title, 10.5, bold=True)
+        picture.text(left + 130, top - 14, title, 10.5, bold=True)
         for x, filled, content in ((left, has, before), (left + 146, gets, after)):
             picture.box(x - 2, top - 2, 116, 108, fill=PALE, round=3)
             for r in every:
@@ -111,14 +109,14 @@ def ring_all_reduce() -> Picture:
     """What four ranks hold after each step of the ring, and what the busiest rank sends."""
     picture, size, letters = Picture(430), 4, "abcd"
     held = [[{rank} for _ in range(size)] for rank in range(size)]
-    picture.words(316, 24, "reduce-scatter: pass on a sum, add it to one's own", 10.5, bold=True)
-    picture.words(710, 24, "all-gather: pass on a finished chunk", 10.5, bold=True)
+    picture.text(316, 24, "reduce-scatter: pass on a partial sum and add", 10.5, bold=True)
+    picture.text(710, 24, "all-gather: pass on a complete chunk", 10.5, bold=True)
     for step in range(2 * size - 1):
         left = 66 + 119 * step
-        picture.words(left + 52, 46, f"step {step}" if step else "start", 9, GREY)
+        picture.text(left + 52, 46, f"step {step}" if step else "start", 9, GREY)
         for rank in range(size):
             if step == 0:
-                picture.words(54, 70 + 28 * rank, f"rank {rank}", 9, at="right")
+                picture.text(54, 70 + 28 * rank, f"rank {rank}", 9, at="right")
             for chunk in range(size):
                 who = held[rank][chunk]
                 fill = RANKS[chunk] if len(who) == size else PALE
@@ -143,7 +141,7 @@ def ring_all_reduce() -> Picture:
         ((66, 282), (122, 232)),
     ):
         picture.arrow(start, stop, bend=-0.25, color=GREY)
-    axes = picture.plot(390, 226, 470, 150, "tensors that the busiest rank sends", "ranks N")
+    axes = picture.plot(390, 226, 470, 150, "tensors sent by the busiest rank", "ranks N")
     numbers = [2**exponent for exponent in range(1, 7)]
     for place, (name, sends, color) in enumerate(
         (
@@ -171,18 +169,18 @@ def parameter_server() -> Picture:
         middle = 275 + 30 * (rank - 2)
         picture.arrow((middle - 8, 74), (x + 42, 132), color=GREY)
         picture.arrow((x + 58, 132), (middle + 8, 74), color=DARK[rank])
-    picture.words(60, 96, "pull weights", 9.5, GREY)
-    picture.words(500, 96, "push gradients", 9.5)
+    picture.text(60, 96, "pull weights", 9.5, GREY)
+    picture.text(500, 96, "push gradients", 9.5)
     y = 240
-    picture.words(275, 212, "asynchronous: the weights move on meanwhile", 10.5, bold=True)
+    picture.text(275, 212, "asynchronous: the weights change meanwhile", 10.5, bold=True)
     picture.arrow((40, y), (520, y), color=GREY)
     for number, version in enumerate((3, 4, 5, 6, 7, 8)):
         x = 66 + 82 * number
         picture.line([x, x], [y - 6, y + 6], GREY)
-        picture.words(x, y + 20, f"v{version}", 10, bold=version in (4, 7))
+        picture.text(x, y + 20, f"v{version}", 10, bold=version in (4, 7))
     picture.arrow((148, y + 34), (394, y + 34), color=DARK[1], bend=0.25, width=2)
-    picture.words(271, 330, "a gradient of v4 is applied to v7: staleness 3", 10, DARK[1])
-    picture.words(275, 366, "W workers: W - 1 on average", 10, GREY)
+    picture.text(271, 330, "a gradient of v4 is applied to v7: staleness 3", 10, DARK[1])
+    picture.text(275, 366, "W workers: mean staleness W - 1", 10, GREY)
 
     axes = picture.plot(620, 70, 240, 250, "tensors over the busiest link", "workers W")
     workers = range(1, 17)

@@ -1,4 +1,4 @@
-"""The pictures of part 4: a model in stages, a pipeline, a layer in columns and rows, and a mesh."""
+"""Figures of part 4: model parallelism, pipeline parallelism, tensor parallelism, and a device mesh."""
 
 from picture import DARK, GREY, INK, PALE, RANKS, WHITE, Picture
 
@@ -12,37 +12,33 @@ def model_parallel() -> Picture:
         if rank < 3:
             picture.arrow((x + 163, 46), (x + 217, 46), color=INK)
             picture.arrow((x + 217, 76), (x + 163, 76), color=GREY)
-    picture.words(450, 112, "above: activations, forward      below: gradients, backward", 9.5, GREY)
+    picture.text(450, 112, "above: activations, forward      below: gradients, backward", 9.5, GREY)
     for rank, color in enumerate(RANKS):
         y = 142 + rank * 34
-        picture.words(96, y + 13, f"rank {rank}", 10, at="right")
+        picture.text(96, y + 13, f"rank {rank}", 10, at="right")
         picture.box(110, y, 750, 26, fill=PALE, round=3)
         picture.box(110 + rank * 62.5, y, 60, 26, "F", color, round=3, bold=True)
         picture.box(860 - 125 * (rank + 1), y, 122, 26, "B", color, round=3, bold=True)
     picture.arrow((110, 288), (862, 288), color=GREY)
-    picture.words(
-        485, 305, "time: in no moment do two ranks work. 4 ranks give the memory of 4 and the speed of 1.", 10
-    )
+    picture.text(485, 305, "only one rank computes at a time: the memory of 4 GPUs, the speed of 1", 10)
     return picture
 
 
 def pipeline() -> Picture:
     """The GPipe schedule of 4 stages and 8 micro-batches, and how the bubble shrinks."""
     picture, ranks, count, cell = Picture(420), 4, 8, 33
-    picture.words(
-        450, 26, "GPipe, P = 4 stages, M = 8 micro-batches: 22 ticks, 16 of them busy on every rank", 11.5, bold=True
-    )
+    picture.text(450, 26, "GPipe, P = 4 stages, M = 8 micro-batches: 22 ticks, each rank busy for 16", 11.5, bold=True)
     for rank in range(ranks):
         y = 50 + rank * 36
-        picture.words(104, y + 15, f"rank {rank}", 10, at="right")
+        picture.text(104, y + 15, f"rank {rank}", 10, at="right")
         picture.box(115, y, 22 * cell, 30, fill=PALE, round=3)
         for number in range(count):
             forward, backward = rank + number, 2 * (count + ranks - 1) - 1 - rank - number
             picture.box(115 + forward * cell, y, cell - 2, 30, f"F{number}", RANKS[rank], round=3)
             picture.box(115 + backward * cell, y, cell - 2, 30, f"B{number}", RANKS[rank], round=3, alpha=0.6)
-    picture.words(115 + 11 * cell, 66, "bubble", 10, GREY)
+    picture.text(115 + 11 * cell, 66, "bubble", 10, GREY)
     picture.arrow((115, 202), (117 + 22 * cell, 202), color=GREY)
-    picture.words(478, 216, "ticks", 9, GREY)
+    picture.text(478, 216, "ticks", 9, GREY)
 
     axes = picture.plot(115, 262, 430, 100, x_label="micro-batches M", y_label="bubble")
     values = [2**exponent for exponent in range(7)]
@@ -54,25 +50,25 @@ def pipeline() -> Picture:
     axes.set_xticks(values, values)
     axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes.legend(frameon=False, fontsize=8.5)
-    picture.words(715, 290, r"bubble = $\frac{P - 1}{M + P - 1}$", 17)
-    picture.words(715, 345, "M = 1 is naive model parallelism:\n(P - 1)/P of the time is waiting", 10, GREY)
+    picture.text(715, 290, r"bubble = $\frac{P - 1}{M + P - 1}$", 17)
+    picture.text(715, 345, "M = 1 is naive model parallelism:\nidle for (P - 1)/P of the time", 10, GREY)
     return picture
 
 
 def tensor_parallel() -> Picture:
-    """An MLP and an attention cut by columns, then by rows, with f before and g behind."""
+    """An MLP and attention, split by columns and then by rows, with f before and g after."""
     picture = Picture(430)
     for top, first, middle, last in (
         (20, ("up", "columns"), "GELU", ("down", "rows")),
-        (222, ("qkv", "columns"), "attention\nof own heads", ("out", "rows")),
+        (222, ("qkv", "columns"), "attention\nof its heads", ("out", "rows")),
     ):
-        picture.words(54, top + 80, "x", 14, bold=True)
-        picture.words(54, top + 100, "on both", 8.5, GREY)
+        picture.text(54, top + 80, "x", 14, bold=True)
+        picture.text(54, top + 100, "on both", 8.5, GREY)
         picture.box(96, top + 62, 36, 36, "f", WHITE, INK, 13, bold=True, round=18)
         for rank, y in ((0, top + 18), (1, top + 96)):
             color, dark = RANKS[rank], DARK[rank]
             picture.arrow((134, top + 76 + 8 * rank), (188, y + 24), color=dark)
-            picture.words(212, y - 8, f"rank {rank}", 9, dark, bold=True)
+            picture.text(212, y - 8, f"rank {rank}", 9, dark, bold=True)
             for part in range(2):
                 fill = color if part == rank else PALE
                 picture.box(192 + 46 * part, y + 2, 44, 46, fill=fill, edge=WHITE, round=2)
@@ -81,15 +77,15 @@ def tensor_parallel() -> Picture:
             picture.box(356, y + 4, 130, 42, middle, color, size=10)
             picture.arrow((490, y + 25), (556, y + 25), color=dark)
             picture.arrow((656, y + 25), (736, top + 72 + 16 * rank), color=dark)
-        picture.words(237, top + 160, f"{first[0]}, cut by {first[1]}", 9.5)
-        picture.words(607, top + 160, f"{last[0]}, cut by {last[1]}", 9.5)
+        picture.text(237, top + 160, f"{first[0]}, split by {first[1]}", 9.5)
+        picture.text(607, top + 160, f"{last[0]}, split by {last[1]}", 9.5)
         picture.box(740, top + 62, 36, 36, "g", WHITE, INK, 13, bold=True, round=18)
         picture.arrow((780, top + 80), (818, top + 80))
-        picture.words(840, top + 80, "y", 14, bold=True)
-        picture.words(840, top + 100, "on both", 8.5, GREY)
+        picture.text(840, top + 80, "y", 14, bold=True)
+        picture.text(840, top + 100, "on both", 8.5, GREY)
     picture.line([30, 870], [206, 206], "#d0d7de", 1)
     note = "f: identity forward, all-reduce backward        g: all-reduce forward, identity backward"
-    picture.words(450, 408, note, 10)
+    picture.text(450, 408, note, 10)
     return picture
 
 
@@ -101,22 +97,22 @@ def two_d() -> Picture:
             rank, x, y = 2 * dp + tp, 130 + 270 * tp, 70 + 180 * dp
             picture.box(x, y, 120, 70, f"rank {rank}", RANKS[rank], size=12, bold=True)
         picture.arrow((253, 105 + 180 * dp), (397, 105 + 180 * dp), "tp: activations", width=4, head="<|-|>")
-        picture.words(325, 122 + 180 * dp, "all-reduce, 4 in a block", 8.5, GREY)
-        picture.words(112, 105 + 180 * dp, f"samples\n{4 * dp} to {4 * dp + 3}", 10, at="right")
+        picture.text(325, 122 + 180 * dp, "all-reduce, 4 per block", 8.5, GREY)
+        picture.text(112, 105 + 180 * dp, f"samples\n{4 * dp} to {4 * dp + 3}", 10, at="right")
         picture.arrow((190 + 270 * dp, 144), (190 + 270 * dp, 247), color=INK, head="<|-|>", style="--")
-    picture.words(325, 196, "dp: parameters, all-gather\ngradients, reduce-scatter", 9.5)
-    picture.words(325, 34, "a mesh of 2 x 2", 12, bold=True)
-    picture.words(325, 362, "rows: inside a machine, on the fastest link      columns: may cross machines", 9.5, GREY)
+    picture.text(325, 196, "dp: parameters, all-gather\ngradients, reduce-scatter", 9.5)
+    picture.text(325, 34, "a mesh of 2 x 2", 12, bold=True)
+    picture.text(325, 362, "rows: inside a machine, on the fastest link      columns: may cross machines", 9.5, GREY)
 
     for top, name, places in (
-        (70, "up: columns by tp, then again by dp", [(0, 0), (0, 2), (0, 1), (0, 3)]),
+        (70, "up: columns by tp, then by dp", [(0, 0), (0, 2), (0, 1), (0, 3)]),
         (250, "down: rows by tp, columns by dp", [(0, 0), (1, 0), (0, 1), (1, 1)]),
     ):
-        picture.words(730, top - 18, name, 10)
+        picture.text(730, top - 18, name, 10)
         for rank, (row, column) in enumerate(places):
             wide, high = (45, 84) if top == 70 else (90, 42)
             x, y = 640 + column * wide, top + row * high
             picture.box(x, y, wide - 2, high - 2, f"{rank}", RANKS[rank], round=2, size=11, bold=True)
-    picture.words(730, 34, "who holds what of a matrix", 12, bold=True)
-    picture.words(730, 362, "1/4 each", 9.5, GREY)
+    picture.text(730, 34, "shards of a matrix", 12, bold=True)
+    picture.text(730, 362, "1/4 each", 9.5, GREY)
     return picture

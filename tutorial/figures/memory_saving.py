@@ -1,4 +1,4 @@
-"""The pictures of part 3: where memory goes, narrow numbers, micro-batches, recomputing, ZeRO, offloading."""
+"""Figures of part 3: memory, mixed precision, micro-batches, activation checkpointing, ZeRO, CPU offload."""
 
 import math
 
@@ -28,40 +28,40 @@ def memory() -> Picture:
         axes.set_xticks(range(7), [phase.replace(" ", "\n") for phase in phases], size=7)
     for number, (kind, color) in enumerate(zip(KINDS, RANKS, strict=True)):
         picture.box(150 + 170 * number, 324, 14, 14, fill=color, round=2)
-        picture.words(170 + 170 * number, 331, kind, 9.5, at="left")
+        picture.text(170 + 170 * number, 331, kind, 9.5, at="left")
     return picture
 
 
 def amp() -> Picture:
     """The gradients of a step on the scale of powers of two, and what each format can hold."""
     picture = Picture(400)
-    picture.words(450, 26, "gradients by size, and what 16 bits can hold of them", 12, bold=True)
+    picture.text(450, 26, "gradients by magnitude, and the range of 16-bit formats", 12, bold=True)
     x = lambda power: 60 + (power + 44) * 780 / 64  # noqa: E731
     for center, color, alpha in ((-31, BAD, 0.55), (-15, DARK[2], 0.75)):
         for step in range(-6, 7):
             high = 150 * math.exp(-((step / 2.6) ** 2))
             picture.box(x(center + step) - 5, 240 - high, 10, high, fill=color, round=0, alpha=alpha)
     picture.arrow((x(-31), 82), (x(-15), 82), "x 65536 = 2 to the 16: loss scaling", bend=-0.2, shift=(0, -28), size=10)
-    picture.words(x(-37), 140, "lost in fp16", 10, BAD, at="right", bold=True)
+    picture.text(x(-37), 140, "lost in fp16", 10, BAD, at="right", bold=True)
     picture.line([x(-24), x(-24)], [60, 330], GREY, 1.2, "--")
     picture.line([50, 850], [241, 241], INK)
     for power in range(-40, 21, 10):
-        picture.words(x(power), 256, f"$2^{{{power}}}$", 10)
+        picture.text(x(power), 256, f"$2^{{{power}}}$", 10)
     for top, name, low, high, color in (
-        (276, "fp32 and bf16: from 1e-38 (and below) to 3e38, beyond both ends", -44, 20, RANKS[0]),
+        (276, "fp32 and bf16: from 1e-38 (and below) to 3e38, outside this plot", -44, 20, RANKS[0]),
         (310, "fp16: from 6e-8 to 65504", -24, 16, RANKS[2]),
     ):
         picture.box(x(low), top, x(high) - x(low), 28, name, color)
-    picture.words(x(-34), 324, "fp16: becomes 0", 10, BAD)
+    picture.text(x(-34), 324, "fp16: becomes 0", 10, BAD)
     note = "bf16: 8 bits of exponent, 8 of precision      fp16: 5 of exponent, 11 of precision, hence the scale"
-    picture.words(450, 368, note, 9.5, GREY)
+    picture.text(450, 368, note, 9.5, GREY)
     return picture
 
 
 def grad_accumulation() -> Picture:
     """Even and uneven micro-batches and their weights, and all-reduces with and without no_sync."""
     picture = Picture(450)
-    picture.box(60, 26, 780, 30, "one batch of B = 32 images: every image weighs 1/32", RANKS[0], size=10.5)
+    picture.box(60, 26, 780, 30, "one batch of B = 32 images: every image has weight 1/32", RANKS[0], size=10.5)
     for top, sizes in ((72, (8, 8, 8, 8)), (136, (14, 14, 3, 1))):
         start = 60
         for size in sizes:
@@ -70,12 +70,12 @@ def grad_accumulation() -> Picture:
             words = f"{size} images" if size > 3 else f"{size}"
             picture.box(start, top, width - 3, 30, words, "#f4b6bd" if heavy else RANKS[2], round=3)
             weight = f"1/(4 x {size})" if size > 1 else "1/4"
-            picture.words(start + width / 2 - 1, top + 41, weight, 8.5, BAD if heavy else GREY)
+            picture.text(start + width / 2 - 1, top + 41, weight, 8.5, BAD if heavy else GREY)
             start += width
-    picture.words(450, 200, "mean of the means: right above, wrong below; sum / 32 is right for both", 10)
+    picture.text(450, 200, "mean of means: correct above, wrong below; sum / 32 is correct for both", 10)
     picture.line([30, 870], [222, 222], "#d0d7de", 1)
     for top, title, synced in ((240, "DDP", (0, 1, 2, 3)), (340, "DDP,\nno_sync", (3,))):
-        picture.words(100, top + 38, title, 10.5, at="right", bold=True)
+        picture.text(100, top + 38, title, 10.5, at="right", bold=True)
         for rank in range(2):
             start = 120
             for micro in range(4):
@@ -94,7 +94,7 @@ def grad_accumulation() -> Picture:
 def activation_checkpointing() -> Picture:
     """What a checkpointed model keeps, and the peak over the number of segments."""
     picture, blocks, segment = Picture(400), 32, 4
-    picture.words(450, 28, "32 blocks in 8 segments: the backward pass has come to segment 5", 11.5, bold=True)
+    picture.text(450, 28, "32 blocks in 8 segments: the backward pass is at segment 5", 11.5, bold=True)
     for block in range(blocks):
         x = 46 + 25.6 * block
         inside = block // segment == 5
@@ -106,20 +106,20 @@ def activation_checkpointing() -> Picture:
     for number in range(8):
         x = 40 + 102.4 * number
         picture.line([x + 2, x + 96], [114, 114], DARK[0] if number < 5 else DARK[1] if number == 5 else "#d0d7de", 2)
-        picture.words(x + 49, 126, f"{number}", 9, GREY)
+        picture.text(x + 49, 126, f"{number}", 9, GREY)
     picture.arrow((556, 80), (648, 80), "recompute", bend=-0.35, color=DARK[1], shift=(0, -25), size=10)
     picture.arrow((852, 146), (660, 146), "backward", color=GREY, shift=(0, 12), size=10)
     legend = (
-        (DARK[0], DARK[0], "kept: inputs of segments"),
+        (DARK[0], DARK[0], "saved: inputs of segments"),
         (WHITE, GREY, "dropped"),
-        (RANKS[1], DARK[1], "computed again"),
+        (RANKS[1], DARK[1], "recomputed"),
     )
     for number, (fill, edge, words) in enumerate(legend):
         picture.box(52, 198 + 34 * number, 16, 16, fill=fill, edge=edge, round=8)
-        picture.words(78, 206 + 34 * number, words, 10, at="left")
-    picture.words(52, 320, "price: one more forward pass,\n4 forward passes' worth of work instead of 3", 10, at="left")
+        picture.text(78, 206 + 34 * number, words, 10, at="left")
+    picture.text(52, 320, "cost: one more forward pass,\n4 forward passes of compute instead of 3", 10, at="left")
 
-    axes = picture.plot(480, 206, 370, 130, x_label="segments k", y_label="values kept")
+    axes = picture.plot(480, 206, 370, 130, x_label="segments k", y_label="values saved")
     inside, numbers = 11, [1, 2, 4, 8, 16, 32]
     axes.plot(numbers, [k + inside * blocks / k for k in numbers], "o-", color=DARK[0], ms=5)
     best = math.sqrt(inside * blocks)
@@ -137,16 +137,16 @@ def zero() -> Picture:
     stages = (
         ("DDP", (), "4", "all-reduce of gradients"),
         ("stage 1", (2,), "2 + 2/N", "reduce-scatter,\nall-gather of parameters"),
-        ("stage 2", (1, 2), "1 + 3/N", "gradients to their\nowner, at once"),
+        ("stage 2", (1, 2), "1 + 3/N", "gradients to the\nowner at once"),
         ("stage 3", (0, 1, 2), "4/N", "parameters gathered\nlayer by layer"),
     )
     heights = (46, 46, 92)
     for number, (name, cut, total, note) in enumerate(stages):
         left = 130 + 188 * number
-        picture.words(left + 78, 30, name, 12, bold=True)
+        picture.text(left + 78, 30, name, 12, bold=True)
         for rank in range(size):
             x, y = left + 40 * rank, 66
-            picture.words(x + 17, 54, f"{rank}", 9, GREY)
+            picture.text(x + 17, 54, f"{rank}", 9, GREY)
             for kind, height in enumerate(heights):
                 if kind in cut:
                     picture.box(x, y, 34, height, fill=WHITE, edge="#d0d7de", round=2)
@@ -155,15 +155,15 @@ def zero() -> Picture:
                 else:
                     picture.box(x, y, 34, height, fill=RANKS[kind], round=2)
                 y += height + 8
-        picture.words(left + 78, 292, total, 15, bold=True)
-        picture.words(left + 78, 332, note, 9, GREY)
+        picture.text(left + 78, 292, total, 15, bold=True)
+        picture.text(left + 78, 332, note, 9, GREY)
     for kind, (y, words) in enumerate(((89, "parameters"), (143, "gradients"), (220, "Adam's state"))):
-        picture.words(112, y, words, 10, DARK[kind], at="right", bold=True)
-    picture.words(112, 292, "memory held", 9.5, at="right")
-    picture.words(
+        picture.text(112, y, words, 10, DARK[kind], at="right", bold=True)
+    picture.text(112, 292, "memory", 9.5, at="right")
+    picture.text(
         450,
         384,
-        "filled: held by the rank      outlined: held by the other ranks      1 = the size of the parameters",
+        "filled: stored on the rank      outlined: on other ranks      1 = the size of the parameters",
         9.5,
         GREY,
     )
@@ -171,29 +171,27 @@ def zero() -> Picture:
 
 
 def cpu_offload() -> Picture:
-    """A card with two layers, a host with all of them, and copies that run ahead of the computing."""
+    """A GPU with two layers, a host with all layers, and copies that run ahead of the computation."""
     picture, layers = Picture(440), 6
     picture.box(50, 24, 230, 100, fill=PALE)
-    picture.words(165, 42, "card", 11, bold=True)
+    picture.text(165, 42, "GPU", 11, bold=True)
     for number in (1, 2):
         picture.box(80 + 90 * (number - 1), 62, 80, 44, f"layer {number}", RANKS[number % 4])
     picture.box(420, 24, 430, 100, fill=PALE)
-    picture.words(635, 42, "host", 11, bold=True)
+    picture.text(635, 42, "host", 11, bold=True)
     for number in range(layers):
         picture.box(436 + 67 * number, 58, 62, 26, f"layer {number}", RANKS[number % 4], size=8.5)
         picture.box(436 + 67 * number, 88, 62, 26, "Adam", WHITE, RANKS[number % 4], size=8.5)
     picture.arrow((416, 62), (284, 62), "parameters")
     picture.arrow((284, 96), (416, 96), "gradients", shift=(0, 11))
     for top, title, order in ((160, "forward", range(layers)), (290, "backward", reversed(range(layers)))):
-        picture.words(450, top, title, 11, bold=True)
+        picture.text(450, top, title, 11, bold=True)
         for row, name in ((0, "copies"), (1, "compute")):
-            picture.words(118, top + 34 + 44 * row, name, 10, at="right")
+            picture.text(118, top + 34 + 44 * row, name, 10, at="right")
             picture.line([128, 860], [top + 52 + 44 * row, top + 52 + 44 * row], "#d0d7de", 1)
         for place, number in enumerate(order):
             x, color = 134 + 103 * place, RANKS[number % 4]
             picture.box(x, top + 18, 98, 30, f"fetch {number}", color, round=3)
             picture.box(x + 103, top + 62, 98, 30, f"run {number}", color, round=3, alpha=0.7)
-    picture.words(
-        450, 416, "while a layer runs, the next one is on its way: the bus is busy under the computing", 10, GREY
-    )
+    picture.text(450, 416, "while a layer runs, the next one is fetched: copies overlap with compute", 10, GREY)
     return picture
