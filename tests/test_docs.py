@@ -244,6 +244,15 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     assert logged == expected
 
 
+def test_the_changelog_names_modules_that_exist():
+    rows = re.findall(r"^\| `.+? \| `(\w+)/`: (.+?)(?:;.*)? \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for package, cell in rows:
+        for name in re.findall(r"`([\w/]+)`", cell):
+            path = ROOT / "distribuuuu" / package / name
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{package}/{name}"
+
+
 # --------------------------------------------------------------------------------------- figures
 
 
