@@ -2,7 +2,7 @@
 """Make a Markdown table of runs: python tools/make_table.py RUN... [--by config|arch] [--readme FILE --name NAME].
 
 There is one row for each config: the mean and the deviation over its seeds, beside what others reported
-(benchmarks/reported.yaml). Unfinished runs are left out. No number of a table is written by hand:
+(benchmarks/reported.yaml). Unfinished runs are left out. No number of a README's table is written by hand:
 
   python tools/make_table.py exp                          every run in a folder
   python tools/make_table.py 'exp/*/resnet*' --epoch best
