@@ -72,7 +72,7 @@ def parse_command(command: str) -> None:
     Raises:
         ConfigError, SystemExit: a flag, a key, a value or a config file does not exist.
     """
-    words = shlex.split(command.replace("$seed", "0").replace("$", ""), comments=True)
+    words = shlex.split(re.sub(r"^\w+=\S+ ", "", command.replace("$seed", "0").replace("$", "")), comments=True)
     script = next((number for number, word in enumerate(words) if SCRIPT.fullmatch(word)), None)
     if script is None:
         program = words[0].removeprefix(".venv/bin/")
@@ -151,7 +151,15 @@ SAMPLES = [
 def test_sample_messages_are_what_the_command_prints(page, command, output):
     words = [sys.executable, *shlex.split(command)[1:]]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout + done.stderr == output, "copy this to the page"
+    assert_same_sample(page, output, done.stdout + done.stderr)
+
+
+def assert_same_sample(page: Path, shown: str, real: str) -> None:
+    """Compare a sample in a page with the real output; with UPDATE_DOCS=1, replace it in the page."""
+    if shown != real and os.environ.get("UPDATE_DOCS"):
+        page.write_text(page.read_text().replace(shown, real))
+    else:
+        assert shown == real, "UPDATE_DOCS=1 pytest -n 0 tests/test_docs.py replaces the sample"
 
 
 # ------------------------------------------------------------------------------------------- run
@@ -231,7 +239,8 @@ def test_every_kind_of_command_to_run_is_in_its_page():
 
 def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, shown = (ROOT / "docs" / "finetuning.md").read_text().partition("<!-- sample:")[::2]
+    page = ROOT / "docs" / "finetuning.md"
+    config, shown = page.read_text().partition("<!-- sample:")[::2]
     folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"
     folder.mkdir(parents=True)
     save_file(timm.create_model("resnet18").state_dict(), folder / "model.safetensors")
@@ -241,7 +250,7 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
         freeze_parts(cfg, build_initial_model(cfg, tuple("abcdefghij"), True))
     expected = shown.partition("```\n")[2].partition("```")[0]
     logged = "".join(f"{message}\n" for message in caplog.messages)
-    assert logged == expected
+    assert_same_sample(page, expected, logged)
 
 
 def test_the_changelog_names_modules_that_exist():
