@@ -6,7 +6,7 @@ Each config has one row: the mean and standard deviation over its seeds, beside 
 
   python tools/make_table.py exp                          every run in a folder
   python tools/make_table.py 'exp/*/resnet*' --epoch best
-  python tools/make_table.py benchmarks/results/imagenet --configs configs/imagenet --readme README.md --name imagenet
+  python tools/make_table.py benchmarks/results --readme docs/MODEL_ZOO.md --name small
 """
 
 import signal

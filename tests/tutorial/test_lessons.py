@@ -42,7 +42,7 @@ def check(command):
 
 
 # srun reaches the cluster that other tests use.
-ON_CLUSTER = [name for name in run_all.LESSONS if any(line.startswith("srun") for line in run_all.commands_of(name))]
+ON_CLUSTER = [name for name in run_all.LESSONS if any(line.startswith("srun") for line in run_all.read_section(name))]
 
 
 @pytest.mark.tutorial

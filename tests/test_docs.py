@@ -1,0 +1,317 @@
+"""Documentation: its commands are run or parsed, its links, paths and options exist, its figures are those measured."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import save_file
+from support.images import draw_folder
+from support.runs import ROOT
+
+from distribuuuu.cli import make_table, pack_dataset
+from distribuuuu.cli.main import parse_args
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.reader import iter_options, read_cfg
+from distribuuuu.models.finetune import build_initial_model, freeze_parts
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.
+WITH_COMMANDS = [page for page in PAGES if page.name != "extending.md"]
+README = (ROOT / "README.md").read_text()
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+# Programs in the pages that are not part of this repository.
+OTHER_PROGRAMS = (
+    *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit"),
+    *("git", "mkdir", "cp", "tar", "export", "."),
+)
+SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
+# Sections whose keys the model or the user defines.
+OPEN_SECTIONS = ("MODEL.KWARGS", "TASK.KWARGS", "DISTILL.KWARGS", "FINETUNE.LR_MULT")
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    """Return the fenced code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def logical_lines(block: str) -> Iterator[str]:
+    """Yield the commands of a shell script: continued lines joined, `&&` and loops split, here-documents left out."""
+    script = re.sub(r"<<'(\w+)'\n.*?^\1$", "", block.replace("\\\n", " "), flags=re.MULTILINE | re.DOTALL)
+    for line in script.splitlines():
+        for part in re.split(r"&&|;", line) if not line.lstrip().startswith("#") else ():
+            if (command := part.strip().removeprefix("do ")) and not re.match(r"for |do$|done$", command):
+                yield command
+
+
+def commands_of(page: Path) -> list[str]:
+    return [command for block in blocks_of(page, "bash") for command in logical_lines(block)]
+
+
+def header_commands() -> list[tuple[str, str]]:
+    """Return (file, command) of the commands in the headers of configs and Slurm scripts."""
+    found = []
+    for path in [*CONFIGS, *sorted((ROOT / "tools" / "slurm").iterdir())]:
+        lines = re.findall(r"^#  +((?:python|torchrun|srun|sbatch) .+)$", path.read_text(), re.MULTILINE)
+        assert lines, f"{path}: the header has no command"
+        found += [(str(path.relative_to(ROOT)), line) for line in lines]
+    return found
+
+
+COMMANDS = [(str(page.relative_to(ROOT)), command) for page in WITH_COMMANDS for command in commands_of(page)]
+COMMANDS += header_commands()
+
+
+def parse_command(command: str) -> None:
+    """Pass the words of a command to the parser of the tool that it starts.
+
+    Raises:
+        ConfigError, SystemExit: a flag, a key, a value or a config file does not exist.
+    """
+    words = shlex.split(re.sub(r"^\w+=\S+ ", "", command.replace("$seed", "0").replace("$", "")), comments=True)
+    script = next((number for number, word in enumerate(words) if SCRIPT.fullmatch(word)), None)
+    if script is None:
+        program = words[0].removeprefix(".venv/bin/")
+        assert program in OTHER_PROGRAMS or program.startswith("python"), f"unknown program: {program}"
+        return
+    tool, args = Path(words[script]), words[script + 1 :]
+    assert (ROOT / tool).exists(), f"no such file: {tool}"
+    if tool.name == "make_table.py":
+        parsed = make_table.build_parser("", ROOT / "benchmarks" / "reported.yaml").parse_args(args)
+        assert not make_table.read_configs(parsed.configs, problems := []) or not problems, problems
+    elif tool.name == "pack_dataset.py":
+        _, rest = pack_dataset.build_parser("").parse_known_args(args)
+        assert not read_cfg(None, rest[1:])[1]
+    elif tool.parts[0] == "tools":
+        parse_args("", [*args, *(() if "--help-config" in args else ("--dump-config",))], train=tool.stem != "test_net")
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}:{command[:60]}" for page, command in COMMANDS])
+def test_every_command_is_accepted_by_its_tool(page, command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    parse_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python tools/train_net.py OPTIM.NO_SUCH 1",
+        "torchrun --nproc_per_node=8 tools/train_net.py --cfg configs/no.yaml",
+        "python tools/test_net.py TRAIN.TOPK many",
+        "sbatch tools/slurm/train.sbatch --config x",
+        "python tools/pack_dataset.py out NO.KEY 1",
+    ],
+)
+def test_a_wrong_command_is_not_accepted(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((ConfigError, AssertionError)):
+        parse_command(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_paths_and_options_exist(page):
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = page if not path else (page.parent / path).resolve()
+        assert linked.exists(), f"{target} does not exist"
+        headings = [re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                    for line in re.findall(r"^#+ .+$", linked.read_text(), re.MULTILINE)] if anchor else []  # fmt: skip
+        assert not anchor or anchor in headings, f"{target}: no such heading"
+    for path in re.findall(r"`((?:distribuuuu|tools|configs|benchmarks|tests|docs|tutorial)/[\w/.*-]*)`", prose):
+        assert list(ROOT.glob(path.rstrip("/"))), f"`{path}` does not exist"
+    options = {key for key, _ in iter_options(get_cfg())}
+    sections = "|".join(sorted({key.split(".")[0] for key in options if "." in key}))
+    for key in re.findall(rf"\b((?:{sections})\.[A-Z][A-Z_0-9]*)\b", prose):
+        assert key in options or key in OPEN_SECTIONS, f"there is no option {key}"
+
+
+def test_config_files_in_the_pages_are_accepted(tmp_path):
+    found = [block for page in WITH_COMMANDS for block in blocks_of(page, "yaml") if re.match(r"[A-Z]+:", block)]
+    for number, block in enumerate(found):
+        (path := tmp_path / f"{number}.yaml").write_text(block)
+        assert not read_cfg(str(path), [])[1]
+    assert found
+
+
+SAMPLES = [
+    (page, *sample)
+    for page in PAGES
+    for sample in re.findall(r"^<!-- sample: (python .+) -->\n```\n(.*?)^```$", page.read_text(), re.M | re.S)
+]
+
+
+@pytest.mark.parametrize(("page", "command", "output"), SAMPLES, ids=[page.name for page, _, _ in SAMPLES])
+def test_sample_messages_are_what_the_command_prints(page, command, output):
+    words = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert_same_sample(page, output, done.stdout + done.stderr)
+
+
+def assert_same_sample(page: Path, shown: str, real: str) -> None:
+    """Compare a sample in a page with the real output; with UPDATE_DOCS=1, replace it in the page."""
+    if shown != real and os.environ.get("UPDATE_DOCS"):
+        page.write_text(page.read_text().replace(shown, real))
+    else:
+        assert shown == real, "UPDATE_DOCS=1 pytest -n 0 tests/test_docs.py replaces the sample"
+
+
+# ------------------------------------------------------------------------------------------- run
+
+SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD False"
+TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
+RUN = {
+    ("README.md", "train_net.py --cfg configs/shapes"): "",
+    ("README.md", "test_net.py OUT_DIR"): None,
+    ("README.md", "train_net.py TRAIN.DATASET my_images"): TINY,
+    ("docs/configuration.md", "--dump-config"): None,
+    ("docs/configuration.md", "--help-config"): None,
+    ("docs/data.md", "tools/pack_dataset.py"): None,
+    ("docs/data.md", "DATA.NAME packed"): TINY,
+    ("docs/augmentation.md", "tools/train_net.py"): "",
+    ("docs/multi_label.md", "tools/train_net.py"): "",
+    ("docs/results.md", "train_net.py --cfg configs/shapes"): "",
+    ("docs/results.md", "tools/make_table.py"): None,
+}
+
+
+def script_of(page: str) -> str:
+    """Return the commands of a page that are run, as a script: trainings take one epoch; the rest is left out."""
+    lines = []
+    for block in blocks_of(ROOT / page, "bash"):
+        for line in re.sub(r"\.venv/bin/(python|pip)", r"\1", block.replace("\\\n", " ")).splitlines():
+            line = line.split("&& ")[-1]
+            extra = next((more for (where, part), more in RUN.items() if where == page and part in line), "skip")
+            if "tools/" not in line and not line.startswith((".", "python3")):
+                lines.append(line)  # a loop, a here-document, mkdir, cp
+            elif extra != "skip":
+                command = line.partition("  #")[0]
+                lines.append(command if extra is None else f"{command} {SMALL} {extra}")
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A folder like the root of the repository, for commands that write."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("tools", "configs"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "benchmarks").mkdir()
+    (root / "benchmarks" / "reported.yaml").symlink_to(ROOT / "benchmarks" / "reported.yaml")
+    (root / "docs").mkdir()
+    (root / "docs" / "MODEL_ZOO.md").write_text((ROOT / "docs" / "MODEL_ZOO.md").read_text())
+    for split in ("train", "val"):
+        draw_folder(root / "my_images", split, {"cat": 40, "dog": 40})
+    return root
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in RUN))
+def test_the_commands_of_a_page_run(page, checkout):
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(checkout / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", "-euo", "pipefail", "-c", script_of(page)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=environment, timeout=600)
+    assert done.returncode == 0, f"{script_of(page)}\n{done.stdout}\n{done.stderr}"
+    if page == "README.md":
+        sample = README.partition("<!-- sample: the log")[2].partition("```\n")[2].partition("```")[0]
+        header = next(line for line in sample.splitlines() if "epoch   step" in line)
+        assert header[9:] in done.stdout + done.stderr, "the columns of the log have other names"
+    if page == "docs/results.md":
+        assert "(n = 3)" in done.stdout
+        assert "shapes/resnet14" in (checkout / "docs" / "MODEL_ZOO.md").read_text()
+
+
+def test_every_kind_of_command_to_run_is_in_its_page():
+    for page, part in RUN:
+        assert part in script_of(page), f"{page} has no command with {part!r}"
+
+
+def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "finetuning.md"
+    config, shown = page.read_text().partition("<!-- sample:")[::2]
+    folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"
+    folder.mkdir(parents=True)
+    save_file(timm.create_model("resnet18").state_dict(), folder / "model.safetensors")
+    (tmp_path / "a.yaml").write_text(re.search(r"```yaml\n(.*?)```", config, re.DOTALL)[1])
+    cfg = load_cfg("a.yaml", ["MODEL.NUM_CLASSES", "10"])
+    with caplog.at_level("INFO"):
+        freeze_parts(cfg, build_initial_model(cfg, tuple("abcdefghij"), True))
+    expected = shown.partition("```\n")[2].partition("```")[0]
+    logged = "".join(f"{message}\n" for message in caplog.messages)
+    assert_same_sample(page, expected, logged)
+
+
+def test_the_changelog_names_modules_that_exist():
+    rows = re.findall(r"^\| `.+? \| `(\w+)/`: (.+?)(?:;.*)? \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for package, cell in rows:
+        for name in re.findall(r"`([\w/]+)`", cell):
+            path = ROOT / "distribuuuu" / package / name
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{package}/{name}"
+
+
+def test_the_sample_of_time_net_has_the_rows_of_the_tool():
+    rows = re.findall(
+        r"^((?:model|loader|optimizer|whole|per)\b.+?)  ", (ROOT / "docs" / "results.md").read_text(), re.M
+    )
+    source = "".join((ROOT / "distribuuuu" / "cli" / name).read_text() for name in ("time_net.py", "time_report.py"))
+    assert len(rows) >= 8 and not [row for row in rows if row not in source]
+
+
+# --------------------------------------------------------------------------------------- figures
+
+
+def test_the_readme_is_short_and_names_every_package():
+    assert len(README.splitlines()) <= 200
+    for path in (ROOT / "distribuuuu").iterdir():
+        if path.suffix == ".py" and path.stem != "__init__" or (path / "__init__.py").exists():
+            assert f"`{path.name}{'/' if path.is_dir() else ''}`" in README, f"the code map lacks {path.name}"
+
+
+def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
+    told = int(re.search(r"about ([\d,]+) lines", README)[1].replace(",", ""))
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "distribuuuu").rglob("*.py"))
+    assert abs(told - lines) <= 0.05 * lines, f"distribuuuu has {lines} lines"
+    lessons = re.findall(r"^\| \d+ \|", (ROOT / "tutorial" / "README.md").read_text(), re.MULTILINE)
+    assert f"{len(lessons)} self-contained lessons" in README
+    assert f"{len(list((ROOT / 'configs' / 'imagenet').iterdir()))}\nImageNet configs" in README
+
+
+def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
+    rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (.+) \|$", README, re.MULTILINE)
+    runs = {record["config"]: record for record in map(read_record, (ROOT / "benchmarks" / "results").rglob("*.json"))}
+    assert {name for name, *_ in rows} == set(runs)
+    zoo = (ROOT / "docs" / "MODEL_ZOO.md").read_text()
+    for name, *cells in rows:
+        record = runs[name]
+        row = next(line for line in zoo.splitlines() if line.startswith(f"| {name} |"))
+        assert all(cell in row for cell in cells), name
+        assert int(cells[1]) == record["training"]["epochs_done"] and cells[3] == record["hardware"]
+
+
+def read_record(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_the_speeds_of_the_readme_are_in_the_output_of_the_benchmarks():
+    output = (ROOT / "benchmarks" / "README.md").read_text()
+    rows = [row for row in README.splitlines() if row.startswith("| **") and "benchmarks/" in row]
+    assert len(rows) >= 3
+    for figure in re.findall(r"(?<![\w.])\d+\.\d+", " ".join(rows)):
+        assert figure in output, f"{figure} is not in benchmarks/README.md"
+    for count, noun in re.findall(r": (\d+) (kills|disturbances)", " ".join(rows)):
+        assert f"{count} {noun.replace('disturbances', 'events')}" in output
