@@ -98,7 +98,7 @@ def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str,
     subjects, state, rng = make_subjects(folder), make_state(), random.Random(seed)
     for _ in range(number):
         subject = rng.choice(subjects)
-        mutation = damage(subject.path, subject.whole, [other.whole for other in subjects if other != subject], rng)
+        mutation = damage(subject.path, subject.data, [other.data for other in subjects if other != subject], rng)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             verdict = judge(subject, state)

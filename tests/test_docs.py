@@ -213,6 +213,7 @@ def checkout(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in RUN))
 def test_the_commands_of_a_page_run(page, checkout):
     environment = {

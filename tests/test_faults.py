@@ -175,7 +175,7 @@ def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
     writer.start(lambda: tries.clear(), "three")
     writer.wait()
     assert tries == []
-    monkeypatch.setattr("distribuuuu.checkpoint.writer.LAST_TRIES_S", 0.05)
+    monkeypatch.setattr("distribuuuu.checkpoint.manager.LAST_RETRIES_S", 0.05)
     writer.start(refused, "four")
     with pytest.raises(CheckpointError, match="No space left"):
         writer.wait()

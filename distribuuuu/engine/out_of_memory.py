@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(phase: str, batch: str | None = "train") -> Callable[[Callable], Callable]:
-    """Return a decorator for functions of (cfg, ...) that turns their out-of-memory errors into `OutOfMemory`.
+    """Return a decorator that turns out-of-memory errors of a function of (cfg, ...) or (run, ...) into `OutOfMemory`.
 
     Args:
         phase: what the function does, e.g. "a training step".
@@ -43,14 +43,14 @@ def explain_out_of_memory(phase: str, batch: str | None = "train") -> Callable[[
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
-        def explained(cfg, *args, **kwargs):
+        def explained(run, *args, **kwargs):
             try:
-                return function(cfg, *args, **kwargs)
+                return function(run, *args, **kwargs)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 lines = str(error).strip().splitlines() or [type(error).__name__]
-                message = _describe(cfg, phase, batch, lines[0][:300])
+                message = _describe(getattr(run, "cfg", run), phase, batch, lines[0][:300])
             raise OutOfMemory(message)  # outside the except block the error's frames and their tensors are released
 
         return explained

@@ -61,7 +61,7 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     options = inspect.signature(registered).parameters if registered else optimizer.defaults
     for name in _given_options(cfg):
         if name not in options:
-            message = f"{optim.NAME} takes none; remove this option"
+            message = f"{optim.NAME} has no {name}; remove this option"
             raise ConfigError(Problem(f"OPTIM.{name.upper()}", message), cfg.origins)
     return optimizer
 

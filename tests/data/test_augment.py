@@ -307,7 +307,7 @@ def test_grayscale_converts_one_image_in_five():
 
 @pytest.mark.parametrize("value", ["grayscal", "[grayscale, grayscal]"])
 def test_an_unknown_operation_is_an_error_that_names_near_ones(value):
-    with pytest.raises(ConfigError, match=r"AUG.OPERATIONS .*: 'grayscal' is not .*did you mean grayscale"):
+    with pytest.raises(ConfigError, match=r"AUG.OPERATIONS .*: got 'grayscal'.*did you mean grayscale"):
         load_cfg(None, ["AUG.OPERATIONS", value])
     assert load_cfg(None, ["AUG.OPERATIONS", "grayscale"]).AUG.OPERATIONS == ("grayscale",)
 

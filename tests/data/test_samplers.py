@@ -192,7 +192,7 @@ def test_growth_that_cannot_be_is_an_error(words, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("MODEL.ARCH", "botnet50"), r"botnet50 takes images of one size only.*; set TRAIN.IM_SIZE_START 0$"),
+        (("MODEL.ARCH", "botnet50"), r"botnet50 has one fixed image size.*; fix: set TRAIN.IM_SIZE_START 0$"),
         (("MODEL.ARCH", "torchvision/vit_b_16", "MODEL.KWARGS.image_size", 224), "its image_size"),
         (("MODEL.ARCH", "timm/vit_tiny_patch16_224"), "IM_SIZE_START 0, or MODEL.KWARGS.dynamic_img_size True$"),
     ],

@@ -52,7 +52,7 @@ def registered_models(monkeypatch):
 def test_a_dry_run_restores_the_model(small_cfg):
     model = build_model(small_cfg())
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    assert dry_run_training(small_cfg(), model, torch.randn(12, 3, 16, 16)) == ([], False)
+    assert dry_run_training(small_cfg(), model, torch.randn(12, 3, 16, 16), 3) == ([], False)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -85,7 +85,7 @@ def test_a_dry_run_restores_the_model(small_cfg):
 def test_errors_of_a_step_are_reported(small_cfg, words, num, px, said):
     cfg = small_cfg(*words)
     with pytest.raises(ConfigError, match=said):
-        dry_run_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px))
+        dry_run_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px), 3)
 
 
 def test_errors_of_an_evaluation_are_reported_before_the_first_epoch(small_cfg):
@@ -96,7 +96,7 @@ def test_errors_of_an_evaluation_are_reported_before_the_first_epoch(small_cfg):
     ):
         train_model(cfg)
     cfg = small_cfg("MODEL.ARCH", "two_heads")
-    dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16))
+    dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16), 3)
 
 
 def test_errors_at_the_first_image_size_are_reported(small_cfg):
@@ -112,10 +112,10 @@ def test_auxiliary_heads_are_off_by_default(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "torchvision/googlenet")
     model = build_model(cfg)
     assert not any("aux" in name for name in model.state_dict())
-    assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64)) == ([], False)
+    assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64), 3) == ([], False)
     asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
     with pytest.raises(ConfigError, match="is a GoogLeNetOutputs; expected logits .* in MODEL.KWARGS"):
-        dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64))
+        dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64), 3)
     plain = nn.Linear(2, 2)
     assert remove_auxiliary_heads(plain) is plain
 
@@ -136,7 +136,7 @@ def test_a_lost_connection_is_not_reported_as_a_model_error(small_cfg):
             raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        dry_run_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16))
+        dry_run_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16), 3)
 
 
 def test_unused_parameters_are_logged_and_do_not_change_a_run(small_cfg, tmp_path):
@@ -156,10 +156,10 @@ def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
     """DDP waits for all gradients in each step unless it looks for unused parameters."""
     words = ("MODEL.ARCH", "skipping", "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
     cfg = small_cfg(*words)
-    assert dry_run_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16)) == ([], False)
+    assert dry_run_training(cfg, Skipping(3), torch.zeros(2, 3, 16, 16), 3) == ([], False)
     skipping = Skipping(3)
     skipping.num_passes = 1
-    assert dry_run_training(cfg, skipping, torch.zeros(2, 3, 16, 16)) == ([], True)
+    assert dry_run_training(cfg, skipping, torch.zeros(2, 3, 16, 16), 3) == ([], True)
     on_processes(2, train_model, cfg)
     assert len(newest(tmp_path / "out")["optimizer"]["state"]) == 6
 

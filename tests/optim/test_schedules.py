@@ -52,5 +52,5 @@ def test_the_triangle_is_the_interpolation():
     )
     for epoch in (0, 0.5, 2.5, 3, 9.25, 16):
         assert lr_at(epoch) == pytest.approx(np.interp(epoch, [0, 2.5, 16], [0.2, 2, 0.1]), rel=1e-12)
-    with pytest.raises(ConfigError, match="OPTIM.WARMUP_EPOCHS.*below OPTIM.MAX_EPOCH"):
+    with pytest.raises(ConfigError, match="OPTIM.WARMUP_EPOCHS.*less than OPTIM.MAX_EPOCH"):
         schedule("OPTIM.LR_POLICY", "tri", "OPTIM.MAX_EPOCH", 5)

@@ -272,7 +272,7 @@ def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root, capsys)
     (root / "val/ant/@eaDir/x.jpg").write_bytes(data)
     for path in root.glob("val/ant/*.jpg"):
         path.unlink()
-    assert "class folders without an image: ant" in find_run_problems(cfg, train=True)[0]
+    assert "class folders without an image: ant" in str(find_run_problems(cfg, train=True)[0])
 
 
 def test_classes_without_evaluation_images_are_told(root, tmp_path):
@@ -287,7 +287,7 @@ def test_one_class_alone_and_classes_of_one_image(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 1})
     draw_folder(tmp_path, "val", {"ant": 1})
     words = ("MODEL.NUM_CLASSES", 1, "TRAIN.BATCH_SIZE", 1)
-    assert "there is one class only, ant" in load(tmp_path, True, *words).notes[0]
+    assert "there is only one class, ant" in load(tmp_path, True, *words).notes[0]
     draw_folder(tmp_path, "train", {"bee": 1, "cat": 1})
     age(tmp_path)
     words = ("MODEL.NUM_CLASSES", 3, "TRAIN.BATCH_SIZE", 3, "DATA.SAMPLING", "balanced")
@@ -302,7 +302,8 @@ def test_class_folders_that_differ_only_by_case_are_told(tmp_path):
 
 
 def problems(root, tmp_path, *words) -> str:
-    return "\n".join(find_run_problems(load_cfg(None, small_options(root, tmp_path / "out", *words)), train=True))
+    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
+    return "\n".join(map(str, find_run_problems(cfg, train=True)))
 
 
 def test_class_folders_without_a_split_are_recognised(tmp_path):
