@@ -52,7 +52,8 @@ def train_model(cfg) -> float:
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
-    train_loader, val_loader = (build_loader(cfg, launch, device, train) for train in (True, False))
+    train_loader = build_loader(cfg, launch, device, train=True)
+    val_loader = build_loader(cfg, launch, device, train=False)
     with open_run(cfg, launch, device, "train.log", locks=True) as started:
         run = build_run(cfg, train_loader, val_loader)
         results = RunResults(run)

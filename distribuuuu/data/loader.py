@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, overload
 
 import torch
 
@@ -197,6 +198,10 @@ class TrainLoader(Loader):
         return torch.stack([sample.pixels for sample in samples if sample.pixels is not None]).cpu()
 
 
+@overload
+def build_loader(cfg, launch: Launch, device: torch.device, train: Literal[True]) -> TrainLoader: ...
+@overload
+def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader: ...
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
     """Return the training or the evaluation loader of a config; to be called before the process group is created.
 

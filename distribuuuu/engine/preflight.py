@@ -38,8 +38,8 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
     ]
     try:
         launch = detect_launch()
-        is_first = launch.rank == 0 and launch.address and launch.port
-        if is_first and (problem := find_port_problem(launch.address, launch.port)):
+        address, port = launch.address, launch.port
+        if launch.rank == 0 and address and port and (problem := find_port_problem(address, port)):
             problems.append(Problem("launcher", problem))
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:

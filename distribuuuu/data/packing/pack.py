@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import Config, ConfigError
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import Problem, counted, did_you_mean
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.file_lock import lock_file
 from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
@@ -198,7 +198,7 @@ def verify_packs(out: Path, num_workers: int) -> None:
         siblings = [path.name for path in out.absolute().parent.glob("*/")]
         problem = "holds no packed data" if out.is_dir() else "is not a folder"
         raise ConfigError(f"--verify: {out} {problem}{did_you_mean(out.name, siblings)}")
-    problems = []
+    problems: list[str | Problem] = []
     for folder in folders:
         try:
             problems += _verify_pack(folder, num_workers)
