@@ -106,7 +106,7 @@ def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_prob
     write_example(project, title)
     train, probe = commands_of(SECTIONS[title])
     short = ("OPTIM.MAX_EPOCH", "3", "OPTIM.WARMUP_EPOCHS", "0", "TRAIN.WORKERS", "0", "LOG.TENSORBOARD", "False",
-             "MODEL.KWARGS.norm", "group", "TRAIN.PRINT_FREQ", "1")  # fmt: skip
+             "MODEL.KWARGS.norm", "group", "TRAIN.PRINT_FREQ", "1", "OPTIM.BASE_LR", "0.01")  # fmt: skip
     run(project, train, *short)
     run(project, train, *short, "TRAIN.BATCH_SIZE", "128", "OUT_DIR", "exp/two", "--nproc", "2")
     one, two = (
@@ -114,7 +114,8 @@ def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_prob
         for name in ("simclr", "two")
     )
     assert [step for step, _ in one] == [step for step, _ in two]
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+    # Rounding differences grow from step to step.
+    assert [loss for _, loss in two[:5]] == pytest.approx([loss for _, loss in one[:5]], rel=1e-4)
     losses = [loss for _, loss in one]
     assert sum(losses[-7:]) < sum(losses[:7])
     run(project, probe, *SHORT, "MODEL.KWARGS.norm", "group")
