@@ -22,7 +22,7 @@ def describe_facts(cfg, task: Task, model: nn.Module) -> dict:
     """Return what results.json says of a run whatever comes of it. Every process must call it."""
     is_drawn = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
     return {
-        "config": results.name_config(cfg),
+        "config": results.config_name(cfg),
         "overrides": results.list_overrides(cfg),
         "config_hash": results.hash_config(cfg),
         "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6},
@@ -70,7 +70,7 @@ class RunResults:
         }
         self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
         if dist.is_main() and (state.epoch, state.step) == (0, 0):
-            results.set_results_aside(self.out_dir)
+            results.archive_results(self.out_dir)
 
     def write(self, state: TrainState, evaluations: dict[str, dict]) -> None:
         """Write what the evaluation of the state's last epoch found; every process must call it.

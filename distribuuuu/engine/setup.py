@@ -13,6 +13,7 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
+from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
@@ -34,7 +35,6 @@ from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
-from distribuuuu.report import results
 from distribuuuu.report.run_log import RunLog, append_to_log, format_duration, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.metrics import Meter, display_names
@@ -112,7 +112,8 @@ def write_config(cfg) -> None:
     if dist.is_main():
         path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
         try:
-            results.write_whole(path, cfg.dump())
+            with replacing(path, "w", encoding="utf-8", newline="") as file:
+                file.write(cfg.dump())
         except OSError as error:
             raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 

@@ -1,18 +1,17 @@
-"""What a run comes to, in results.json: what is in it, writing it whole, and reading it back.
+"""results.json of a run: schema, atomic writing, loading.
 
-Epochs count from 1, accuracies are percent; null stands for what is not known. `SCHEMA` in result_shape.py says what is
-where:
+Epochs count from 1 and accuracies are percentages; null means unknown. `SCHEMA` lists the keys and their types:
 
-- `config`: the file, e.g. `fashion_mnist/resnet14`; `overrides`: what the command line changed in it;
-  `config_hash`: the same for all seeds of one config, see `hash_config`.
-- `accuracy`: loss and metrics of the `raw` weights and, where there is one, of their moving average, `ema`; each of the
-  last epoch and of the best one, which was selected by the same images, so that it is optimistic.
-- `evaluation.metrics`: the metrics and their display names, the selecting one first; `evaluation.k`: that of `topk`.
-- `training.hours`: of all starts, evaluation included; `training.images_per_s`: of the steps of all starts.
-- `peak_memory.mib`: the most that a process had allocated on its GPU (`of`: "cuda"), else the most that the main
-  process had of the machine ("host"); of all starts.
+- `config`: the config file, e.g. `fashion_mnist/resnet14`; `overrides`: its options changed on the command line;
+  `config_hash`: equal for all seeds of one config, see `hash_config`.
+- `accuracy`: loss and metrics of the `raw` weights and, if there is one, of their moving average, `ema`; each of the
+  last and of the best epoch. The best one is selected on the same images, so it is optimistic.
+- `evaluation.metrics`: metrics and display names; the first selects the best epoch. `evaluation.k`: k of `topk`.
+- `training.hours`: over all starts, including evaluation; `training.images_per_s`: training steps of all starts.
+- `peak_memory.mib`: maximum over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the
+  host memory of the main process ("host").
 
-test_net.py leaves test_results.json: the same without `training` and `seed`, and with `weights`, the file evaluated.
+test_results.json of test_net.py has the same keys except `training` and `seed`, and `weights`, the evaluated file.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ import logging
 import math
 import os
 import re
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,34 +29,62 @@ from typing import Any
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.tree import iter_options
-from distribuuuu.report.schema import find_schema_error
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 FILE_NAME, TEST_FILE_NAME = "results.json", "test_results.json"
-# Options that the config hash leaves out: they say where, not what, and seeds of one config are to share it. All of
-# LOG.* is left out too.
+# Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
 NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "DATA.CACHE_DIR")
-# What changes no result, or is not meant to: it is no other recipe, though its hash is another one.
+# Options that are not meant to change results: hashed, but not listed as overrides.
 SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
               "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
               "DIST.STARTUP_TIMEOUT_S", "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS",
               "CHECKPOINT.KEEP_LAST", "CHECKPOINT.KEEP_EVERY")  # fmt: skip
 
+_NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
+_MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
+_EVALUATION = {"epoch": int, "loss": _MAYBE_NUMBER}
+SCHEMA: dict[str, Any] = {
+    "schema": int,
+    "kind": str,
+    "finished": bool,
+    "config": _MAYBE_TEXT,
+    "overrides": dict,
+    "config_hash": str,
+    "seed": int,
+    "model": {"arch": str, "params_m": _NUMBER},
+    "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
+    "evaluation": {"resize": int, "crop": int, "interpolation": str, "count": int},
+    "accuracy": {"raw": {"last": _EVALUATION, "best": {**_EVALUATION, "epoch": _MAYBE_INT}}},
+    "training": {
+        "px": int,
+        "epochs_done": int,
+        "epochs_planned": int,
+        "global_batch": int,
+        "processes": int,
+        "hours": _NUMBER,
+        "images_per_s": _MAYBE_NUMBER,
+    },
+    "peak_memory": {"mib": _MAYBE_NUMBER, "of": str},
+    "hardware": str,
+    "versions": dict,
+    "commit": _MAYBE_TEXT,
+}
+
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         epochs: finished epochs.
-        hours: of training so far, over all starts, evaluation included.
-        images_per_s: of the training steps; None: none were timed.
-        peak_memory_mib: the most that was in use; None: not known.
-        metric: the one that selects the best evaluation, e.g. "top1".
-        bests: its value and the epoch, from 1, of the best evaluation of each kind of weights; epoch None: the resumed
-            checkpoint did not record it.
+        hours: of training so far, over all starts, including evaluation.
+        images_per_s: of the training steps; None: none was timed.
+        peak_memory_mib: maximum memory in use; None: unknown.
+        metric: the metric that selects the best evaluation, e.g. "top1".
+        bests: for each kind of weights, the value and the epoch, from 1, of the best evaluation; epoch None: not
+            recorded in the resumed checkpoint.
     """
 
     epochs: int
@@ -67,7 +95,7 @@ class Progress:
     bests: dict[str, tuple[float, int | None]]
 
 
-# --------------------------------------------------------------------------------------- the config
+# --------------------------------------------------------------------------------------- config
 
 
 def _is_hashed(key: str) -> bool:
@@ -75,22 +103,22 @@ def _is_hashed(key: str) -> bool:
 
 
 def hash_config(cfg: Config) -> str:
-    """Return the SHA-256 of every option but those of `NOT_HASHED` and LOG.*: the same for all seeds of a config."""
-    # In the tree's own order: that of the patterns in FINETUNE.LR_MULT has a meaning.
+    """Return the SHA-256 of all options except `NOT_HASHED` and LOG.*: equal for all seeds of a config."""
+    # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
     values = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
-def name_config(cfg: Config) -> str | None:
-    """Return the folder and the name of the YAML file, e.g. 'imagenet/resnet50'; None without one."""
-    # What follows from another value, and names that in its origin, comes after it.
+def config_name(cfg: Config) -> str | None:
+    """Return the folder and the name of the YAML file, e.g. 'imagenet/resnet50'; None without a file."""
+    # The first match: the origin of a derived value contains a key, and follows the value that it is derived from.
     files = (re.fullmatch(r"(.+):\d+", origin) for origin in cfg.origins.values())
     path = next((Path(match[1]) for match in files if match), None)
-    return path and "/".join([*path.absolute().parts[-2:-1], path.stem])
+    return "/".join([*path.absolute().parts[-2:-1], path.stem]) if path else None
 
 
 def list_overrides(cfg: Config) -> dict[str, Any]:
-    """Return what the command line changed, but for `NOT_HASHED`, LOG.* and `SPEED_ONLY`: key -> value."""
+    """Map the options of the command line to their values, except `NOT_HASHED`, LOG.* and `SPEED_ONLY`."""
     return {
         key: value
         for key, value in iter_options(cfg)
@@ -99,12 +127,12 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
-    """Return what evaluation does with an image, in pixels."""
+    """Return the preprocessing of evaluation images; sizes in pixels."""
     return {
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
         "interpolation": cfg.TEST.INTERPOLATION,
-        **({"flip": True} if cfg.TEST.FLIP else {}),  # averaged with its mirror image
+        **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image
     }
 
 
@@ -112,20 +140,22 @@ def describe_evaluation(cfg: Config) -> dict[str, Any]:
 
 
 def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, evaluations: dict[str, dict]) -> bool:
-    """Write OUT_DIR/results.json after the evaluation of an epoch; return whether the disk took it.
+    """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
 
     Args:
-        out_dir: the folder of the run.
-        facts: what stays the same over the run (`run.describe_facts`).
-        progress: how far it has come.
-        evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
+        out_dir: output folder of the run.
+        facts: entries that are constant over the run (`run_results.describe_facts`).
+        progress: progress of the run.
+        evaluations: results of `evaluate` for each kind of weights, "raw" and optionally "ema".
     """
     path = Path(out_dir) / FILE_NAME
-    before = _read_loosely(path).get("accuracy", {})
+    previous: dict = {}
+    with contextlib.suppress(ConfigError):
+        previous = read_results(path)["accuracy"]
     accuracy = {}
     for kind, result in evaluations.items():
-        last = {"epoch": progress.epochs, **_measures(result)}
-        accuracy[kind] = {"last": last, "best": _best(last, progress, kind, before.get(kind, {}))}
+        last = {"epoch": progress.epochs, **_drop_count(result)}
+        accuracy[kind] = {"last": last, "best": _find_best(last, progress, kind, previous.get(kind, {}))}
     training = {
         **facts["training"],
         "epochs_done": progress.epochs,
@@ -133,7 +163,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
         "images_per_s": progress.images_per_s,
     }
     record = {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "kind": "training",
         "finished": progress.epochs >= training["epochs_planned"],
         **facts,
@@ -146,67 +176,58 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
 
 
 def write_test_results(out_dir: str | os.PathLike, facts: dict, weights: str, evaluations: dict[str, dict]) -> bool:
-    """Write OUT_DIR/test_results.json after `test_net.py`; the results of the training stay as they are."""
+    """Write OUT_DIR/test_results.json of `test_net.py`; return whether that succeeded."""
     record = {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "kind": "evaluation",
         **facts,
         "weights": weights,
         "evaluation": {**facts["evaluation"], "count": next(iter(evaluations.values()))["count"]},
-        "accuracy": {kind: _measures(result) for kind, result in evaluations.items()},
+        "accuracy": {kind: _drop_count(result) for kind, result in evaluations.items()},
     }
     return write_json(Path(out_dir) / TEST_FILE_NAME, record)
 
 
-def _measures(result: dict) -> dict:
+def _drop_count(result: dict) -> dict:
     return {name: value for name, value in result.items() if name != "count"}
 
 
-def _best(last: dict, progress: Progress, kind: str, before: dict) -> dict:
-    """Return the best evaluation: the last one, or that of an earlier epoch in the file, or its first metric alone."""
+def _find_best(last: dict, progress: Progress, kind: str, previous: dict) -> dict:
+    """Return the best evaluation: the last one, the best one of the previous file, or only its selecting metric."""
     value, epoch = progress.bests.get(kind, (None, last["epoch"]))
     if epoch == last["epoch"]:
         return last
-    known = before.get("best", {})
-    # A run that went back and took another path may have had another evaluation of that epoch.
-    if known.get("epoch") == epoch and known.get(progress.metric) == value:
-        return known
+    best = previous.get("best", {})
+    # After a rollback, the previous file may have another evaluation of the same epoch.
+    if best.get("epoch") == epoch and best.get(progress.metric) == value:
+        return best
     return {**dict.fromkeys(last), "epoch": epoch, progress.metric: value}
 
 
 def write_json(path: Path, record: dict) -> bool:
-    """Write a file that is whole under its name or not there; return whether the disk took it, and warn if not."""
-    text = json.dumps(_finite(record), indent=2, default=str, allow_nan=False) + "\n"
+    """Write a JSON file atomically, creating its folder; log a warning and return False if that fails."""
+    text = json.dumps(_replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        with replacing(path, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
     except OSError as error:
         logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
         return False
     return True
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text that is whole under its name, or not there.
-
-    Raises:
-        OSError: the disk refuses it.
-    """
-    with replacing(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null for each number that is infinite or not one: JSON has no word for it."""
+def _replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def set_results_aside(out_dir: str | os.PathLike) -> None:
-    """Rename what an older run left, so that nobody takes it for that of the run that starts."""
+def archive_results(out_dir: str | os.PathLike) -> None:
+    """Rename results.json of an earlier run, so that it is not mistaken for that of the starting run."""
     path = Path(out_dir) / FILE_NAME
     with contextlib.suppress(OSError):
         os.replace(path, path.with_name("results.older.json"))
@@ -215,34 +236,80 @@ def set_results_aside(out_dir: str | os.PathLike) -> None:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def _read_loosely(path: Path) -> dict:
-    """Return what is in a file of ours; nothing if it is not one."""
-    with contextlib.suppress(ConfigError):
-        return read_results(path)
-    return {}
-
-
 def read_results(path: str | os.PathLike) -> dict:
     """Return the results of a training run.
 
     Raises:
-        ConfigError: there is no such file, or it is something else; says what.
+        ConfigError: the file does not exist, cannot be read, or does not match the schema.
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no text that cannot be written
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not whole JSON: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: invalid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(record, dict) or "schema" not in record:
-        raise ConfigError(f"{path}: is not the results of a run: it has no `schema`")
-    if record["schema"] != SCHEMA:
-        raise ConfigError(f"{path}: has schema {record['schema']!r}; this version reads {SCHEMA}")
+        raise ConfigError(f"{path}: not a results.json: it has no `schema`")
+    if record["schema"] != SCHEMA_VERSION:
+        raise ConfigError(f"{path}: `schema`: got {reprlib.repr(record['schema'])}; expected {SCHEMA_VERSION}")
     if record.get("kind") != "training":
-        raise ConfigError(f"{path}: is of an evaluation alone; name the results.json of a training run")
-    if problem := find_schema_error(record):
+        fix = "pass the results.json of a training run"
+        raise ConfigError(f"{path}: `kind`: got {reprlib.repr(record.get('kind'))}; expected 'training'; fix: {fix}")
+    if problem := _find_schema_error(record, _build_schema(record)):
         raise ConfigError(f"{path}: {problem}")
     return record
+
+
+def list_metrics(record: dict) -> dict[str, str]:
+    """Map the metrics of a record to their display names; derived from other keys in files of older versions."""
+    evaluation = record["evaluation"]
+    older = {"map": "map"} if "multilabel" in evaluation else {"top1": "top1", "topk": f"top{evaluation.get('k')}"}
+    return evaluation.get("metrics", older)
+
+
+def _build_schema(record: dict) -> dict[str, Any]:
+    """Return the schema with the metrics and the kinds of weights of a record."""
+    evaluation, accuracy = record.get("evaluation"), record.get("accuracy")
+    kinds = ("raw", "ema") if isinstance(accuracy, dict) and "ema" in accuracy else ("raw",)
+    expected = dict(SCHEMA["evaluation"])
+    metrics: dict[str, Any] = {}
+    if isinstance(evaluation, dict):
+        listed = list_metrics(record)
+        if isinstance(listed, dict):
+            metrics = dict.fromkeys(listed, _MAYBE_NUMBER)
+        if "metrics" in evaluation:
+            expected["metrics"] = dict.fromkeys(metrics, str) if isinstance(listed, dict) else dict
+        if "topk" in metrics:
+            expected["k"] = int
+    result = {**_EVALUATION, **metrics}
+    results = dict.fromkeys(kinds, {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
+    return {**SCHEMA, "evaluation": expected, "accuracy": results}
+
+
+def _find_schema_error(value: Any, schema: Any, name: str = "") -> str | None:
+    """Return the first missing key or value of a wrong type.
+
+    Args:
+        value: the JSON value.
+        schema: a type, a tuple of types, or a dictionary of schemas by key.
+        name: dotted key of the value.
+    """
+    if not isinstance(schema, dict):
+        matches = isinstance(value, schema) and (not isinstance(value, bool) or schema is bool)
+        is_huge = isinstance(value, int) and abs(value) >= 1 << 64
+        if matches and not is_huge:
+            return None
+        names = " or ".join(one.__name__ for one in (schema if isinstance(schema, tuple) else (schema,)))
+        return f"`{name}`: got {reprlib.repr(value)}; expected {names}{' below 2**64' if is_huge else ''}"
+    if not isinstance(value, dict):
+        return f"`{name}`: got {reprlib.repr(value)}; expected dict"
+    for key, inner in schema.items():
+        inner_name = f"{name}.{key}" if name else key
+        if key not in value:
+            return f"`{inner_name}` is missing"
+        if problem := _find_schema_error(value[key], inner, inner_name):
+            return problem
+    return None

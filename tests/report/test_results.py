@@ -1,4 +1,4 @@
-"""results.json: what is in it, that it survives kills and full disks, and what is answered to files that are not it."""
+"""results.json: content, interrupted writes and full disks, errors for damaged files."""
 
 import copy
 import errno
@@ -22,7 +22,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
-from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, hash_config, list_overrides, name_config, read_results
+from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, config_name, hash_config, list_overrides, read_results
 from distribuuuu.report.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 
@@ -35,7 +35,7 @@ SERIES = [
 
 
 def start(cfg, epochs: int = 0):
-    """Return the state and the results of a run that starts after so many epochs; the processes must have met."""
+    """Return the state and the results of a run that starts after so many epochs, in an existing process group."""
     launch, device = detect_launch(), torch.device("cpu")
     loaders = [build_loader(cfg, launch, device, train) for train in (True, False)]
     model = build_model(cfg)
@@ -49,7 +49,7 @@ def start(cfg, epochs: int = 0):
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
-    """Go on by an epoch of a quarter of an hour and write the results."""
+    """Finish an epoch of a quarter of an hour and write the results."""
     evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
     state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
@@ -67,7 +67,7 @@ def path(cfg) -> Path:
     return Path(cfg.OUT_DIR) / "results.json"
 
 
-def test_the_file_says_what_the_run_was_and_came_to(cfg, path):
+def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
     state, results = start(cfg)
     finish_epoch(state, results, ema=SERIES[2])
     assert read_results(path)["finished"] is False
@@ -104,13 +104,13 @@ def test_a_resumed_run_knows_its_best_evaluation(cfg, path):
     finish_epoch(state, results)
     finish_epoch(state, results)
     state, results = start(cfg, epochs=2)
-    assert read_results(path)["training"]["epochs_done"] == 2  # resumed: nothing was set aside
+    assert read_results(path)["training"]["epochs_done"] == 2  # resumed: nothing was archived
     finish_epoch(state, results)
     assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": 99.0, "loss": 0.8}
 
 
 @pytest.mark.parametrize("left", [None, "{", "another path"])
-def test_without_the_file_of_before_the_best_is_what_the_checkpoint_says(cfg, path, left):
+def test_without_a_previous_file_the_best_epoch_is_that_of_the_checkpoint(cfg, path, left):
     state, results = start(cfg)
     finish_epoch(state, results)
     finish_epoch(state, results)
@@ -123,7 +123,7 @@ def test_without_the_file_of_before_the_best_is_what_the_checkpoint_says(cfg, pa
     assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": None, "loss": None}
 
 
-def test_what_an_older_run_left_is_not_taken_for_the_new_runs(cfg, path):
+def test_results_of_an_earlier_run_are_archived(cfg, path):
     finish_epoch(*start(cfg))
     content = path.read_text()
     state, results = start(cfg)
@@ -132,7 +132,7 @@ def test_what_an_older_run_left_is_not_taken_for_the_new_runs(cfg, path):
     assert read_results(path)["training"]["epochs_done"] == 1
 
 
-def test_a_full_disk_is_told_and_loses_nothing(cfg, path, monkeypatch, caplog):
+def test_a_full_disk_is_a_warning_and_loses_nothing(cfg, path, monkeypatch, caplog):
     state, results = start(cfg)
     finish_epoch(state, results)
     before = path.read_text()
@@ -152,7 +152,7 @@ def test_a_full_disk_is_told_and_loses_nothing(cfg, path, monkeypatch, caplog):
     assert not path.exists()  # nothing is left to write
 
 
-def test_a_write_that_is_killed_leaves_the_file_of_before(cfg, path, monkeypatch):
+def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
     state, results = start(cfg)
     finish_epoch(state, results)
     before = path.read_text()
@@ -167,7 +167,7 @@ def test_a_write_that_is_killed_leaves_the_file_of_before(cfg, path, monkeypatch
     assert path.read_text() == before
 
 
-def test_numbers_that_are_none_become_null(cfg, path):
+def test_nonfinite_numbers_become_null(cfg, path):
     state, results = start(cfg)
     state.finish_epoch({"raw": 1.0})
     results.write(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
@@ -180,7 +180,7 @@ def train_on_two(cfg) -> dict:
     launch = detect_launch()
     with open_run(cfg, launch, torch.device("cpu"), ""):
         state, results = start(cfg)
-        if not dist.is_main():  # a process of its own, so nobody else is patched
+        if not dist.is_main():  # patched in a separate process only
             os.replace = None
         finish_epoch(state, results)
         dist.barrier()
@@ -207,13 +207,13 @@ def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
     assert record["accuracy"]["raw"] == {"loss": 0.8, "top1": 60.0, "topk": 99.0}
     assert (record["weights"], record["evaluation"]["count"], record["kind"]) == ("best.pth.tar", 37, "evaluation")
     assert record["config_hash"] == read_results(path)["config_hash"]
-    with pytest.raises(ConfigError, match="test_results.json: is of an evaluation alone"):
+    with pytest.raises(ConfigError, match="test_results.json: `kind`: got 'evaluation'; expected 'training'"):
         read_results(path.with_name("test_results.json"))
 
 
 def test_seeds_and_places_share_a_hash_and_nothing_else_does(image_folder, tmp_path):
-    def hashed(*words) -> str:
-        return hash_config(load_cfg(None, small_options(image_folder, tmp_path, *words)))
+    def hashed(*args) -> str:
+        return hash_config(load_cfg(None, small_options(image_folder, tmp_path, *args)))
 
     first = hashed()
     shared = {"OUT_DIR": "x", "CFG_DEST": "c.yaml", "RNG_SEED": "5", "TRAIN.DATASET": "y", "TEST.DATASET": "z",
@@ -228,25 +228,25 @@ def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_pat
     path = ROOT / "configs" / "fashion_mnist" / "resnet14.yaml"
     cfg = load_cfg(str(path), ["OPTIM.MAX_EPOCH", "2", "OUT_DIR", "exp/x", "RNG_SEED", "4", "MODEL.KWARGS.width", "8",
                               "TRAIN.WORKERS", "9"])  # fmt: skip
-    assert name_config(cfg) == "fashion_mnist/resnet14"
-    assert name_config(load_cfg(os.path.relpath(path))) == "fashion_mnist/resnet14"
+    assert config_name(cfg) == "fashion_mnist/resnet14"
+    assert config_name(load_cfg(os.path.relpath(path))) == "fashion_mnist/resnet14"
     (tmp_path / "mine.yaml").write_text("TRAIN: {DATASET: x}")  # the origin of TEST.DATASET names another key
-    assert name_config(load_cfg(str(tmp_path / "mine.yaml"))) == f"{tmp_path.name}/mine"
+    assert config_name(load_cfg(str(tmp_path / "mine.yaml"))) == f"{tmp_path.name}/mine"
     assert list_overrides(cfg) == {"MODEL.KWARGS.width": 8, "OPTIM.MAX_EPOCH": 2}
-    assert name_config(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
+    assert config_name(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
     assert set(SPEED_ONLY + NOT_HASHED) <= {key for key, _ in iter_options(cfg)}
 
 
-MISFITS = {
-    "is not whole JSON": lambda text: text[: len(text) // 2],
-    "is not the results of a run: it has no `schema`": lambda text: "[1]",
-    "has schema 7; this version reads 1": lambda text: text.replace('"schema": 1', '"schema": 7'),
-    "lacks `training.hours`": lambda text: text.replace('"hours"', '"years"'),
-    "`seed` is 'three'": lambda text: text.replace('"seed": 3', '"seed": "three"'),
-    "`finished` is 1": lambda text: text.replace('"finished": false', '"finished": 1'),
-    "`accuracy.raw.last.epoch` is True": lambda text: text.replace('"epoch": 1', '"epoch": true'),
-    "`versions` is None": lambda text: json.dumps({**json.loads(text), "versions": None}),
-    "lacks `accuracy.ema.best`": lambda text: json.dumps(with_half_an_average(json.loads(text))),
+SCHEMA_ERRORS = {
+    "invalid JSON": lambda text: text[: len(text) // 2],
+    "not a results.json: it has no `schema`": lambda text: "[1]",
+    "`schema`: got 7; expected 1": lambda text: text.replace('"schema": 1', '"schema": 7'),
+    "`training.hours` is missing": lambda text: text.replace('"hours"', '"years"'),
+    "`seed`: got 'three'; expected int": lambda text: text.replace('"seed": 3', '"seed": "three"'),
+    "`finished`: got 1; expected bool": lambda text: text.replace('"finished": false', '"finished": 1'),
+    "`accuracy.raw.last.epoch`: got True; expected int": lambda text: text.replace('"epoch": 1', '"epoch": true'),
+    "`versions`: got None; expected dict": lambda text: json.dumps({**json.loads(text), "versions": None}),
+    "`accuracy.ema.best` is missing": lambda text: json.dumps(with_half_an_average(json.loads(text))),
 }
 
 
@@ -256,16 +256,16 @@ def with_half_an_average(record: dict) -> dict:
     return record
 
 
-def test_a_file_that_is_something_else_is_told_in_one_line(cfg, path):
+def test_a_file_that_does_not_match_the_schema_is_reported_in_one_line(cfg, path):
     finish_epoch(*start(cfg))
-    sound = path.read_text()
-    for message, spoil in MISFITS.items():
-        path.write_text(spoil(sound))
+    valid = path.read_text()
+    for message, damage in SCHEMA_ERRORS.items():
+        path.write_text(damage(valid))
         with pytest.raises(ConfigError) as caught:
             read_results(path)
         assert str(caught.value).startswith(f"{path}: {message}") and "\n" not in str(caught.value)
     path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ConfigError, match="is not whole JSON"):
+    with pytest.raises(ConfigError, match="invalid JSON"):
         read_results(path)
     with pytest.raises(ConfigError, match="no such file"):
         read_results(path.with_name("nothing.json"))

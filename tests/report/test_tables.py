@@ -1,4 +1,4 @@
-"""Tables made from results: the numbers, what counts as one recipe, what is told, and the blocks of the README."""
+"""Tables of results: statistics, grouping of runs, messages, and blocks of a README."""
 
 import copy
 import json
@@ -53,10 +53,10 @@ def seeds(folder: Path, *top1: float, **changes) -> None:
 
 @pytest.fixture
 def make(capsys):
-    """Return make(WORD, ...): status, the table as a list of {column: cell}, and what standard error said."""
+    """Return make(ARG, ...): exit status, the table as a list of {column: cell}, and standard error."""
 
-    def call(*words):
-        status = run_table_tool("", REPORTED, [str(word) for word in words])
+    def call(*args):
+        status = run_table_tool("", REPORTED, [str(arg) for arg in args])
         out, err = capsys.readouterr()
         lines = [line.strip("| \n").split(" | ") for line in out.splitlines() if line.startswith("|")]
         return status, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]], err
@@ -64,7 +64,7 @@ def make(capsys):
     return call
 
 
-def test_the_records_here_are_of_the_form_that_runs_write(tmp_path):
+def test_the_record_of_these_tests_matches_the_schema(tmp_path):
     assert read_results(save(tmp_path / "results.json")) == RECORD
 
 
@@ -113,17 +113,17 @@ def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
     assert {row["arch"].split()[0] for row in make(tmp_path, "--by", "arch")[1]} == {"resnet14"}
 
 
-def test_unfinished_runs_and_repeated_seeds_are_left_out_and_told(make, tmp_path):
+def test_unfinished_runs_and_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
     save(tmp_path / "a" / "results.json")
     save(tmp_path / "b" / "results.json", finished=False, seed=1, training__epochs_done=3)
     save(tmp_path / "c" / "results.json", accuracy__raw__last__top1=99.0)
     status, rows, err = make(tmp_path)
     assert status == 0 and [row["top-1 here"] for row in rows] == ["93.00 (n = 1)"]
-    assert f"{tmp_path}/b/results.json: left out: 3 of 7 epochs done" in err
-    assert f"{tmp_path}/c/results.json: left out: seed 0 is in {tmp_path}/a/results.json already" in err
+    assert f"{tmp_path}/b/results.json: skipped: 3 of 7 epochs done" in err
+    assert f"{tmp_path}/c/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
 
 
-def test_runs_of_different_commits_and_versions_are_told(make, tmp_path):
+def test_different_commits_and_versions_are_reported(make, tmp_path):
     save(tmp_path / "seed_0.json")
     save(tmp_path / "seed_1.json", seed=1, commit="fedcba9876543210+changes", versions={"torch": "2.8.0"})
     save(tmp_path / "seed_2.json", seed=2, commit=None, hardware="Xeon | 4 cores")
@@ -149,7 +149,7 @@ def test_runs_are_found_once_in_files_folders_and_globs(make, tmp_path, monkeypa
     assert make(f"{tmp_path}/ex*")[1][0]["top-1 here"].endswith("(n = 2)")
 
 
-def test_bad_input_is_told_line_by_line_and_the_rest_counts(make, tmp_path):
+def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path):
     save(tmp_path / "seed_0.json")
     (tmp_path / "seed_1.json").write_text('{"schema": 1')
     save(tmp_path / "seed_2.json", schema=2)
@@ -159,8 +159,8 @@ def test_bad_input_is_told_line_by_line_and_the_rest_counts(make, tmp_path):
     assert status == 2 and rows[0]["top-1 here"] == "93.00 (n = 1)"
     lines = err.splitlines()
     assert lines[0] == "5 problems to solve first:" and len(lines) == 6
-    parts = ["empty: holds no results.json or seed_*.json", "seed_9.json: no such file or folder; did you mean"]
-    parts += ["seed_1.json: is not whole JSON", "seed_2.json: has schema 2", "seed_3.json: `training.hours` is 'long'"]
+    parts = ["empty: contains no results.json or seed_*.json", "seed_9.json: no such file or folder; did you mean"]
+    parts += ["seed_1.json: invalid JSON", "seed_2.json: `schema`: got 2", "seed_3.json: `training.hours`: got 'long'"]
     for part in parts:
         assert part in err
 
@@ -169,12 +169,12 @@ def test_bad_input_is_told_line_by_line_and_the_rest_counts(make, tmp_path):
     ("content", "message"),
     [
         ("a: [", "cannot be read"),
-        ("[1]", "must hold `source`"),
-        ("a/b: {top1: 1.0}", "a/b: must hold `source`"),
+        ("[1]", "expected `source`"),
+        ("a/b: {top1: 1.0}", "a/b: expected `source`"),
         ("a/b: {top_1: 1.0, source: me}", "any of params, global_batch, top1, top5"),
     ],
 )
-def test_a_wrong_file_of_reported_numbers_is_told(make, tmp_path, content, message):
+def test_a_wrong_file_of_reported_numbers_is_an_error(make, tmp_path, content, message):
     path = save(tmp_path / "a.json")
     (tmp_path / "reported.yaml").write_text(content)
     status, rows, err = make(path, "--reported", tmp_path / "reported.yaml")
@@ -198,13 +198,13 @@ def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path):
 
 def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path):
     (tmp_path / "reported.yaml").write_text("imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}")
-    words = (tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/imagenet/resnet50.yaml")
+    args = (tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/imagenet/resnet50.yaml")
     run = {"config": "imagenet/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
     save(tmp_path / "results.json", **run, training__global_batch=256)
-    (row,) = make(*words)[1]
+    (row,) = make(*args)[1]
     assert (row["config"], row["top-1 reported"]) == ("imagenet/resnet50", "77.2")
     save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
-    changed, unmeasured = make(*words)[1]
+    changed, unmeasured = make(*args)[1]
     if changed["config"] == "imagenet/resnet50":
         changed, unmeasured = unmeasured, changed
     assert (changed["config"], changed["top-1 reported"]) == ("imagenet/resnet50, global batch 32", "–")
@@ -241,38 +241,38 @@ def test_a_block_of_a_readme_is_replaced_in_place_and_once(make, tmp_path, monke
     seeds(Path("runs"), 93.0, 94.0)
     readme = Path("README.md")
     readme.write_text(BEFORE + AFTER)
-    words = ("runs", "--readme", "README.md", "--name", "small")
-    assert make(*words) == (0, [], "")
+    args = ("runs", "--readme", "README.md", "--name", "small")
+    assert make(*args) == (0, [], "")
     text = readme.read_text()
     assert "93.50 ± 0.71 (n = 2)" in text and "old" not in text and text.endswith(BEFORE[-34:] + AFTER)
-    assert f"<!-- made by: python tools/make_table.py {shlex.join(words)} -->\n" in text
+    assert f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n" in text
     readme.write_bytes(readme.read_bytes().replace(b"# Title\n", b"# Title\r\n").replace(b"93.50", b"93.60"))
-    assert make(*words)[0] == 0 and readme.read_bytes() == text.replace("Title\n", "Title\r\n").encode()
+    assert make(*args)[0] == 0 and readme.read_bytes() == text.replace("Title\n", "Title\r\n").encode()
     readme.write_text(text)
     monkeypatch.setattr("os.replace", pytest.fail)
-    assert make(*words)[0] == 0 and readme.read_text() == text  # not even written
+    assert make(*args)[0] == 0 and readme.read_text() == text  # not even written
 
 
 def test_a_readme_is_left_alone_when_something_is_wrong(make, tmp_path):
     path, readme = save(tmp_path / "a.json"), tmp_path / "README.md"
     readme.write_text(BEFORE + AFTER)
     status, rows, err = make(path, tmp_path / "b.json", "--readme", readme, "--name", "small")
-    assert status == 2 and len(rows) == 1 and "is left as it was" in err and readme.read_text() == BEFORE + AFTER
+    assert status == 2 and len(rows) == 1 and "not updated" in err and readme.read_text() == BEFORE + AFTER
     assert "did you mean small" in make(path, "--readme", readme, "--name", "smal")[2]
     assert "No such file" in make(path, "--readme", tmp_path / "R.md", "--name", "small")[2]
-    assert "go together" in make(path, "--readme", readme)[2]
-    assert "there is nothing to show" in make("--readme", readme, "--name", "small")[2]
+    assert "must be given together" in make(path, "--readme", readme)[2]
+    assert "no runs to show" in make("--readme", readme, "--name", "small")[2]
     assert readme.read_text() == BEFORE + AFTER
 
 
 def test_marks_that_do_not_match_are_refused():
-    with pytest.raises(ConfigError, match="has 0 lines <!-- table a -->, not one; there are b"):
+    with pytest.raises(ConfigError, match="got 0 lines <!-- table a -->; expected one; available: b"):
         replace_block("<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
-    with pytest.raises(ConfigError, match="has 2 lines"):
+    with pytest.raises(ConfigError, match="got 2 lines"):
         replace_block("<!-- table a -->\n<!-- /table -->\n" * 2, "a", "x\n")
-    with pytest.raises(ConfigError, match="line 2: <!-- table a --> has no <!-- /table --> after it"):
+    with pytest.raises(ConfigError, match="line 2: <!-- table a --> is not closed by <!-- /table -->"):
         replace_block("\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
-    with pytest.raises(ConfigError, match="has no <!-- /table -->"):
+    with pytest.raises(ConfigError, match="is not closed by <!-- /table -->"):
         replace_block("<!-- table a -->\ntext\n", "a", "x\n")
     windows = "1\r\n<!-- table a -->\r\nold\r\n<!-- /table -->\r\n2\r\n"
     assert replace_block(windows, "a", "new\n") == windows.replace("old\r\n", "new\n")
@@ -298,10 +298,12 @@ def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, tmp_
     text, copy = (ROOT / ZOO).read_text(), tmp_path / "MODEL_ZOO.md"
     copy.write_text(text)
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command)[2:]
-    assert words[-4:] == ["--readme", ZOO, "--name", name]
-    monkeypatch.setattr("distribuuuu.cli.make_table.write_whole", lambda path, changed: copy.write_text(changed))
-    assert run_table_tool("", REPORTED, words) == 0
+    args = shlex.split(command)[2:]
+    assert args[-4:] == ["--readme", ZOO, "--name", name]
+    monkeypatch.setattr(
+        "distribuuuu.cli.make_table.replacing", lambda path, mode, **options: open(copy, mode, **options)
+    )
+    assert run_table_tool("", REPORTED, args) == 0
     assert copy.read_text() == text, f"made anew by: {command}"
 
 
@@ -317,4 +319,4 @@ def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_o
         assert set(folders) & set(shown), f"{path} is in no table"
         record = read_results(path)
         assert record["finished"] and path.stem == f"seed_{record['seed']}"
-        assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of code that nobody else has"
+        assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of uncommitted code"

@@ -230,7 +230,7 @@ def test_results_without_map_are_no_results(reference, tmp_path):
     record = json.loads((reference / "results.json").read_text())
     del record["accuracy"]["raw"]["best"]["map"]
     (tmp_path / "results.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="lacks `accuracy.raw.best.map`"):
+    with pytest.raises(ConfigError, match="`accuracy.raw.best.map` is missing"):
         read_results(tmp_path / "results.json")
 
 
