@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from distribuuuu.report.environment import name_cpu
+from distribuuuu.report.environment import get_cpu_name
 
 
 def describe_run() -> str:
@@ -17,7 +17,8 @@ def describe_run() -> str:
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"machine: {name_cpu()}, {cores} cores{load}, python {platform.python_version()}, torch {version('torch')}\n"
+        f"machine: {get_cpu_name()}, {cores} cores{load}, "
+        f"python {platform.python_version()}, torch {version('torch')}\n"
         f"command: {command}"
     )
 

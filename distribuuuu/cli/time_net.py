@@ -1,6 +1,6 @@
-"""Timing of the parts of a training step: model, exchange of gradients, loader, both together.
+"""Timing of the parts of a training step: model, all-reduce of the gradients, loader, model and loader combined.
 
-Everything is built as training builds it, and nothing of the run is touched: no checkpoint is read or written.
+Everything is built as for training, but no checkpoint is read or written.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, show_parts
+from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, format_report
+from distribuuuu.config.atomic_file import replacing
 from distribuuuu.data.batch_plan import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.workers import PREFETCH, count_workers
@@ -28,27 +29,27 @@ from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.setup import build_training, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr
-from distribuuuu.report.environment import own_peak_bytes
+from distribuuuu.report.environment import local_peak_bytes
 from distribuuuu.trainer import compute_gradients, train_step
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a part is measured for, those of a block, whose median counts, and those of the warm-up.
-PART_S = 4.0
+# Seconds of the measurement of a part, of the blocks that it consists of, and of the warm-up.
+MEASURE_S = 4.0
 BLOCK_S = 0.4
 WARM_UP_S = 0.5
 
 
 @dataclass(frozen=True)
-class Pace:
-    """The seconds of a call, and the share of them that was spent waiting for data."""
+class CallTime:
+    """Duration of a call in seconds, and the fraction of it spent waiting for data."""
 
     seconds: float
-    wait: float = 0.0
+    data_fraction: float = 0.0
 
 
 def time_model(cfg) -> dict:
-    """Measure, log a table and a verdict, write OUT_DIR/timing.json and return what is in it.
+    """Measure the parts, log a table and a diagnosis, write OUT_DIR/timing.json and return its content.
 
     Raises:
         ConfigError: the data or the model contradicts the config, or an image is broken.
@@ -61,30 +62,31 @@ def time_model(cfg) -> dict:
         step = Step(cfg, loader)
         describe_model(cfg, step.state.model)
         logger.info("step: %s", loader.plan)
-        logger.info("measuring, for a minute at most where a step takes no more than a second")
-        # With the set on the device there are no workers while the steps go on.
-        num_workers, most_workers = (
+        logger.info("measuring: about a minute if a step takes less than a second")
+        # A data set on the device has no workers during the steps.
+        num_workers, max_workers = (
             0 if cfg.DATA.LOADER == "device" else count_workers(number, launch) for number in (cfg.TRAIN.WORKERS, -1)
         )
         result = measure(cfg, step, loader, num_workers)
-        speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
+        model, alone, combined = (result[name]["images_per_s"] for name in ("step", "loader", "together"))
+        speeds = Speeds(model, alone, combined, result["wait"])
         remedies = find_remedies(cfg, loader.images, num_workers)
-        verdict = diagnose_bottleneck(speeds, num_workers, most_workers, remedies, shares_cores=device.type == "cpu")
-        result |= {"workers": num_workers, "most_workers": most_workers, "verdict": verdict}
-        for line in show_parts(result, cfg.DIST.COMPRESS):
+        diagnosis = diagnose_bottleneck(speeds, num_workers, max_workers, remedies, shares_cores=device.type == "cpu")
+        result |= {"workers": num_workers, "most_workers": max_workers, "verdict": diagnosis}
+        for line in format_report(result, cfg.DIST.COMPRESS):
             logger.info("%s", line)
         if dist.is_main():
-            path = Path(cfg.OUT_DIR) / "timing.json"
-            path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            with replacing(Path(cfg.OUT_DIR) / "timing.json", "w", encoding="utf-8") as file:
+                file.write(json.dumps(result, indent=2) + "\n")
     return result
 
 
 class Step:
-    """A training step in its parts; the learning rate is 0, so the weights, and with them the speed, stay the same.
+    """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same.
 
     Args:
         cfg: the config.
-        loader: gives the shape of the batches.
+        loader: training loader, which determines the shape of the batches.
     """
 
     def __init__(self, cfg, loader: TrainLoader):
@@ -95,17 +97,17 @@ class Step:
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
         self.training.model.train()
-        # Noise: a GPU computes on zeros with less power, and so faster than on images.
+        # Noise, as a GPU draws less power, and is therefore faster, on zeros than on images.
         self.images = torch.randn_like(loader.dummy_batch())
         self.labels = torch.arange(len(self.images), device=self.device) % cfg.MODEL.NUM_CLASSES
         if loader.images.multilabel:
             self.labels = torch.nn.functional.one_hot(self.labels, cfg.MODEL.NUM_CLASSES).float()
 
-    def _begin(self) -> None:
-        """Mark the begin of a forward pass for CUDA graphs: what follows replays the graphs from the first on.
+    def _mark_step_begin(self) -> None:
+        """Mark the beginning of a step for CUDA graphs, so that each forward pass replays the first graph.
 
-        torch takes a forward pass without its backward pass for the first half of a step, and would record a new graph
-        for each pass after it. Once one step is marked, every other one has to be.
+        Otherwise, torch records a new graph after each forward pass without a backward pass. Once one step is marked,
+        all have to be.
         """
         if self._replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -113,111 +115,111 @@ class Step:
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""
         for _ in range(self.accum_steps):
-            self._begin()
+            self._mark_step_begin()
             with self.task.autocast():
                 self.state.model(self.images)
 
-    def _marked(self, batches: Iterator) -> Iterator:
+    def _mark_steps(self, batches: Iterator) -> Iterator:
+        """Yield the batches, each as the beginning of a step."""
         for batch in batches:
-            self._begin()
+            self._mark_step_begin()
             yield batch
 
-    def backward(self, batches: Iterator, exchange: bool = True) -> None:
-        """Compute the gradients of a step; without `exchange`, each process its own."""
-        compute_gradients(self.training, self._marked(batches), 0, exchange)
+    def backward(self, batches: Iterator, all_reduce: bool = True) -> None:
+        """Compute the gradients of a step, with or without their all-reduce."""
+        compute_gradients(self.training, self._mark_steps(batches), 0, all_reduce)
 
     def update(self, batches: Iterator) -> None:
-        """Take a whole step."""
-        train_step(self.training, self._marked(batches), 0)
+        """Run a complete training step."""
+        train_step(self.training, self._mark_steps(batches), 0)
         if self.state.ema:
             self.state.ema.update(self.state.global_batch, images_seen=self.state.global_batch)
 
     @torch.inference_mode()
     def evaluate(self, images: torch.Tensor, targets: torch.Tensor) -> None:
-        """Compute a batch as evaluation does."""
-        self._begin()
+        """Run a step of the evaluation."""
+        self._mark_step_begin()
         self.task.eval_step(self.state.model, images, targets)
 
 
 @explain_out_of_memory("measuring the steps")
 def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
-    """Return the seconds of a step and the images/s of each part, and the memory; all processes take part."""
+    """Return the seconds and the images/s of each part, and the memory in bytes. A collective."""
     plan, device = loader.plan, step.device
     in_memory = itertools.repeat((step.images, step.labels))
 
-    def time_part(call: Callable[[], object]) -> dict:
-        return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], plan.global_batch)
+    def time_part(call: Callable[[], object], num_images: int = plan.global_batch) -> dict:
+        return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], num_images)
 
     parts = {"forward": time_part(step.forward), "forward_backward": time_part(lambda: step.backward(in_memory))}
     if dist.is_distributed():
-        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, exchange=False))
+        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, all_reduce=False))
     parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.update(in_memory))}
-    # Steps that the workers have ready: without them in the blocks the loader would seem faster than it is.
+    # Steps that the workers have prefetched; shorter blocks would overestimate the loader.
     ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
     parts |= measure_loader(step, loader, ahead, parts["step"])
     memory = {**count_bytes(step), "training": peak_bytes(device)}
     images = evaluation_images(cfg, parts["forward"], device, plan.micro_batch)
     targets = loader.zero_targets(len(images))
     step.state.model.eval()
-    seconds = dist.all_reduce_max([time_calls(lambda: step.evaluate(images, targets), device).seconds])[0]
-    parts["evaluation"] = _as_part(seconds, len(images) * plan.world_size)
+    parts["evaluation"] = time_part(lambda: step.evaluate(images, targets), len(images) * plan.world_size)
     return {**parts, "memory": {**memory, "evaluation": peak_bytes(device)}, "processes": plan.world_size}
 
 
 def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> dict:
-    """Return the parts of the loader alone and of training with it, on one stream of images: none is read twice.
+    """Measure the loader alone and together with the model, on one stream of images: none is read twice.
 
     Args:
         step: the training step.
         loader: the training loader.
-        ahead: steps that the workers are ahead.
-        model: the part of a step on a batch in memory.
+        ahead: number of prefetched steps.
+        model: measurement of a step on a batch in memory.
     """
     plan, device = loader.plan, step.device
     pixels = endless_batches(loader, step.state.stream_seed)
     batches = map(loader.to_device, pixels)
 
     def time_loader(source: Iterator) -> dict:
-        pace = time_calls(lambda: [next(source) for _ in range(plan.accum_steps)], device, ahead)
-        images_per_s = sum(dist.gather_objects(plan.per_process / pace.seconds))
+        seconds = time_calls(lambda: [next(source) for _ in range(plan.accum_steps)], device, ahead).seconds
+        images_per_s = sum(dist.gather_objects(plan.per_process / seconds))
         return _as_part(plan.global_batch / images_per_s, plan.global_batch)
 
     parts = {"pixels": time_loader(pixels), "loader": time_loader(batches)}
-    # Where the model is the slower one, batches are ready all the time, and a few long steps are enough.
-    enough = ahead if parts["loader"]["seconds"] > model["seconds"] else max(1, int(PART_S / model["seconds"]))
-    pace = time_calls(lambda: step.update(batches), device, min(ahead, enough), loader.pop_data_time)
-    seconds, wait = dist.all_reduce_max([pace.seconds, pace.wait])
-    return {**parts, "together": _as_part(seconds, plan.global_batch), "wait": wait}
+    # If the model is slower, batches are always ready, and a few long steps suffice.
+    enough = ahead if parts["loader"]["seconds"] > model["seconds"] else max(1, int(MEASURE_S / model["seconds"]))
+    combined = time_calls(lambda: step.update(batches), device, min(ahead, enough), loader.pop_data_time)
+    seconds, data_fraction = dist.all_reduce_max([combined.seconds, combined.data_fraction])
+    return {**parts, "together": _as_part(seconds, plan.global_batch), "wait": data_fraction}
 
 
 def endless_batches(loader: TrainLoader, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the batches of a run as they come from the workers, from its first one on: (uint8 images, labels)."""
+    """Yield the batches of a run from the workers, starting at epoch 0: (uint8 images, labels)."""
     for epoch in itertools.count():
         loader.sampler.set_position(seed, epoch, first_step=0)
         yield from loader.host_batches()
 
 
 def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int) -> torch.Tensor:
-    """Return noise for a batch of evaluation; of a training step's size where TEST.BATCH_SIZE would take too long."""
-    fits = cfg.TEST.BATCH_SIZE * dist.world_size() / forward["images_per_s"] < PART_S
+    """Return noise in the shape of an evaluation batch, or of `micro_batch` images if that would take too long."""
+    is_fast = cfg.TEST.BATCH_SIZE * dist.world_size() / forward["images_per_s"] < MEASURE_S
     size = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
-    images = torch.randn(cfg.TEST.BATCH_SIZE if fits else micro_batch, 3, size, size, device=device)
+    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, 3, size, size, device=device)
     return images.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else images
 
 
 def time_calls(
     call: Callable[[], object], device: torch.device, group: int = 1, pop_data_time: Callable[[], float] = lambda: 0.0
-) -> Pace:
-    """Return the medians over blocks of calls, after a warm-up; every process makes equally many calls.
+) -> CallTime:
+    """Return the median over blocks of calls after a warm-up. A collective: all processes make equally many calls.
 
     Args:
-        call: what to time.
-        device: is waited for before and after a block.
-        group: a block and the warm-up have at least so many calls: those that are answered faster at first.
-        pop_data_time: the seconds spent waiting for data since it was called before.
+        call: the function to time.
+        device: synchronized before and after a block.
+        group: calls per group, e.g. the number of prefetched steps; blocks and the warm-up consist of groups.
+        pop_data_time: returns the seconds spent waiting for data since its last call.
     """
 
-    def time_block(num: int) -> Pace:
+    def time_block(num: int) -> CallTime:
         mark_position("timing")
         synchronize(device)
         pop_data_time()
@@ -226,24 +228,28 @@ def time_calls(
             call()
         synchronize(device)
         seconds = time.perf_counter() - start
-        return Pace(seconds / num, min(1.0, pop_data_time() / seconds))
+        return CallTime(seconds / num, min(1.0, pop_data_time() / seconds))
 
-    def count(seconds: float, pace: Pace) -> int:
-        return max(1, int(seconds / (group * dist.all_reduce_max([pace.seconds])[0]))) * group
+    def slowest(block: CallTime) -> float:
+        return dist.all_reduce_max([block.seconds])[0]
 
-    # The first calls compile, allocate, try out algorithms and record CUDA graphs.
-    before, pace = time_block(group), time_block(group)
-    while dist.all_reduce_max([before.seconds])[0] > 2 * dist.all_reduce_max([pace.seconds])[0]:
-        before, pace = pace, time_block(group)
-    warm = time_block(count(WARM_UP_S, pace))
+    def count(seconds: float, block: CallTime) -> int:
+        return max(1, int(seconds / (group * slowest(block)))) * group
+
+    # The first calls compile, allocate memory, benchmark algorithms and record CUDA graphs.
+    previous, current = time_block(group), time_block(group)
+    while slowest(previous) > 2 * slowest(current):
+        previous, current = current, time_block(group)
+    warm = time_block(count(WARM_UP_S, current))
     num = count(BLOCK_S, warm)
-    num_blocks = max(1, count(PART_S, warm) // num)
+    num_blocks = max(1, count(MEASURE_S, warm) // num)
     blocks = [time_block(num) for _ in range(num_blocks)]
-    return Pace(*(statistics.median(values) for values in zip(*((b.seconds, b.wait) for b in blocks), strict=True)))
+    seconds = statistics.median(block.seconds for block in blocks)
+    return CallTime(seconds, statistics.median(block.data_fraction for block in blocks))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -251,20 +257,20 @@ def synchronize(device: torch.device) -> None:
 
 
 def count_bytes(step: Step) -> dict[str, int]:
-    """Return the bytes of the parameters, of their gradients and of the optimizer's state."""
-    parameters = list(step.state.model.parameters())
+    """Return the size in bytes of the parameters, the gradients and the optimizer state."""
+    parameters: list[torch.Tensor] = list(step.state.model.parameters())
     states = [value for entry in step.state.optimizer.state.values() for value in entry.values()]
-    tensors = {
+    tensors: dict[str, list[torch.Tensor]] = {
         "parameters": parameters,
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
     }
-    return {name: sum(value.numel() * value.element_size() for value in found) for name, found in tensors.items()}
+    return {name: sum(value.numel() * value.element_size() for value in values) for name, values in tensors.items()}
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that a process has had so far: on its CUDA device, else of the machine; 0: not known."""
-    return int(dist.all_reduce_max([own_peak_bytes(device)])[0])
+    """Return the maximum over all processes of `local_peak_bytes`. A collective."""
+    return int(dist.all_reduce_max([local_peak_bytes(device)])[0])
 
 
 def _as_part(seconds: float, num_images: int) -> dict:

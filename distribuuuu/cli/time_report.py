@@ -1,4 +1,4 @@
-"""What the measured times of a step mean: a table, and one sentence on what holds training back and what would help."""
+"""Report of time_net: table of the measurements, diagnosis of the bottleneck, remedies."""
 
 import math
 import textwrap
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distribuuuu.config.errors import counted
-from distribuuuu.report.step_timing import MOST_WAIT
+from distribuuuu.report.step_timing import MAX_DATA_FRACTION
 
 # Data sets that are arrays in memory: nothing is read or decoded.
-_ARRAYS = ("dummy", "cifar10", "cifar100", "mnist", "fashion_mnist")
-# Share of the slower one's speed that loader and model must reach together, or they are in each other's way.
-_LEAST_TOGETHER = 0.8
-# Bytes of pixels up to which a set is small enough for a device.
-_SMALL = 2e9
-# Of a line, so that it has 80 columns with the time before it.
+_IN_MEMORY = ("dummy", "cifar10", "cifar100", "mnist", "fashion_mnist")
+# Fraction of the slower one's speed below which loader and model slow down each other when they run together.
+_MIN_COMBINED = 0.8
+# Maximum bytes of pixels of a data set for DATA.LOADER device.
+_MAX_DEVICE_BYTES = 2e9
+# Line width; with the time before it, a line has 80 columns.
 _WIDTH = 71
 
 
@@ -23,122 +23,120 @@ class Speeds:
     """Images per second of all processes.
 
     Attributes:
-        model: of steps on a batch in memory.
-        loader: of the loader alone, up to the normalised batch on the device.
-        together: of steps on the loader's batches.
-        wait: the share of these steps' time that was spent waiting for data.
+        model: steps on a batch in memory.
+        loader: the loader alone, including normalization on the device.
+        combined: steps on the batches of the loader.
+        data_fraction: fraction of the time of these steps that was spent waiting for data.
     """
 
     model: float
     loader: float
-    together: float
-    wait: float
+    combined: float
+    data_fraction: float
 
 
 def diagnose_bottleneck(
-    speeds: Speeds, num_workers: int, most_workers: int, remedies: Sequence[str], shares_cores: bool = False
+    speeds: Speeds, num_workers: int, max_workers: int, remedies: Sequence[str], shares_cores: bool = False
 ) -> str:
-    """Return the sentence.
+    """Return a sentence that names the bottleneck and its remedies.
 
     Args:
-        speeds: what was measured.
-        num_workers: workers of a process; 0: it loads by itself.
-        most_workers: cores of a process; 0: workers are of no use.
-        remedies: what would make an image cheaper, in words, the best first.
-        shares_cores: the model computes on the cores too.
+        speeds: measured speeds.
+        num_workers: workers per process; 0: the training process loads the images.
+        max_workers: cores per process; 0: workers are not used.
+        remedies: options that make loading an image cheaper, the best first (`find_remedies`).
+        shares_cores: the model runs on the CPU too.
     """
-    model, loader = f"{speeds.model:,.0f} images/s", f"{speeds.loader:,.0f} images/s"
-    if speeds.wait < MOST_WAIT and speeds.loader >= speeds.model:
-        return f"model-bound: the model takes {model}, the loader could give {loader}"
-    if speeds.wait < MOST_WAIT:
-        start = f"in balance: the model takes {model}, the loader gives {loader}"
-        return f"{start}, and {speeds.wait:.0%} of the time is spent waiting"
-    if num_workers == 0 and most_workers:
-        start = f"loader-bound: the process loads by itself ({loader}) in turns with the model ({model})"
-        if shares_cores:  # so that how fast workers would be does not follow from how fast it is
-            return f"{start}; set TRAIN.WORKERS 1 or more, and measure again; what else would help: {_either(remedies)}"
-        return f"{start}; {_more_workers(speeds, 0, most_workers, remedies)}"
+    model, loader = f"the model processes {speeds.model:,.0f}", f"the loader provides {speeds.loader:,.0f} images/s"
+    if speeds.data_fraction < MAX_DATA_FRACTION and speeds.loader >= speeds.model:
+        return f"model-bound: {model}, {loader}"
+    if speeds.data_fraction < MAX_DATA_FRACTION:
+        return f"balanced: {model}, {loader}; {speeds.data_fraction:.0%} of the time is spent waiting for data"
+    start = f"loader-bound: {model}, {loader}"
+    if num_workers == 0 and max_workers:
+        start = f"{start}, in the same process"
+        if shares_cores:  # the speed of a worker does not follow from that of the process, which uses all cores
+            return f"{start}; set TRAIN.WORKERS 1 or more and measure again; alternatives: {_join(remedies)}"
+        return f"{start}; {_recommend_workers(speeds, 0, max_workers, remedies)}"
     slower = min(speeds.loader, speeds.model)
-    if speeds.loader >= speeds.model or num_workers and speeds.together < _LEAST_TOGETHER * slower:
-        start = f"loader-bound: the model alone takes {model}, the loader alone gives {loader}, but they compete"
-        return f"{start} and make {speeds.together:,.0f} together; what would help: {_either(remedies)}"
-    start = f"loader-bound: {loader} against the model's {model}"
-    return f"{start}; {_more_workers(speeds, num_workers, most_workers, remedies)}"
+    if speeds.loader >= speeds.model or num_workers and speeds.combined < _MIN_COMBINED * slower:
+        return f"{start}, but both together reach only {speeds.combined:,.0f}; fix: {_join(remedies)}"
+    return f"{start}; {_recommend_workers(speeds, num_workers, max_workers, remedies)}"
 
 
-def _more_workers(speeds: Speeds, num_workers: int, most_workers: int, remedies: Sequence[str]) -> str:
-    """Return what workers would do, as if each were as fast as one is now, and never more than there are cores."""
-    if most_workers == 0:
-        return f"what would help: {_either(remedies)}"
+def _recommend_workers(speeds: Speeds, num_workers: int, max_workers: int, remedies: Sequence[str]) -> str:
+    """Return a recommended number of workers, at most one per core, assuming that the speed scales linearly."""
+    if max_workers == 0:
+        return f"fix: {_join(remedies)}"
     per_worker = speeds.loader / max(1, num_workers)
     needed = max(num_workers + 1, math.ceil(speeds.model / per_worker))
-    if needed <= most_workers:
+    if needed <= max_workers:
         more = needed - num_workers
-        workers = f"{counted(more, 'more worker' if num_workers else 'worker')} a process (TRAIN.WORKERS {needed})"
-        return f"{workers}{f' or {remedies[0]}' if remedies else ''} would fix it"
-    if num_workers < most_workers:
-        reached = f"a worker for each core (TRAIN.WORKERS {most_workers}) would give about"
-        return f"{reached} {most_workers * per_worker:,.0f} images/s; beyond that: {_either(remedies)}"
-    used = f"TRAIN.WORKERS {num_workers} on {counted(most_workers, 'core')} a process"
-    return f"the cores are used up ({used}); what is left: {_either(remedies)}"
+        workers = f"{counted(more, 'more worker' if num_workers else 'worker')} per process (TRAIN.WORKERS {needed})"
+        return f"fix: {' or '.join([workers, *remedies[:1]])}"
+    if num_workers < max_workers:
+        speed = f"{max_workers * per_worker:,.0f} images/s"
+        return f"TRAIN.WORKERS {max_workers}, one per core, would provide about {speed}; beyond that: {_join(remedies)}"
+    used = f"TRAIN.WORKERS {num_workers} on {counted(max_workers, 'core')} per process"
+    return f"all cores are used ({used}); fix: {_join(remedies)}"
 
 
-def _either(remedies: Sequence[str]) -> str:
-    return " or ".join(remedies) or "more cores for each process"
+def _join(remedies: Sequence[str]) -> str:
+    return " or ".join(remedies) or "more cores per process"
 
 
 def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
-    """Return what would make an image of this config cheaper to load, in words, the best first.
+    """Return the options that would make loading an image cheaper, the best first.
 
     Args:
         cfg: the config.
         images: the training set.
-        num_workers: workers of a process.
+        num_workers: workers per process.
     """
     data, name = cfg.DATA, "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     if data.LOADER == "device":
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
-    # The files are larger than the crop by so much at most, unless they were made smaller before.
-    is_small = name in _ARRAYS or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _SMALL
+    # Assume images of at most twice the crop's width and height.
+    is_small = name in _IN_MEMORY or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _MAX_DEVICE_BYTES
     is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
-    found = {
-        "a packed set (tools/pack_dataset.py)": name not in (*_ARRAYS, "packed"),
-        "DATA.DECODER simplejpeg": name not in _ARRAYS and not is_raw and data.DECODER != "simplejpeg",
+    applicable = {
+        "a packed data set (tools/pack_dataset.py)": name not in (*_IN_MEMORY, "packed"),
+        "DATA.DECODER simplejpeg": name not in _IN_MEMORY and not is_raw and data.DECODER != "simplejpeg",
         "DATA.LOADER device": is_small and name != "dummy",
         "DATA.WORKER_KIND thread": num_workers > 0 and data.WORKER_KIND != "thread",
     }
-    return tuple(remedy for remedy, fits in found.items() if fits)
+    return tuple(remedy for remedy, applies in applicable.items() if applies)
 
 
-def show_parts(result: dict, compress: str) -> Iterator[str]:
-    """Yield the lines of a table of what was measured, and the verdict.
+def format_report(result: dict, compress: str) -> Iterator[str]:
+    """Yield the lines of the table of measurements, and the diagnosis.
 
     Args:
-        result: as `timing.measure` returns it, with the verdict.
+        result: content of timing.json, see `time_net.time_model`.
         compress: DIST.COMPRESS.
     """
     yield f"{'per step':<36} {'images':>8} {'ms':>10} {'images/s':>10}"
     yield _row("model: forward", result["forward"])
     yield _row("model: forward + backward", result["forward_backward"])
     yield f"{'optimizer step':<36} {'':>8} {1e3 * result['optimizer']['seconds']:>10.2f}"
-    yield _row("whole step, batch in memory", result["step"])
+    yield _row("training step, batch in memory", result["step"])
     yield _row("model: forward in evaluation", result["evaluation"])
     yield _row("loader: uint8 batches", result["pixels"])
-    yield _row("loader: normalised, on the device", result["loader"])
+    yield _row("loader: normalized, on the device", result["loader"])
     yield _row("loader + model", result["together"])
     yield f"of which waiting for data: {result['wait']:.0%}"
-    yield show_exchange(result, compress)
+    yield format_all_reduce(result, compress)
     mb = {name: value / 1e6 for name, value in result["memory"].items()}
     yield f"MB: parameters {mb['parameters']:,.1f}, gradients {mb['gradients']:,.1f}, optimizer {mb['optimizer']:,.1f}"
     if mb["training"]:
-        yield f"peak of a process: {mb['training']:,.0f} MB in training, {mb['evaluation']:,.0f} MB with evaluation"
-    yield from textwrap.wrap(f"verdict: {result['verdict']}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        yield f"peak per process: {mb['training']:,.0f} MB in training, {mb['evaluation']:,.0f} MB including evaluation"
+    yield from textwrap.wrap(f"diagnosis: {result['verdict']}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def show_exchange(result: dict, compress: str) -> str:
-    """Return the line on the all-reduce of the gradients."""
+def format_all_reduce(result: dict, compress: str) -> str:
+    """Return the line about the all-reduce of the gradients."""
     if "not_exchanged" not in result:
-        return "all-reduce of the gradients: one process: none"
+        return "all-reduce of the gradients: none (one process)"
     exposed_ms = 1e3 * (result["forward_backward"]["seconds"] - result["not_exchanged"]["seconds"])
     sent_mb = result["memory"]["gradients"] / 1e6 / (1 if compress == "none" else 2)
     as_type = "" if compress == "none" else f" as {compress}"

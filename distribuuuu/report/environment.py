@@ -1,4 +1,4 @@
-"""What the numbers of a run come from: the hardware, the versions, the commit, and how much memory it took."""
+"""Environment of a run: hardware, versions, git commit, peak memory."""
 
 import os
 import platform
@@ -18,27 +18,27 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.host import count_cores
 
 PACKAGE = Path(__file__).parents[1]
-# Seconds that git may take, e.g. on a slow network drive.
+# Timeout of a git command in seconds; git may be slow on a network drive.
 GIT_TIMEOUT_S = 5.0
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Return what the processes run on, e.g. '8 x NVIDIA H100' or 'AMD EPYC 7B13, 2 cores'. All must call it."""
-    found = set(dist.gather_objects(_own_hardware(device)))
+    """Return the hardware of all processes, e.g. '8 x NVIDIA H100' or 'AMD EPYC 7B13, 2 cores'. A collective."""
+    found = set(dist.gather_objects(_describe_local_hardware(device)))
     counts = Counter(name for _, name in found)
     return " + ".join(f"{num} x {name}" if num > 1 else name for name, num in sorted(counts.items()))
 
 
-def _own_hardware(device: torch.device) -> tuple[str, str]:
-    """Return an identity, which processes on the same hardware share, and the name."""
+def _describe_local_hardware(device: torch.device) -> tuple[str, str]:
+    """Return an identifier, equal for processes on the same hardware, and a display name."""
     host = socket.gethostname()
     if device.type == "cuda":
         card = getattr(torch.cuda.get_device_properties(device), "uuid", f"of process {dist.rank()}")
         return f"{host} {card}", torch.cuda.get_device_name(device)
-    return host, f"{name_cpu()}, {counted(count_cores(), 'core')}{', MPS' if device.type == 'mps' else ''}"
+    return host, f"{get_cpu_name()}, {counted(count_cores(), 'core')}{', MPS' if device.type == 'mps' else ''}"
 
 
-def name_cpu() -> str:
+def get_cpu_name() -> str:
     """Return the model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -49,7 +49,7 @@ def name_cpu() -> str:
 
 
 def list_versions() -> dict[str, str | None]:
-    """Return the versions of what decides the numbers; None: not there."""
+    """Return the versions of the software that determines the results; None: not installed or not used."""
     try:
         timm = version("timm")
     except PackageNotFoundError:
@@ -67,31 +67,31 @@ def list_versions() -> dict[str, str | None]:
 
 
 def find_commit(folder: Path = PACKAGE) -> str | None:
-    """Return the git commit of the package's code, with '+changes' if the code is not what was committed.
+    """Return the git commit of the package's code, with '+changes' if the code has uncommitted changes.
 
-    None: git is not there, does not know the code, or takes longer than `GIT_TIMEOUT_S`.
+    None: git is not installed, does not track the code, or takes longer than `GIT_TIMEOUT_S`.
     """
-    # In a hook of another repository these would point there. A status that refreshes the index would take its lock.
+    # In a hook of another repository, GIT_* would point to that one. Without optional locks, `status` locks no index.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_OPTIONAL_LOCKS"] = "0"
 
-    def ask(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+    def run_git(*args: str) -> str:
+        command = ["git", "-C", str(folder), *args]
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
                               timeout=GIT_TIMEOUT_S)  # fmt: skip
         return done.stdout.strip()
 
     try:
-        # A package that lies in somebody else's repository, e.g. in an environment in its folder, is not its code.
-        if not ask("ls-files", "."):
+        # The package may be installed inside another repository that does not track it, e.g. in a virtual environment.
+        if not run_git("ls-files", "."):
             return None
-        return ask("rev-parse", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
+        return run_git("rev-parse", "HEAD") + ("+changes" if run_git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
 
 
-def own_peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has had: on its CUDA device, else of the machine; 0: not known."""
+def local_peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: on its CUDA device, else on the host; 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -102,10 +102,7 @@ def own_peak_bytes(device: torch.device) -> int:
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the peak so far in MiB: on CUDA the greatest of all processes, else this process's own.
-
-    Every process must call it.
-    """
-    own = own_peak_bytes(device)
-    peak = dist.all_reduce_max([own])[0] if device.type == "cuda" else own
+    """Return the peak memory in MiB: on CUDA the maximum over all processes, else of this process. A collective."""
+    local = local_peak_bytes(device)
+    peak = dist.all_reduce_max([local])[0] if device.type == "cuda" else local
     return round(peak / 2**20, 1) or None

@@ -1,6 +1,6 @@
-"""Log on the terminal and in train.log, metrics.jsonl, TensorBoard and progress bar of a run.
+"""Logging of a run: terminal, train.log, metrics.jsonl, TensorBoard, progress bar.
 
-Only the main process writes; the others pass on warnings.
+Only the main process writes files; the other processes print warnings.
 """
 
 import contextlib
@@ -16,34 +16,34 @@ import torch
 from tqdm import tqdm
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.report.step_timing import MOST_WAIT, StepTiming
+from distribuuuu.report.step_timing import MAX_DATA_FRACTION, StepTiming
 from distribuuuu.report.writers import EventFile, RecordFile, drop_records_after
 
 logger = logging.getLogger("distribuuuu")
-# Rows of the table of steps; a terminal shows a bar in their place.
-_steps = logging.getLogger("distribuuuu.steps")
+# Logger of the table of steps; a terminal shows a progress bar instead.
+_table_log = logging.getLogger("distribuuuu.steps")
 
-# Seconds after which a step, or a batch of an evaluation, is logged between the reads of the metrics.
-LINE_S = 15.0
-# Rows of the table of steps below each header.
+# Seconds between two logged steps, or evaluation batches, while no metrics are read.
+LOG_INTERVAL_S = 15.0
+# Rows of the table of steps per header.
 _ROWS_PER_HEADER = 20
-# The dates of train.log and the columns of the table are short, so that a line has at most 80 characters.
-_MOST_COLUMNS = 65
+# Maximum width of the table; with the date of train.log, a line has at most 80 characters.
+_MAX_WIDTH = 65
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
-# ANSI colors of the names of levels.
+# ANSI colors of the level names.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
-# Steps or seconds of a start before the share of waiting for data is looked at: of a handful of steps it is noise.
-# Within a long epoch it is looked at about once a minute: what the epoch's first batches cost is a small part of that.
-_NOISE_STEPS, _NOISE_S = 50, 20.0
-_WATCH_S = 60.0
+# Steps or seconds of a start before the data time is checked: over a few steps it is noise.
+_MIN_STEPS, _MIN_S = 50, 20.0
+# Seconds between two checks within an epoch; long enough that the first batches of an epoch hardly count.
+_CHECK_INTERVAL_S = 60.0
 
 
 class _LineFormatter(logging.Formatter):
-    """Time, rank where it is not 0, level from WARNING on, and message.
+    """Format of a line: time, rank if it is not 0, level from WARNING on, message.
 
     Args:
-        time_format: as for time.strftime.
-        colored: color the name of the level.
+        time_format: format of `time.strftime`.
+        colored: color the level name.
     """
 
     def __init__(self, time_format: str, colored: bool = False):
@@ -51,51 +51,48 @@ class _LineFormatter(logging.Formatter):
         self._colored = colored
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of a record whose time and message are formatted."""
+        """Return the line of a record; its time and message are already formatted."""
         if record.levelno < logging.WARNING:
             return super().formatMessage(record)
         color = _COLORS.get(record.levelno) if self._colored else None
         level = f"\x1b[{color}m{record.levelname}:\x1b[0m" if color else f"{record.levelname}:"
-        return self._fmt % {**record.__dict__, "message": f"{level} {record.message}"}
+        return super().formatMessage(logging.makeLogRecord({**record.__dict__, "message": f"{level} {record.message}"}))
 
 
 class _TerminalHandler(logging.StreamHandler):
-    """Print above the progress bar instead of through it."""
+    """Handler that prints above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record; the bar makes way and comes back."""
+        """Write the record while the bar is hidden."""
         with tqdm.external_write_mode(file=sys.stderr):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Pass over a line that cannot be written, e.g. to a file on a full disk."""
+        """Ignore a line that cannot be written, e.g. if standard error is a file on a full disk."""
 
 
 class _FileHandler(logging.FileHandler):
-    """Write to train.log as long as the disk takes it."""
+    """Handler of train.log that ignores write errors, e.g. on a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Pass over a line that cannot be written; the terminal has it."""
+        """Ignore a line that cannot be written; the terminal shows it."""
 
     def close(self) -> None:
-        """Close the file, with what was written."""
+        """Close the file; ignore that buffered lines cannot be written."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
-    """Send the package's log to the terminal and to out_dir/log_name; other ranks only warn, on the terminal.
-
-    Without a name there is no file.
-    """
+    """Log to the terminal and to out_dir/log_name, if a name is given; other ranks print warnings only."""
     close_logging()
     main = dist.is_main()
     handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
     if main and log_name:
         handlers.append(_file_handler(out_dir, log_name))
-    handlers[0].setFormatter(_LineFormatter(_TERMINAL_TIME, colored=shows_colors()))
-    if shows_bar():
-        handlers[0].addFilter(lambda record: record.name != _steps.name)
+    handlers[0].setFormatter(_LineFormatter(_TERMINAL_TIME, colored=supports_color()))
+    if has_progress_bar():
+        handlers[0].addFilter(lambda record: record.name != _table_log.name)
     for handler in handlers:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if main else logging.WARNING)
@@ -104,7 +101,7 @@ def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
 
 @contextlib.contextmanager
 def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
-    """Set up logging for the length of a block, see `set_up_logging`."""
+    """Set up logging (`set_up_logging`) for the duration of a block."""
     set_up_logging(out_dir, log_name)
     try:
         yield
@@ -113,7 +110,7 @@ def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
 
 
 def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
-    """Add lines to out_dir/log_name alone, as far as the disk takes them; for what the terminal gets elsewhere."""
+    """Append lines to out_dir/log_name but not to the terminal; ignore write errors."""
     with contextlib.suppress(OSError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
         for line in lines:
             handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
@@ -126,56 +123,56 @@ def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
 
 
 def close_logging() -> None:
-    """Take the handlers off the package's logger and close their files."""
+    """Remove the handlers of the package's logger and close their files."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
 
 
-def shows_bar() -> bool:
-    """Tell whether this process draws a progress bar: the main one, on a terminal."""
+def has_progress_bar() -> bool:
+    """Return whether this process draws a progress bar: the main process, on a terminal."""
     return dist.is_main() and sys.stderr is not None and sys.stderr.isatty()
 
 
-def shows_colors() -> bool:
-    """Tell whether standard error is a terminal that shows colors; NO_COLOR switches them off (no-color.org)."""
+def supports_color() -> bool:
+    """Return whether standard error is a terminal with colors; NO_COLOR disables them (no-color.org)."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0, every: int = 1) -> tqdm:
-    """Return the items behind a bar, where one is shown, that moves every so many items."""
+    """Wrap the items in a progress bar that is updated every `every` items; it is hidden off a terminal."""
     return tqdm(
         items,
         desc=label,
         total=total,
         initial=initial,
         miniters=every,
-        disable=not shows_bar(),
+        disable=not has_progress_bar(),
         leave=False,
         dynamic_ncols=True,
     )
 
 
 def evaluation_bar(every: int) -> Callable[[Collection], Iterator]:
-    """Return a function that iterates over an evaluation loader behind a bar, and logs the batch every LINE_S seconds.
+    """Return a function that iterates over an evaluation loader with a progress bar and logs its position by time.
 
     Args:
-        every: batches after which the bar moves.
+        every: batches between two updates of the bar.
     """
 
-    def shown(loader: Collection) -> Iterator:
+    def iterate(loader: Collection) -> Iterator:
         shown_at = time.perf_counter()
         for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
             yield batch
-            if time.perf_counter() - shown_at >= LINE_S:
+            if time.perf_counter() - shown_at >= LOG_INTERVAL_S:
                 shown_at = time.perf_counter()
-                _steps.info("validation: batch %d/%d", number, len(loader))
+                _table_log.info("validation: batch %d/%d", number, len(loader))
 
-    return shown
+    return iterate
 
 
 def format_duration(seconds: float) -> str:
-    """Return the two greatest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
+    """Return the two largest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -188,9 +185,9 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-def format_decimal(value: float, width: int, most: int = 4) -> str:
-    """Return a number with `most` decimals, or with as many as fit into `width` characters."""
-    texts = (f"{value:.{decimals}f}" for decimals in range(most, -1, -1))
+def format_decimal(value: float, width: int, decimals: int = 4) -> str:
+    """Return a number with `decimals` decimals, or with as many as fit into `width` characters."""
+    texts = (f"{value:.{num}f}" for num in range(decimals, -1, -1))
     return next((text for text in texts if len(text) <= width), f"{value:.0e}")
 
 
@@ -209,44 +206,46 @@ def format_speed(images_per_s: float) -> str:
 
 
 class _StepTable:
-    """Log of steps in columns of fixed width, with a header at a start and every 20 rows."""
+    """Table of steps with columns of fixed width, and a header at the start and every 20 rows."""
 
-    def __init__(self, num_epochs: int, num_steps: int, measures: Iterable[str]):
+    def __init__(self, num_epochs: int, num_steps: int, metric_labels: Iterable[str]):
         totals = {"epoch": num_epochs, "step": num_steps}
-        measured = {name: max(5, len(name)) for name in measures}
+        metrics = {label: max(5, len(label)) for label in metric_labels}
         self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
-        self._widths |= {"loss": 6, **measured, "lr": 6, "img/s": 5, "wait": 4, "eta": 6}
-        self._gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MOST_COLUMNS else " "
+        self._widths |= {"loss": 6, **metrics, "lr": 6, "img/s": 5, "data": 4, "eta": 6}
+        self._gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
         self.start()
 
     def start(self) -> None:
-        """Begin with a header."""
+        """Log a header before the next row."""
         self._num_rows = 0
 
     def add(self, cells: dict[str, str]) -> None:
-        """Log a row; a column without a cell gets a '-'."""
+        """Log a row; columns without a cell show '-'."""
         if self._num_rows % _ROWS_PER_HEADER == 0:
             self._log({name: name for name in self._widths})
         self._num_rows += 1
         self._log(cells)
 
     def _log(self, cells: dict[str, str]) -> None:
-        _steps.info("%s", self._gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
+        _table_log.info(
+            "%s", self._gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items())
+        )
 
 
 class RunLog:
-    """metrics.jsonl, TensorBoard and the table of steps of one run.
+    """metrics.jsonl, TensorBoard and the table of steps of a run.
 
     Args:
-        out_dir: the folder of the run.
+        out_dir: output folder of the run.
         tensorboard: write events to out_dir/tensorboard.
-        train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first one
-            of the evaluation selects the best epoch.
+        train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
+            evaluation metric selects the best epoch.
         num_epochs: epochs of the run.
-        num_steps: steps of an epoch.
-        images_per_step: images of a step, of all processes.
-        epoch, step: where this start begins; records of later positions, from a run that was killed, are removed.
-        timing: the clock of the steps; None: a new one.
+        num_steps: steps per epoch.
+        images_per_step: images per step of all processes.
+        epoch, step: position of this start; later records, from an interrupted run, are removed.
+        timing: timing of the steps; None: a new one.
     """
 
     def __init__(
@@ -277,12 +276,12 @@ class RunLog:
         self.rewind(epoch, step)
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Go on from an earlier position: remove the records of later ones."""
+        """Continue from an earlier position; remove the records after it."""
         self._started = self._last_read = self._shown_at = time.perf_counter()
         self._first_position = self._read_position = epoch * self.num_steps + step
         self._is_first_read = True
-        # Where the steps that the remaining time follows from begin: after the first one, which compiles and allocates.
-        self._paced_from: tuple[float, int] | None = None
+        # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
+        self._eta_origin: tuple[float, int] | None = None
         self._table.start()
         if not dist.is_main():
             return
@@ -295,7 +294,7 @@ class RunLog:
 
     @property
     def has_tensorboard(self) -> bool:
-        """Tell whether this process writes TensorBoard events."""
+        """Whether this process writes TensorBoard events."""
         return self._events is not None
 
     def __enter__(self) -> "RunLog":
@@ -309,44 +308,44 @@ class RunLog:
             self._events.close()
 
     def steps(self, epoch: int, first: int) -> Iterator[int]:
-        """Yield the steps of an epoch from `first` on, behind a bar; `train` counts its time from here."""
+        """Yield the steps of an epoch from `first` on, with a progress bar; start the timing of `train`."""
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
-        if first < self.num_steps:  # else only the evaluation is left
+        if first < self.num_steps:  # otherwise only the evaluation remains
             self._timing.begin(self._last_read)
-        self._watched_s = self._waited_s = 0.0
+        self._checked_s = self._data_time_s = 0.0
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
         yield from self._bar
 
-    def train(self, epoch: int, step: int, lr: float, metrics: dict, wait_s: float) -> None:
-        """Record what the meter read after `step` steps of an epoch, and the seconds spent waiting for data."""
+    def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
+        """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
         now = self._last_read = time.perf_counter()
         elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self.num_steps)
         position = epoch * self.num_steps + step
         speed = {
             "images_per_s": metrics["count"] / elapsed,
-            "wait": min(1.0, wait_s / elapsed),
+            "wait": min(1.0, data_time_s / elapsed),
             "eta_s": self._eta_s(now, position),
         }
         self._read_position = position
-        self._watch_wait(elapsed, wait_s, position - self._first_position, step == self.num_steps)
+        self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
         first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
         self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{first}", refresh=False)
-        values = {label: format_decimal(metrics[name], 5, most=2) for name, label in self.train_metrics.items()}
-        shown = {"loss": format_decimal(metrics["loss"], 6), **values, "wait": f"{speed['wait']:.0%}"}
+        values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
+        shown = {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{speed['wait']:.0%}"}
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], shown)
 
     def show_step(self, epoch: int, step: int, lr: float) -> None:
-        """Log a step whose metrics are not read: the first of a start, then one every LINE_S seconds.
+        """Log a step without metrics: the first one of a start, then one every LOG_INTERVAL_S seconds.
 
-        The main process alone does so, by its own clock. Reading the loss would take every process, so there is none.
+        Only the main process logs it, by its own clock. The loss is missing because reading it is a collective.
         """
         now, position = time.perf_counter(), epoch * self.num_steps + step
-        if self._paced_from and now - self._shown_at < LINE_S:
+        if self._eta_origin and now - self._shown_at < LOG_INTERVAL_S:
             return
         images_per_s = (position - self._read_position) * self._images_per_step / (now - self._last_read)
-        eta_s = self._eta_s(now, position) if self._paced_from else None
+        eta_s = self._eta_s(now, position) if self._eta_origin else None
         self._add_row(now, position, lr, images_per_s, eta_s, {})
 
     def _add_row(
@@ -356,42 +355,40 @@ class RunLog:
         cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": format_lr(lr)}
         cells |= {"img/s": format_speed(images_per_s)} | ({} if eta_s is None else {"eta": format_duration(eta_s)})
         self._table.add({**cells, **metrics})
-        self._shown_at, self._paced_from = now, self._paced_from or (now, position)
+        self._shown_at, self._eta_origin = now, self._eta_origin or (now, position)
 
     def _eta_s(self, now: float, position: int) -> float:
-        """Return the seconds that the rest of the run takes at the pace of this start."""
-        since, first = self._paced_from or (self._started, self._first_position)
+        """Return the estimated seconds until the end of the run, at the speed of this start."""
+        since, first = self._eta_origin or (self._started, self._first_position)
         return (now - since) / (position - first) * (self.num_epochs * self.num_steps - position)
 
-    def _watch_wait(self, elapsed: float, wait_s: float, num_steps: int, ends_epoch: bool) -> None:
-        """Warn once if an epoch, or a minute of it, is spent waiting for data; a start's first read is left out.
+    def _check_data_time(self, elapsed: float, data_time_s: float, num_steps: int, ends_epoch: bool) -> None:
+        """Warn once if waiting for data limits an epoch or a minute of it.
 
-        The first batches of a start are always waited for.
+        The first read of a start is ignored: the first batches always have to be waited for.
         """
         if self._is_first_read:
             self._is_first_read = False
             return
-        self._watched_s, self._waited_s = self._watched_s + elapsed, self._waited_s + wait_s
-        is_noise = num_steps < _NOISE_STEPS and self._last_read - self._started < _NOISE_S
-        if is_noise or not (ends_epoch or self._watched_s >= _WATCH_S):
+        self._checked_s, self._data_time_s = self._checked_s + elapsed, self._data_time_s + data_time_s
+        is_noise = num_steps < _MIN_STEPS and self._last_read - self._started < _MIN_S
+        if is_noise or not (ends_epoch or self._checked_s >= _CHECK_INTERVAL_S):
             return
-        share, self._watched_s, self._waited_s = min(1.0, self._waited_s / self._watched_s), 0.0, 0.0
-        if share > MOST_WAIT and dist.is_main() and not self._has_warned:
+        fraction, self._checked_s, self._data_time_s = min(1.0, self._data_time_s / self._checked_s), 0.0, 0.0
+        if fraction > MAX_DATA_FRACTION and dist.is_main() and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "waiting for data takes %.0f %% of the time; python tools/time_net.py with the same config says what"
-                " would help", 100 * share
-            )  # fmt: skip
+            message = "%.0f %% of the time is spent waiting for data; fix: see the diagnosis of tools/time_net.py"
+            logger.warning(message, 100 * fraction)
 
     def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
-        """Record the evaluation at the end of an epoch; its seconds count from the last `train`.
+        """Log the evaluation at the end of an epoch; its seconds count from the last `train`.
 
         Args:
             epoch: from 0.
-            results: what `evaluate` returned for each kind of weights, "raw" and "ema".
-            bests: the best of the run for each kind: `value` is that of the first metric, its text has the epoch too.
+            results: results of `evaluate` for each kind of weights, "raw" and "ema".
+            bests: best evaluation of each kind: `value` of the first metric; its text includes the epoch.
         """
-        seconds, found = time.perf_counter() - self._last_read, []
+        seconds, best_texts = time.perf_counter() - self._last_read, []
         selecting = next(iter(self.eval_metrics.values()), "loss")
         for weights, metrics in results.items():
             kind, suffix = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
@@ -400,12 +397,12 @@ class RunLog:
             values = " ".join(f"{label} {metrics[name]:.2f}" for name, label in self.eval_metrics.items())
             loss = format_decimal(metrics["loss"], 6)
             logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, suffix, values, loss)
-            found.append(f"{suffix[2:]} {best}".lstrip())
-        logger.info("best %s so far: %s", selecting, ", ".join(found))
+            best_texts.append(f"{suffix[2:]} {best}".lstrip())
+        logger.info("best %s so far: %s", selecting, ", ".join(best_texts))
         self._shown_at = time.perf_counter()
 
     def images(self, tag: str, pixels: torch.Tensor) -> None:
-        """Show uint8 (N, 3, H, W) as a grid in TensorBoard."""
+        """Write uint8 (N, 3, H, W) to TensorBoard as a grid."""
         if self._events and len(pixels):
             from torchvision.utils import make_grid
 

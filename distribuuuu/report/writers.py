@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints: metrics.jsonl and TensorBoard events. A full disk does not stop the run."""
+"""Writers of metrics.jsonl and TensorBoard events. A full disk does not stop the run."""
 
 import functools
 import json
@@ -15,15 +15,15 @@ from distribuuuu.config.errors import counted
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two tries to write events.
+# Seconds between two attempts to write events.
 RETRY_S = 60.0
 
 
 class RecordFile:
-    """Lines of JSON. Those that the disk refuses are kept and written with the next one.
+    """A JSON Lines file. Lines that cannot be written are kept in memory and written with the next one.
 
     Args:
-        path: the file; made anew, with its folder, if it vanishes.
+        path: the file; created again, with its folder, if it is deleted.
     """
 
     def __init__(self, path: Path):
@@ -31,14 +31,14 @@ class RecordFile:
         self._unwritten: list[str] = []
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record as a line."""
+        """Append a record as a line."""
         self._unwritten.append(json.dumps(record) + "\n")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write("".join(self._unwritten).encode())
         except OSError as error:
             if len(self._unwritten) == 1:
-                logger.warning("%s CANNOT BE WRITTEN, its lines are kept until it can: %s", self.path, error)
+                logger.warning("%s CANNOT BE WRITTEN, its lines are kept in memory: %s", self.path, error)
             return
         self._unwritten.clear()
 
@@ -55,18 +55,18 @@ class RecordFile:
 
 
 class EventFile:
-    """TensorBoard events. When they cannot be written they are lost, with a warning; later ones go to a new file.
+    """TensorBoard events. Those that cannot be written are lost with a warning; later ones go to a new file.
 
     Args:
-        folder: where the events go.
-        purge_step: events from this step on, of an earlier start, are not shown.
+        folder: folder of the event files.
+        purge_step: TensorBoard hides events of earlier starts from this step on.
     """
 
     def __init__(self, folder: Path, purge_step: int):
         self.folder = folder
         self._writer: Any = None
         self._retry_at = 0.0
-        threading.excepthook = functools.partial(_pass_over_tensorboard, threading.excepthook)
+        threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
         self._call(None, purge_step=purge_step)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
@@ -78,7 +78,7 @@ class EventFile:
         self._call("add_image", tag, pixels, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         if self._writer:
             self._call("close")
 
@@ -93,33 +93,34 @@ class EventFile:
             if method:
                 getattr(self._writer, method)(*arguments)
         except OSError as error:
-            logger.warning("TensorBoard events CANNOT BE WRITTEN, those of a minute are lost: %s", error)
+            logger.warning("TensorBoard events CANNOT BE WRITTEN, those of %.0f s are lost: %s", RETRY_S, error)
             self._writer, self._retry_at = None, time.monotonic() + RETRY_S
 
 
-def _pass_over_tensorboard(before: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Print what a thread died of; TensorBoard's thread tells it to the next call as well."""
-    if not type(problem.thread).__module__.startswith("tensorboard"):
-        before(problem)
+def _ignore_tensorboard(excepthook: Callable, args: threading.ExceptHookArgs) -> None:
+    """Call `excepthook`, except for threads of TensorBoard, which raise their exception again in the next call."""
+    if not type(args.thread).__module__.startswith("tensorboard"):
+        excepthook(args)
 
 
 def drop_records_after(path: Path, epoch: int, step: int) -> None:
     """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop unreadable lines."""
     try:
         content = path.read_bytes() if path.exists() else b""
-        places = {line: _place_of(line) for line in content.splitlines()}
-        if num_lost := sum(place is None for place in places.values()):
-            logger.warning("%s: %s removed, which cannot be read", path, counted(num_lost, "line"))
-        kept = [line + b"\n" for line in content.splitlines() if places[line] and places[line] <= (epoch, step)]
+        positions = {line: _parse_position(line) for line in content.splitlines()}
+        if num_lost := sum(position is None for position in positions.values()):
+            logger.warning("%s: %s removed: not a valid record", path, counted(num_lost, "line"))
+        limit = (epoch, step)
+        kept = [line + b"\n" for line in content.splitlines() if (position := positions[line]) and position <= limit]
         if b"".join(kept) != content:
             with replacing(path) as file:
                 file.writelines(kept)
     except OSError as error:
-        logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are done again: %s", path, error)
+        logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are repeated: %s", path, error)
 
 
-def _place_of(line: bytes) -> tuple[int, float] | None:
-    """Return (finished epochs, steps since) of a record, an evaluation after all steps; None: it is no record."""
+def _parse_position(line: bytes) -> tuple[int, float] | None:
+    """Return (finished epochs, steps since) of a record, infinite steps for an evaluation; None: not a valid record."""
     try:
         record = json.loads(line)
         epoch, step, is_eval = record["epoch"], record["step"], record["kind"].startswith("eval")

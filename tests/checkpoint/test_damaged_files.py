@@ -316,7 +316,7 @@ def test_an_unreadable_line_of_the_records_is_removed_with_a_warning(tmp_path, l
     path.write_bytes(b"\n".join([good[0], line, good[1], b""]))
     drop_records_after(path, 1, 0)
     assert path.read_bytes().splitlines() == good
-    assert f"{path}: 1 line removed, which cannot be read" in caplog.text
+    assert f"{path}: 1 line removed: not a valid record" in caplog.text
 
 
 def test_records_that_are_whole_are_not_written_again(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, what the numbers mean, and the warning that data is waited for."""
+"""time_net: measurements, diagnosis of the bottleneck; the warning about waiting for data."""
 
 import json
 import logging
@@ -14,32 +14,32 @@ from support.processes import on_processes
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.cli import time_net as timing
-from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, show_exchange, show_parts
+from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, format_all_reduce, format_report
 from distribuuuu.config import load_cfg
 from distribuuuu.report import run_log as log
-from distribuuuu.report.step_timing import MOST_WAIT
+from distribuuuu.report.step_timing import MAX_DATA_FRACTION
 
 PARTS = ("forward", "forward_backward", "optimizer", "step", "evaluation", "pixels", "loader", "together")
 LINES = (
-    "model: forward ", "model: forward + backward", "optimizer step", "whole step, batch in memory",
-    "model: forward in evaluation", "loader: uint8 batches", "loader: normalised", "loader + model", "waiting for data",
-    "all-reduce", "parameters", "peak of a process", "verdict: ",
+    "model: forward ", "model: forward + backward", "optimizer step", "training step, batch in memory",
+    "model: forward in evaluation", "loader: uint8 batches", "loader: normalized", "loader + model", "waiting for data",
+    "all-reduce", "parameters", "peak per process", "diagnosis: ",
 )  # fmt: skip
-REMEDIES = ("a packed set (tools/pack_dataset.py)", "DATA.DECODER simplejpeg")
+REMEDIES = ("a packed data set (tools/pack_dataset.py)", "DATA.DECODER simplejpeg")
 
 
 def hurry(monkeypatch=None) -> None:
     """Measure each part for a moment only."""
-    for name, seconds in {"PART_S": 0.04, "BLOCK_S": 0.02, "WARM_UP_S": 0.01}.items():
+    for name, seconds in {"MEASURE_S": 0.04, "BLOCK_S": 0.02, "WARM_UP_S": 0.01}.items():
         (monkeypatch.setattr if monkeypatch else setattr)(timing, name, seconds)
 
 
-def run_hurried(*words) -> subprocess.CompletedProcess:
+def run_hurried(*args) -> subprocess.CompletedProcess:
     """Run tools/time_net.py in a process of its own, each part for a moment."""
     code = (
         "import runpy, sys\nimport distribuuuu.cli.time_net as timing\n"
-        "timing.PART_S, timing.BLOCK_S, timing.WARM_UP_S = 0.04, 0.02, 0.01\n"
-        f"sys.argv = ['time_net.py', *{[str(word) for word in words]!r}]\n"
+        "timing.MEASURE_S, timing.BLOCK_S, timing.WARM_UP_S = 0.04, 0.02, 0.01\n"
+        f"sys.argv = ['time_net.py', *{[str(arg) for arg in args]!r}]\n"
         "runpy.run_path('tools/time_net.py', run_name='__main__')\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -49,7 +49,7 @@ def run_hurried(*words) -> subprocess.CompletedProcess:
 
 
 def check_result(result: dict, num_processes: int, global_batch: int) -> None:
-    """Check that every part is there and that the numbers are one another's."""
+    """Check that every part is there and that its numbers are consistent."""
     assert result["processes"] == num_processes
     for name in PARTS:
         part = result[name]
@@ -65,14 +65,14 @@ def check_result(result: dict, num_processes: int, global_batch: int) -> None:
 @pytest.mark.slow
 def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    words = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
-    assert run_tool("train_net.py", *words).returncode == 0
+    args = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
+    assert run_tool("train_net.py", *args).returncode == 0
     before = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
-    done = run_hurried(*words, "TRAIN.WORKERS", 1, "MODEL.WEIGHTS", out_dir / "best.pth.tar")
+    done = run_hurried(*args, "TRAIN.WORKERS", 1, "MODEL.WEIGHTS", out_dir / "best.pth.tar")
     assert done.returncode == 0, done.stderr
     for line in LINES:
         assert line in done.stderr
-    assert "all-reduce of the gradients: one process: none" in done.stderr and "resumed" not in done.stderr
+    assert "all-reduce of the gradients: none (one process)" in done.stderr and "resumed" not in done.stderr
     table = done.stderr[done.stderr.index("per step") : done.stderr.index("finished in")]
     assert max(map(len, table.splitlines())) <= 80
     after = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
@@ -82,35 +82,35 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
         ["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True],
         ["MODEL.DUMMY_INPUT", True, "TEST.IM_SIZE", 16],
         ["DATA.LOADER", "device"],
     ],
-    ids=lambda words: str(words[0]),
+    ids=lambda args: str(args[0]),
 )
-def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, words):
+def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
     hurry(monkeypatch)
-    cfg = small_cfg(*words)
+    cfg = small_cfg(*args)
     result = timing.time_model(cfg)
-    check_result(result, 1, 24 if "TRAIN.GLOBAL_BATCH_SIZE" in words else 12)
+    check_result(result, 1, 24 if "TRAIN.GLOBAL_BATCH_SIZE" in args else 12)
     speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
     bound = result["verdict"].split(":")[0]
-    assert bound in ("loader-bound", "model-bound", "in balance")
-    assert (bound == "loader-bound") == (speeds.wait >= MOST_WAIT)
+    assert bound in ("loader-bound", "model-bound", "balanced")
+    assert (bound == "loader-bound") == (speeds.data_fraction >= MAX_DATA_FRACTION)
     assert result["workers"] == (cfg.TRAIN.WORKERS if cfg.DATA.LOADER == "host" else 0)
 
 
-def time_on_process(words: list[str]) -> dict:
+def time_on_process(args: list[str]) -> dict:
     hurry()
-    return timing.time_model(load_cfg(None, words))
+    return timing.time_model(load_cfg(None, args))
 
 
 def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_path):
-    words = small_options(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
-    results = on_processes(2, time_on_process, [*words, "DIST.COMPRESS", "bf16"])
+    args = small_options(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
+    results = on_processes(2, time_on_process, [*args, "DIST.COMPRESS", "bf16"])
     for result in results:
         check_result(result, 2, 24)
     assert results[0] == results[1]
@@ -118,8 +118,8 @@ def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_pat
 
 
 @pytest.mark.parametrize("mode, marks", [("reduce-overhead", True), ("max-autotune", True), ("default", False)])
-def test_every_forward_pass_that_replays_cuda_graphs_is_told_of_a_new_step(small_cfg, monkeypatch, mode, marks):
-    """A forward pass without its backward pass is else followed by a graph that is recorded anew each time."""
+def test_every_forward_pass_that_replays_cuda_graphs_marks_a_step(small_cfg, monkeypatch, mode, marks):
+    """Otherwise torch records a new graph after each forward pass without a backward pass."""
     hurry(monkeypatch)
     events = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("step"))
@@ -146,8 +146,8 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
 
 
 def test_nproc_starts_the_processes(image_folder, tmp_path):
-    words = small_options(tmp_path / "none", tmp_path / "out")
-    done = run_tool("time_net.py", "--nproc", 2, *words)
+    args = small_options(tmp_path / "none", tmp_path / "out")
+    done = run_tool("time_net.py", "--nproc", 2, *args)
     assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -165,41 +165,42 @@ def test_a_broken_image_is_named(tmp_path):
     ("speeds", "workers", "most", "remedies", "expected"),
     [
         (Speeds(38, 410, 38, 0.01), 4, 4, REMEDIES,
-         "model-bound: the model takes 38 images/s, the loader could give 410 images/s"),
+         "model-bound: the model processes 38, the loader provides 410 images/s"),
         (Speeds(3100, 2400, 2390, 0.25), 4, 8, REMEDIES,
-         "loader-bound: 2,400 images/s against the model's 3,100 images/s; 2 more workers a process (TRAIN.WORKERS 6)"
-         " or a packed set (tools/pack_dataset.py) would fix it"),
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; fix: 2 more workers per process"
+         " (TRAIN.WORKERS 6) or a packed data set (tools/pack_dataset.py)"),
         (Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES,
-         "loader-bound: 2,400 images/s against the model's 3,100 images/s; a worker for each core (TRAIN.WORKERS 5)"
-         " would give about 3,000 images/s; beyond that: a packed set (tools/pack_dataset.py) or DATA.DECODER"
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; TRAIN.WORKERS 5, one per core,"
+         " would provide about 3,000 images/s; beyond that: a packed data set (tools/pack_dataset.py) or DATA.DECODER"
          " simplejpeg"),
         (Speeds(3100, 2400, 2390, 0.25), 8, 8, REMEDIES,
-         "loader-bound: 2,400 images/s against the model's 3,100 images/s; the cores are used up (TRAIN.WORKERS 8 on 8"
-         " cores a process); what is left: a packed set (tools/pack_dataset.py) or DATA.DECODER simplejpeg"),
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
+         " (TRAIN.WORKERS 8 on 8 cores per process); fix: a packed data set (tools/pack_dataset.py) or DATA.DECODER"
+         " simplejpeg"),
         (Speeds(3100, 2400, 2390, 0.25), 1, 1, (),
-         "loader-bound: 2,400 images/s against the model's 3,100 images/s; the cores are used up (TRAIN.WORKERS 1 on 1"
-         " core a process); what is left: more cores for each process"),
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
+         " (TRAIN.WORKERS 1 on 1 core per process); fix: more cores per process"),
         (Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES[:1],
-         "loader-bound: the process loads by itself (1,000 images/s) in turns with the model (3,100 images/s);"
-         " 4 workers a process (TRAIN.WORKERS 4) or a packed set (tools/pack_dataset.py) would fix it"),
+         "loader-bound: the model processes 3,100, the loader provides 1,000 images/s, in the same process; fix:"
+         " 4 workers per process (TRAIN.WORKERS 4) or a packed data set (tools/pack_dataset.py)"),
         (Speeds(500, 1000, 333, 0.33), 0, 8, (),
-         "loader-bound: the process loads by itself (1,000 images/s) in turns with the model (500 images/s);"
-         " 1 worker a process (TRAIN.WORKERS 1) would fix it"),
+         "loader-bound: the model processes 500, the loader provides 1,000 images/s, in the same process; fix:"
+         " 1 worker per process (TRAIN.WORKERS 1)"),
         (Speeds(900, 1000, 480, 0.4), 2, 2, REMEDIES[1:],
-         "loader-bound: the model alone takes 900 images/s, the loader alone gives 1,000 images/s, but they compete and"
-         " make 480 together; what would help: DATA.DECODER simplejpeg"),
+         "loader-bound: the model processes 900, the loader provides 1,000 images/s, but both together reach only 480;"
+         " fix: DATA.DECODER simplejpeg"),
         (Speeds(1000, 700, 400, 0.2), 1, 2, REMEDIES[1:],
-         "loader-bound: the model alone takes 1,000 images/s, the loader alone gives 700 images/s, but they compete and"
-         " make 400 together; what would help: DATA.DECODER simplejpeg"),
+         "loader-bound: the model processes 1,000, the loader provides 700 images/s, but both together reach only 400;"
+         " fix: DATA.DECODER simplejpeg"),
         (Speeds(1000, 950, 930, 0.07), 2, 8, REMEDIES,
-         "in balance: the model takes 1,000 images/s, the loader gives 950 images/s, and 7% of the time is spent"
-         " waiting"),
+         "balanced: the model processes 1,000, the loader provides 950 images/s; 7% of the time is spent waiting for"
+         " data"),
         (Speeds(3000, 950, 930, 0.7), 0, 0, ("DATA.LOADER host with TRAIN.WORKERS -1",),
-         "loader-bound: 950 images/s against the model's 3,000 images/s; what would help: DATA.LOADER host with"
+         "loader-bound: the model processes 3,000, the loader provides 950 images/s; fix: DATA.LOADER host with"
          " TRAIN.WORKERS -1"),
     ],
 )  # fmt: skip
-def test_the_verdict_follows_from_the_numbers(speeds, workers, most, remedies, expected):
+def test_the_diagnosis_follows_from_the_measured_speeds(speeds, workers, most, remedies, expected):
     assert diagnose_bottleneck(speeds, workers, most, remedies) == expected
 
 
@@ -215,9 +216,9 @@ class RawPack:
         return self.num_images
 
 
-def test_on_the_cpu_workers_are_not_promised_to_fix_it():
-    verdict = diagnose_bottleneck(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
-    assert "set TRAIN.WORKERS 1 or more, and measure again" in verdict and "fix" not in verdict
+def test_on_the_cpu_no_number_of_workers_is_recommended():
+    diagnosis = diagnose_bottleneck(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
+    assert "set TRAIN.WORKERS 1 or more and measure again" in diagnosis and "fix" not in diagnosis
 
 
 def remedies_of(num_images: int = 10**7, workers: int = 4, **data) -> str:
@@ -244,11 +245,11 @@ def test_the_table_fits_80_columns_and_names_the_exchange():
         "not_exchanged": part | {"seconds": 123.45},
         "verdict": diagnose_bottleneck(Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES),
     }
-    lines = list(show_parts(result, "bf16"))
+    lines = list(format_report(result, "bf16"))
     assert max(map(len, lines)) <= 80 - len("12:34:56 ")
-    assert "6,172.8 MB of gradients as bf16, exposed: 6.78 ms" in show_exchange(result, "bf16")
+    assert "6,172.8 MB of gradients as bf16, exposed: 6.78 ms" in format_all_reduce(result, "bf16")
     result["not_exchanged"] = part | {"seconds": 124}
-    assert "12,345.7 MB of gradients, exposed: not measurable" in show_exchange(result, "none")
+    assert "12,345.7 MB of gradients, exposed: not measurable" in format_all_reduce(result, "none")
 
 
 class Clock:
@@ -282,16 +283,14 @@ class Clock:
                 self.log.train(epoch, step + 1, 0.1, metrics, wait * step_s * every)
 
 
-def test_waiting_for_data_is_warned_of_once(tmp_path, monkeypatch):
+def test_waiting_for_data_is_one_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=60)
     for epoch in range(3):
         clock.run_epoch(epoch, wait=0.23, every=20)
-    assert clock.warnings == [
-        "waiting for data takes 23 % of the time; python tools/time_net.py with the same config says what would help"
-    ]
+    assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of tools/time_net.py"]
 
 
-def test_a_little_waiting_and_the_first_read_of_a_start_are_not_warned_of(tmp_path, monkeypatch):
+def test_short_waits_and_the_first_read_of_a_start_are_no_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=60)
     clock.run_epoch(0, wait=1.0, every=60)
     clock.run_epoch(1, wait=0.09, every=20)
@@ -302,7 +301,7 @@ def test_a_little_waiting_and_the_first_read_of_a_start_are_not_warned_of(tmp_pa
     assert len(clock.warnings) == 1
 
 
-def test_a_handful_of_steps_is_not_warned_of(tmp_path, monkeypatch):
+def test_few_steps_are_no_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=10)
     for epoch in range(4):
         clock.run_epoch(epoch, wait=0.5, every=5)
@@ -314,7 +313,7 @@ def test_a_handful_of_steps_is_not_warned_of(tmp_path, monkeypatch):
     assert len(slow.warnings) == 1
 
 
-def test_a_long_epoch_is_warned_of_before_its_end(tmp_path, monkeypatch):
+def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=2000)
     epoch = iter(clock.log.steps(0, 0))
     metrics = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}

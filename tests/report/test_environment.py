@@ -1,4 +1,4 @@
-"""Where numbers come from: the commit of the code in every kind of checkout, the hardware and the memory."""
+"""Environment of a run: git commit in several kinds of checkouts, hardware, versions, peak memory."""
 
 import os
 import subprocess
@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
-from distribuuuu.report import environment as provenance
+from distribuuuu.report import environment
 from distribuuuu.report.environment import describe_hardware, find_commit, list_versions, peak_memory_mib
 
 
-def git(folder, *words: str) -> str:
+def git(folder, *args: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    return subprocess.run(["git", "-C", folder, *identity, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["git", "-C", folder, *identity, *args], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_the_commit_is_that_of_the_code_and_says_if_the_code_was_changed(checkou
     assert find_commit(checkout) == head
     (checkout.parent / "notes.txt").write_text("not code")
     assert find_commit(checkout) == head
-    (checkout / "my_net.py").write_text("a model of somebody's own\n")
+    (checkout / "my_net.py").write_text("a new model\n")
     assert find_commit(checkout) == f"{head}+changes"
     (checkout / "my_net.py").unlink()
     (checkout / "code.py").write_text("2\n")
@@ -60,17 +60,17 @@ def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(environment, "GIT_TIMEOUT_S", 0.2)
     start = time.perf_counter()
     assert find_commit(checkout) is None
     assert time.perf_counter() - start < 50
 
 
 def test_hardware_is_counted_once_though_processes_share_it(monkeypatch):
-    own = provenance._own_hardware(torch.device("cpu"))
+    own = environment._describe_local_hardware(torch.device("cpu"))
     assert describe_hardware(torch.device("cpu")) == own[1]
     cards = [("a 1", "H100"), ("a 2", "H100"), ("a 2", "H100"), ("b 1", "H200")]
-    monkeypatch.setattr(provenance.dist, "gather_objects", lambda value: cards)
+    monkeypatch.setattr(environment.dist, "gather_objects", lambda value: cards)
     assert describe_hardware(torch.device("cpu")) == "2 x H100 + H200"
 
 

@@ -1,4 +1,4 @@
-"""Log: lines by time, columns that fit a terminal, levels, and the last lines of a run."""
+"""Log: lines by time, width of the columns, levels, and the last lines of a run."""
 
 import io
 import itertools
@@ -68,7 +68,7 @@ def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_pa
         else:
             run_log.show_step(0, step + 1, 0.1)
     rows = [line.split() for line in logged()]
-    assert rows[0] == ["epoch", "step", "loss", "top1", "top5", "lr", "img/s", "wait", "eta"]
+    assert rows[0] == ["epoch", "step", "loss", "top1", "top5", "lr", "img/s", "data", "eta"]
     assert rows[1] == ["1/2", "1/100", "-", "-", "-", "0.1", "0.2", "-", "-"]
     assert rows[2] == ["1/2", "5/100", "-", "-", "-", "0.1", "0.7", "-", "13m00s"], "the first step has no share in it"
     rows = [row for row in rows if row != rows[0]]
@@ -104,12 +104,12 @@ def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
 def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):
     taken, take = [], TrainLoader.pop_data_time
     monkeypatch.setattr(TrainLoader, "pop_data_time", lambda self: taken.append(1) or take(self))
-    words = ("TRAIN.PRINT_FREQ", 3, "OPTIM.MAX_EPOCH", 1)
+    args = ("TRAIN.PRINT_FREQ", 3, "OPTIM.MAX_EPOCH", 1)
     columns = []
     for seconds in (1e9, 0.0):
-        monkeypatch.setattr(log, "LINE_S", seconds)
+        monkeypatch.setattr(log, "LOG_INTERVAL_S", seconds)
         taken.clear()
-        cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{seconds}")
+        cfg = small_cfg(*args, "OUT_DIR", tmp_path / f"{seconds}")
         train_model(cfg)
         columns.append([json.loads(line)["loss"] for line in (tmp_path / f"{seconds}" / "metrics.jsonl").open()])
         rows = re.findall(r" +1/1 +(\d)/4 +(\S+)", (tmp_path / f"{seconds}" / "train.log").read_text())
@@ -119,25 +119,25 @@ def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, m
     assert columns[0] == columns[1] and len(columns[0]) == 3
 
 
-def count_collectives(words: list[str], seconds: float) -> int:
+def count_collectives(args: list[str], seconds: float) -> int:
     import torch.distributed
 
-    calls, log.LINE_S = [], seconds
+    calls, log.LOG_INTERVAL_S = [], seconds
     for name in ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list"):
         function = getattr(torch.distributed, name)
         setattr(torch.distributed, name, lambda *a, f=function, **k: calls.append(1) or f(*a, **k))
     from distribuuuu.engine.stop import StopRequest
 
     StopRequest.check = lambda self, position: None  # agrees once a second
-    train_model(load_cfg(None, words))
+    train_model(load_cfg(None, args))
     return len(calls)
 
 
 def test_lines_by_time_add_no_collective(image_folder, tmp_path):
     counts = []
     for seconds in (1e9, 0.0):
-        words = small_options(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
-        counts.append(on_processes(2, count_collectives, words, seconds))
+        args = small_options(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
+        counts.append(on_processes(2, count_collectives, args, seconds))
     assert counts[0] == counts[1]
 
 
@@ -169,11 +169,11 @@ def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, 
     run_log._has_warned = True  # a warning may be longer
     for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
         metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(labels, share)}
-        run_log._read_position, run_log._paced_from = run_log._read_position - 1, (clock.now - 1e6, -1)
+        run_log._read_position, run_log._eta_origin = run_log._read_position - 1, (clock.now - 1e6, -1)
         run_log._timing.begin(clock.now)
         clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
         run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, metrics, 1e9)
-        clock.now += log.LINE_S
+        clock.now += log.LOG_INTERVAL_S
         run_log.show_step(epoch, num_steps, 0.000123)
         bests = {kind: Best(share, epoch) for kind in ("raw", "ema")}
         run_log.evaluation(epoch, {"raw": metrics, "ema": metrics}, bests)
@@ -215,8 +215,8 @@ def test_nouns_agree_with_their_numbers(number, noun, text):
 
 
 def test_one_of_each_is_singular(image_folder, tmp_path):
-    words = small_options(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
-    cfg = load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0"])
+    args = small_options(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
+    cfg = load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0"])
     train_model(cfg)
     train_model(cfg)
     text = (tmp_path / "train.log").read_text()
@@ -265,10 +265,10 @@ def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream, env
 @pytest.mark.slow
 def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(image_folder, tmp_path):
     out_dir = tmp_path / "an out"
-    words = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)
-    train_model(load_cfg(None, [*words, "OPTIM.MAX_EPOCH", "1"]))
+    args = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)
+    train_model(load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1"]))
     assert "time of all starts" not in (out_dir / "train.log").read_text()
-    train_model(load_cfg(None, words))
+    train_model(load_cfg(None, args))
     lines = [line[15:] for line in (out_dir / "train.log").read_text().splitlines()]
     assert lines[-2].startswith("time of all starts: ") and re.fullmatch(
         rf"finished in \d+s; files: {out_dir}", lines[-1]
