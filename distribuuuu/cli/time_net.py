@@ -82,12 +82,7 @@ def time_model(cfg) -> dict:
 
 
 class Step:
-    """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same.
-
-    Args:
-        cfg: the config.
-        loader: training loader, which determines the shape of the batches.
-    """
+    """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same."""
 
     def __init__(self, cfg, loader: TrainLoader):
         self.device = loader.device
@@ -169,11 +164,7 @@ def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
 def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> dict:
     """Measure the loader alone and together with the model, on one stream of images: none is read twice.
 
-    Args:
-        step: the training step.
-        loader: the training loader.
-        ahead: number of prefetched steps.
-        model: measurement of a step on a batch in memory.
+    `ahead` is the number of prefetched steps, `model` the measurement of a step on a batch in memory.
     """
     plan, device = loader.plan, step.device
     pixels = endless_batches(loader, step.state.stream_seed)

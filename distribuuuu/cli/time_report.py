@@ -41,7 +41,6 @@ def diagnose_bottleneck(
     """Return a sentence that names the bottleneck and its remedies.
 
     Args:
-        speeds: measured speeds.
         num_workers: workers per process; 0: the training process loads the images.
         max_workers: cores per process; 0: workers are not used.
         remedies: options that make loading an image cheaper, the best first (`find_remedies`).
@@ -86,13 +85,7 @@ def _join(remedies: Sequence[str]) -> str:
 
 
 def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
-    """Return the options that would make loading an image cheaper, the best first.
-
-    Args:
-        cfg: the config.
-        images: the training set.
-        num_workers: workers per process.
-    """
+    """Return the options that would make loading a training image cheaper, the best first."""
     data, name = cfg.DATA, "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     if data.LOADER == "device":
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
@@ -109,12 +102,7 @@ def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
 
 
 def format_report(result: dict, compress: str) -> Iterator[str]:
-    """Yield the lines of the table of measurements, and the diagnosis.
-
-    Args:
-        result: content of timing.json, see `time_net.time_model`.
-        compress: DIST.COMPRESS.
-    """
+    """Yield the table of the measurements in timing.json, line by line, and the diagnosis."""
     yield f"{'per step':<36} {'images':>8} {'ms':>10} {'images/s':>10}"
     yield _row("model: forward", result["forward"])
     yield _row("model: forward + backward", result["forward_backward"])

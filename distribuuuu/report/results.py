@@ -143,9 +143,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
 
     Args:
-        out_dir: output folder of the run.
         facts: entries that are constant over the run (`run_results.describe_facts`).
-        progress: progress of the run.
         evaluations: results of `evaluate` for each kind of weights, "raw" and optionally "ema".
     """
     path = Path(out_dir) / FILE_NAME

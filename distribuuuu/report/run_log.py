@@ -39,12 +39,7 @@ _CHECK_INTERVAL_S = 60.0
 
 
 class _LineFormatter(logging.Formatter):
-    """Format of a line: time, rank if it is not 0, level from WARNING on, message.
-
-    Args:
-        time_format: format of `time.strftime`.
-        colored: color the level name.
-    """
+    """Format of a line: time, rank if it is not 0, level from WARNING on (optionally colored), message."""
 
     def __init__(self, time_format: str, colored: bool = False):
         super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
@@ -154,10 +149,9 @@ def progress(items: Iterable, label: str, total: int | None = None, initial: int
 
 
 def evaluation_bar(every: int) -> Callable[[Collection], Iterator]:
-    """Return a function that iterates over an evaluation loader with a progress bar and logs its position by time.
+    """Return a function that iterates over an evaluation loader, logs its position by time and shows a progress bar.
 
-    Args:
-        every: batches between two updates of the bar.
+    The bar is updated every `every` batches.
     """
 
     def iterate(loader: Collection) -> Iterator:
