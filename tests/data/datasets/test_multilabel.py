@@ -215,7 +215,7 @@ def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     log = (reference / "train.log").read_text()
     assert f"map {raw[1]:.2f} loss" in log and "best map so far: " in log and "top1" not in log
     header = next(line for line in log.splitlines() if "img/s" in line)
-    assert header.split()[2:] == ["epoch", "step", "loss", "map", "lr", "img/s", "wait", "eta"]
+    assert header.split()[2:] == ["epoch", "step", "loss", "map", "lr", "img/s", "data", "eta"]
     record = read_results(reference / "results.json")
     assert record["accuracy"]["raw"]["last"] == {"epoch": 2, "map": raw[1], "loss": evaluations[-2]["loss"]}
     assert record["accuracy"]["raw"]["best"]["map"] == max(raw) and record["evaluation"]["multilabel"] is True
