@@ -84,7 +84,7 @@ def test_a_script_may_register_before_timm_is_asked():
     assert build_optimizer(make_cfg(*groups), model).defaults["betas"] == (0.5, 0.6)
     defaults = build_optimizer(make_cfg(*groups, "OPTIM.BETAS", "[0.7, 0.8]"), model).defaults
     assert (defaults["betas"], defaults["weight_decay"]) == ((0.7, 0.8), 1.5)
-    with pytest.raises(ConfigError, match=r"OPTIM.EPS \(command line\): adamw takes none"):
+    with pytest.raises(ConfigError, match=r"OPTIM.EPS \(command line\): adamw has no eps"):
         build_optimizer(make_cfg(*groups, "OPTIM.EPS", 0.1), model)
 
 
