@@ -20,7 +20,7 @@ from distribuuuu.launch.host import copy_to_device
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.metrics import Meter
+from distribuuuu.tasks.meter import Meter
 from distribuuuu.trainer import train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")

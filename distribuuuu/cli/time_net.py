@@ -122,9 +122,9 @@ class Step:
             self._begin()
             yield batch
 
-    def backward(self, batches: Iterator, exchange: bool = True) -> None:
-        """Compute the gradients of a step; without `exchange`, each process its own."""
-        compute_gradients(self.training, self._marked(batches), 0, exchange)
+    def backward(self, batches: Iterator, sync: bool = True) -> None:
+        """Compute the gradients of a step; without `sync`, each process keeps its own."""
+        compute_gradients(self.training, self._marked(batches), 0, sync)
 
     def update(self, batches: Iterator) -> None:
         """Take a whole step."""
@@ -150,7 +150,7 @@ def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
 
     parts = {"forward": time_part(step.forward), "forward_backward": time_part(lambda: step.backward(in_memory))}
     if dist.is_distributed():
-        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, exchange=False))
+        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, sync=False))
     parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.update(in_memory))}
     # Steps that the workers have ready: without them in the blocks the loader would seem faster than it is.
     ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))

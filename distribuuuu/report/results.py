@@ -116,7 +116,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
 
     Args:
         out_dir: the folder of the run.
-        facts: what stays the same over the run (`run.describe_facts`).
+        facts: what stays the same over the run (`run_results.collect_metadata`).
         progress: how far it has come.
         evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
     """

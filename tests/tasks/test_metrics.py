@@ -10,14 +10,8 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.tasks.metrics import (
-    Meter,
-    StepOutput,
-    average_precisions,
-    build_metrics,
-    hard_labels,
-    scaled_all_reduce,
-)
+from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import StepOutput, average_precisions, build_metrics, hard_labels
 
 CPU = torch.device("cpu")
 
@@ -79,7 +73,7 @@ def read_share() -> tuple[dict, list[float]]:
         meter = classification_meter(3)
         for number in range(dist.rank()):  # rank 0 sees nothing
             add(meter, *batch(3 + number, 10 * dist.rank() + number))
-        mean = scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
+        mean = dist.scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
         return meter.read(), [mean[0].item(), mean[1].sum().item()]
 
 
@@ -91,7 +85,7 @@ def test_sums_are_reduced_before_they_are_divided():
 
 
 def test_everything_works_without_a_group():
-    assert scaled_all_reduce([torch.ones(1)])[0].item() == 1
+    assert dist.scaled_all_reduce([torch.ones(1)])[0].item() == 1
     assert (dist.rank(), dist.world_size(), dist.is_main(), dist.backend()) == (0, 1, True, "none")
     assert dist.broadcast_object("x") == "x" and dist.gather_objects(3) == [3]
     assert dist.local_main_first(lambda: 5) == 5
@@ -199,7 +193,7 @@ def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
 
 @pytest.mark.parametrize("limit", [10**6, 100])
 def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
-    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_SAVED", limit)
+    monkeypatch.setattr("distribuuuu.tasks.meter._MAX_SAVED", limit)
     scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
     for make in (lambda: multilabel_meter(4), lambda: classification_meter(2, 4)):
         whole, before, after, anew = make(), make(), make(), make()
@@ -294,5 +288,5 @@ def test_an_empty_reading_is_not_a_number():
 
 
 def test_metrics_that_do_not_suit_the_targets_are_refused():
-    with pytest.raises(ConfigError, match="TEST.METRICS: top1, ece .*several labels per image; use .*macro_f1.*map"):
+    with pytest.raises(ConfigError, match="TEST.METRICS: got top1, ece; .*several labels per image: .*macro_f1.*map"):
         build_metrics("TEST.METRICS", ("top1", "ece"), 4, 2, multilabel=True)
