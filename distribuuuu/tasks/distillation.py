@@ -39,10 +39,10 @@ class Distillation(Classification):
         """Return the mean training loss ()."""
         with torch.no_grad(), self.autocast():
             teacher_logits = Loss.precise(self.teacher(images))
-        distill = self.cfg.DISTILL
+        alpha, kind, temperature = self.cfg.DISTILL.ALPHA, self.cfg.DISTILL.KIND, self.cfg.DISTILL.TEMPERATURE
         task_loss = super().compute_loss(images, logits, targets)
-        distill_loss = teacher_loss(Loss.precise(logits), teacher_logits, distill.KIND, distill.TEMPERATURE)
-        return (1 - distill.ALPHA) * task_loss + distill.ALPHA * distill_loss
+        distill_loss = teacher_loss(Loss.precise(logits), teacher_logits, kind, temperature)
+        return (1 - alpha) * task_loss + alpha * distill_loss
 
 
 def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, kind: str, temperature: float) -> torch.Tensor:
