@@ -146,7 +146,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
 def finish_epoch(run: Run, evaluations: dict[str, dict]) -> list[str]:
     """Record the evaluations of an epoch; return the kinds of weights that are the best so far."""
-    metric, _ = run.task.selecting_metric
+    metric, _ = run.task.primary_metric
     new_bests = run.state.finish_epoch({kind: result[metric] for kind, result in evaluations.items()})
     run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
     return new_bests

@@ -75,7 +75,7 @@ def describe_end(run: Run, started: float) -> None:
     cfg, state, bests = run.cfg, run.state, run.checkpoints.bests
     script = Path(sys.argv[0]).with_name("test_net.py")
     script = script if script.exists() else Path("tools/test_net.py")
-    metric, _ = run.task.selecting_metric
+    metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "

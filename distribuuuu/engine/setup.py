@@ -167,7 +167,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     if ema:
         parallelize(ema.model)
         ema.pair_with(model)
-    best_metric, higher_is_better = task.selecting_metric
+    best_metric, higher_is_better = task.primary_metric
     return TrainState(
         model=model,
         optimizer=build_optimizer(cfg, model, loader.plan.global_batch),

@@ -67,7 +67,7 @@ class Task:
         return build_metrics(key, names, len(self.classes), self.cfg.TRAIN.TOPK, self.multilabel)
 
     @property
-    def selecting_metric(self) -> tuple[str, bool]:
+    def primary_metric(self) -> tuple[str, bool]:
         """The metric that selects the best checkpoint ("loss" without metrics), and whether higher is better."""
         for name, metric in self.eval_metrics.items():
             return name, metric.higher_is_better

@@ -38,10 +38,10 @@ class Distillation(Classification):
     def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean training loss ()."""
         with torch.no_grad(), self.autocast():
-            teacher_logits = Loss.precise(self.teacher(images))
+            teacher_logits = Loss.upcast(self.teacher(images))
         alpha, kind, temperature = self.cfg.DISTILL.ALPHA, self.cfg.DISTILL.KIND, self.cfg.DISTILL.TEMPERATURE
         task_loss = super().compute_loss(images, logits, targets)
-        distill_loss = teacher_loss(Loss.precise(logits), teacher_logits, kind, temperature)
+        distill_loss = teacher_loss(Loss.upcast(logits), teacher_logits, kind, temperature)
         return (1 - alpha) * task_loss + alpha * distill_loss
 
 

@@ -32,11 +32,11 @@ class Loss(nn.Module):
         self.register_buffer("weights", torch.tensor(weights, dtype=torch.float32) if weights else None)
 
     @staticmethod
-    def precise(logits: torch.Tensor) -> torch.Tensor:
+    def upcast(logits: torch.Tensor) -> torch.Tensor:
         """Return the logits in float32, or unchanged if their type is wider."""
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def soften(self, targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def smooth_targets(self, targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return labels or soft targets as smoothed soft targets with the shape and type of the logits."""
         spread = self.smoothing / logits.shape[1]
         if targets.is_floating_point():
@@ -54,7 +54,7 @@ class CrossEntropy(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
+        logits = self.upcast(logits)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         if self.weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.smoothing)
@@ -90,8 +90,8 @@ class BinaryCrossEntropy(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
-        targets = self.soften(targets, logits)
+        logits = self.upcast(logits)
+        targets = self.smooth_targets(targets, logits)
         if self.threshold:
             targets = targets.gt(self.threshold).to(logits.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, targets, self.weights, reduction="none")
@@ -117,11 +117,11 @@ class Focal(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
+        logits = self.upcast(logits)
         log_p = F.log_softmax(logits, dim=1)
         # 1 - p, accurate near p = 1; clamped above 0, where the derivative of a power below 1 is infinite.
         one_minus_p = (-torch.expm1(log_p)).clamp_min(torch.finfo(logits.dtype).tiny)
-        losses = -self.soften(targets, logits) * one_minus_p**self.gamma * log_p
+        losses = -self.smooth_targets(targets, logits) * one_minus_p**self.gamma * log_p
         if self.weights is not None:
             losses = losses * self.weights
         return losses.sum(dim=1).mean()
