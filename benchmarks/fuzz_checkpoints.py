@@ -31,6 +31,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.tasks.meter import Meter
 
 
 @dataclass
@@ -50,7 +51,8 @@ def make_state() -> TrainState:
     optimizer = build_optimizer(load_cfg(), model)
     model(torch.randn(4, 3, 3, 3)).sum().backward()
     optimizer.step()
-    return TrainState(model, optimizer, seed=1, arch="net", classes=("a", "b", "c"), global_batch=4, epoch=2)
+    meter = Meter({}, 3, torch.device("cpu"))
+    return TrainState(model, optimizer, 1, arch="net", classes=("a", "b", "c"), global_batch=4, meter=meter, epoch=2)
 
 
 def make_subjects(folder: Path) -> list[Subject]:
@@ -82,7 +84,7 @@ def judge(subject: Subject, state: TrainState) -> str:
         if "optimizer" in subject.content:
             state.load_dict(content, subject.path)
         else:
-            state.start_from(content, subject.path)
+            state.load_weights(content, subject.path)
     except CheckpointError as error:
         return "refused" if str(subject.path) in str(error) else f"violation: the file is not named: {error}"
     except BaseException:

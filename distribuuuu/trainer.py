@@ -38,16 +38,17 @@ from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.report.run_log import evaluation_bar
 from distribuuuu.tasks.base import StepKey, Task, build_task
-from distribuuuu.tasks.metrics import NonFiniteLoss, check_finite
+from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
 
 logger = logging.getLogger(__name__)
 
 
 def train_model(cfg) -> float:
-    """Train from the newest valid checkpoint or from the start; return the best value of the first metric, in percent.
+    """Train a model, resuming from the newest valid checkpoint; return the best value of the first metric, in percent.
 
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
+        RunStopped: a signal or CHECKPOINT.MAX_HOURS stopped the run.
     """
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
@@ -57,14 +58,14 @@ def train_model(cfg) -> float:
     with open_run(cfg, launch, device, "train.log", locks=True) as started:
         run = build_run(cfg, train_loader, val_loader)
         results = RunResults(run)
-        with run.stop, run.log, saved_when_stopped(run):
+        with run.stop, run.log, save_on_stop(run):
             while run.state.epoch < cfg.OPTIM.MAX_EPOCH:
                 try:
                     train_epoch(run)
                 except NonFiniteLoss as error:
                     roll_back(run, error)
                     continue
-                run.checkpoints.save_in_background(run.state)  # if the evaluation fails, only it has to be repeated
+                run.checkpoints.save_in_background(run.state)  # if the evaluation fails, no training step is lost
                 evaluations = evaluate_epoch(run)
                 new_bests = finish_epoch(run, evaluations)
                 results.write(run.state, evaluations)
@@ -77,16 +78,16 @@ def train_model(cfg) -> float:
 
 @explain_out_of_memory("a training step")
 def train_epoch(run: Run) -> None:
-    """Train from the state's position to the end of its epoch.
+    """Train from the current step to the end of the epoch.
 
     Raises:
-        RunStopped: the run was asked to stop; all processes leave after the same step.
-        NonFiniteLoss: a loss was infinite or NaN.
+        RunStopped: a stop was requested; raised on all processes after the same step.
+        NonFiniteLoss: the mean loss is infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     run.model.train()
-    # Images of another size may be compiled for anew.
+    # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for step in run.log.steps(epoch, state.step):
         lr = run.lr_at(epoch + step / loader.num_steps)
@@ -104,13 +105,16 @@ def train_epoch(run: Run) -> None:
 
 
 def train_step(training: Training, batches: Iterator, step: int) -> None:
-    """Update the weights by the gradients of one global batch."""
+    """Update the weights with the gradients of one global batch."""
     compute_gradients(training, batches, step)
     training.state.precision.step(training.state.optimizer, training.clip)
 
 
-def compute_gradients(training: Training, batches: Iterator, step: int, exchange: bool = True) -> None:
-    """Compute the gradients of a global batch, micro-batch by micro-batch; without `exchange`, each process its own."""
+def compute_gradients(training: Training, batches: Iterator, step: int, sync: bool = True) -> None:
+    """Compute the gradients of a global batch, micro-batch by micro-batch.
+
+    They are averaged over the processes with the last micro-batch; without `sync`, each process keeps its own.
+    """
     task, state, plan = training.task, training.state, training.train_loader.plan
     state.optimizer.zero_grad()
     for micro in range(plan.accum_steps):
@@ -118,7 +122,7 @@ def compute_gradients(training: Training, batches: Iterator, step: int, exchange
         key = StepKey(state.stream_seed, state.epoch, step, micro)
         seed_step(derive_seed(*key, dist.rank()), images.device)
         is_last = micro + 1 == plan.accum_steps
-        with without_gradient_sync(training.model, not (is_last and exchange)):
+        with without_gradient_sync(training.model, not (is_last and sync)):
             output = task.train_step(training.model, images, targets, key)
             state.precision.backward(output.loss / plan.accum_steps)
         state.meter.update(output)
@@ -126,9 +130,9 @@ def compute_gradients(training: Training, batches: Iterator, step: int, exchange
 
 @explain_out_of_memory("the evaluation", batch="test")
 def evaluate_epoch(run: Run) -> dict[str, dict]:
-    """Return count, loss and metrics of each kind of weights, "raw" and, with a moving average of them, "ema".
+    """Return count, loss and metrics of each kind of weights: "raw" and, with EMA.HALF_LIFE, "ema".
 
-    With MODEL.PRECISE_BN the statistics of their batch norm layers are computed before.
+    With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """
     cfg, state, results = run.cfg, run.state, {}
     for kind, model in state.models.items():
@@ -142,23 +146,23 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
 def finish_epoch(run: Run, evaluations: dict[str, dict]) -> list[str]:
     """Record the evaluations of an epoch; return the kinds of weights that are the best so far."""
-    metric, _ = run.task.selecting_metric
+    metric, _ = run.task.primary_metric
     new_bests = run.state.finish_epoch({kind: result[metric] for kind, result in evaluations.items()})
     run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
     return new_bests
 
 
 def stoppable_bar(run: Run) -> Callable[[Loader], Iterator]:
-    """Return a function that iterates over an evaluation loader behind a bar, and stops if the run is asked to."""
+    """Return a function that iterates over an evaluation loader, shows a bar, and stops when a stop is requested."""
     bar, position = evaluation_bar(run.cfg.TEST.PRINT_FREQ), f"epoch {run.state.epoch + 1}, evaluation"
     return lambda loader: run.stop.checked(bar(loader), loader.max_num_batches, position)
 
 
 @contextlib.contextmanager
-def saved_when_stopped(run: Run) -> Iterator[None]:
-    """Save the state if the run is asked to stop within the block; all processes leave together after that.
+def save_on_stop(run: Run) -> Iterator[None]:
+    """Save a checkpoint if a stop is requested within the block.
 
-    An error leaves after the save in progress, which may hold steps that would be lost otherwise.
+    A ConfigError within the block first waits for a save in progress, whose steps would otherwise be lost.
     """
     try:
         yield
@@ -173,17 +177,17 @@ def saved_when_stopped(run: Run) -> Iterator[None]:
 
 
 def roll_back(run: Run, error: NonFiniteLoss) -> None:
-    """Return to the newest checkpoint, which is finite, to continue with other random numbers.
+    """Restore the newest checkpoint, whose values are all finite, and continue with other random numbers.
 
     Raises:
-        NonFiniteLoss: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow it, or there is no checkpoint.
+        NonFiniteLoss: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
     """
     cfg, state = run.cfg, run.state
     run.checkpoints.wait()
     latest, num = run.checkpoints.find_latest(), state.num_rollbacks + 1
     position = f"in epoch {state.epoch + 1}, by step {state.step}"
     if latest is None:
-        remedy = "set CHECKPOINT.EVERY_STEPS, so that the next start has checkpoints within the epoch"
+        remedy = "set CHECKPOINT.EVERY_STEPS, to have checkpoints within the epoch"
         raise error.located(f"{position}; there is no checkpoint", remedy) from None
     if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS:
         remedy = "set TRAIN.ON_NAN rollback" if cfg.TRAIN.ON_NAN == "stop" else "raise TRAIN.MAX_ROLLBACKS"
@@ -191,16 +195,16 @@ def roll_back(run: Run, error: NonFiniteLoss) -> None:
     logger.warning("the loss is not finite in epoch %d, by step %d: rollback %d of %d, to %s", state.epoch + 1,
                    state.step, num, cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     state.load_dict(read_checkpoint(latest), latest)
-    state.drop_row()
+    state.reset_row()
     state.num_rollbacks = num
     run.log.rewind(state.epoch, state.step)
 
 
 def test_model(cfg) -> dict:
-    """Evaluate MODEL.WEIGHTS, else the best weights of the run, else the published ones; return and write the result.
+    """Evaluate MODEL.WEIGHTS, else the best weights of the run, else published weights; return and write the result.
 
     Raises:
-        ConfigError: there are no weights, or they do not fit the model or the data.
+        ConfigError: there are no weights, or they do not match the model or the classes of the data.
     """
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
@@ -213,8 +217,8 @@ def test_model(cfg) -> dict:
         if weights != "pretrained":
             content = read_checkpoint(weights)
             load_state_dict(model, content["state_dict"], weights)
-            if other := find_class_mismatch(content, loader.images.classes):
-                raise CheckpointError(f"{weights}: was trained on other classes: {other}")
+            if mismatch := find_class_mismatch(content, loader.images.classes):
+                raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
         describe_model(cfg, model, loader)
         result = evaluate_weights(cfg, task, model, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
@@ -224,7 +228,7 @@ def test_model(cfg) -> dict:
 
 @explain_out_of_memory("the evaluation", batch="test")
 def evaluate_weights(cfg, task: Task, model: torch.nn.Module, loader: Loader) -> dict:
-    """Return count, loss and metrics of a model, after a dry run of one image."""
+    """Return count, loss and metrics of a model, after a dry run with one image."""
     dry_run_evaluation(cfg, model, loader.zero_images(1), task.num_outputs)
     bar = evaluation_bar(cfg.TEST.PRINT_FREQ)
     return evaluate(task, model, loader, lambda batches: marked(bar(batches), "evaluation"))

@@ -1,4 +1,4 @@
-"""The promises with everything on: resumed is uninterrupted, many processes are one, every image is counted once."""
+"""Resumption, several processes and exact evaluation with many features enabled together."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ EVERYTHING = (
 BATCH_NORM = ("MODEL.PRECISE_BN", 24, "TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True)
 
 
-def assert_same_file(one: Path, other: Path) -> None:
+def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Compare all tensors of the newest checkpoints of two runs, bit by bit."""
     one, other = newest(one), newest(other)
     for key in ("state_dict", "ema_state_dict"):
@@ -29,7 +29,7 @@ def assert_same_file(one: Path, other: Path) -> None:
         assert all(torch.equal(one[key][name], other[key][name]) for name in one[key]), key
     for mine, theirs in zip(one["optimizer"]["state"].values(), other["optimizer"]["state"].values(), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    # `checkpoints` names those in the folder: a run that was stopped has one more.
+    # `checkpoints` lists the checkpoints in the folder: a stopped run has one more.
     time_and_place = {"seconds", "timing", "peak_memory_mib", "config", "checkpoints"}  # config: OUT_DIR, TRAIN.WORKERS
     left_out = {"state_dict", "ema_state_dict", "optimizer", "meter"} | time_and_place
     assert {k: v for k, v in one.items() if k not in left_out} == {k: v for k, v in other.items() if k not in left_out}
@@ -37,7 +37,7 @@ def assert_same_file(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def teacher(image_folder, tmp_path_factory):
-    """The words of a teacher that was trained a little."""
+    """Return the overrides that select a teacher trained for one epoch."""
     from support.runs import small_options
 
     from distribuuuu.config import load_cfg
@@ -48,13 +48,13 @@ def teacher(image_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", [slow((0, 2)), (1, 0), slow((1, 3))])
-def test_stopped_anywhere_and_resumed_is_uninterrupted(small_cfg, tmp_path, monkeypatch, teacher, place):
-    words = (*EVERYTHING, *BATCH_NORM, *teacher)
-    whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run(small_cfg, tmp_path, monkeypatch, teacher, place):
+    overrides = (*EVERYTHING, *BATCH_NORM, *teacher)
+    whole = small_cfg(*overrides, "OUT_DIR", tmp_path / "whole")
     train_model(whole)
-    train_and_stop(small_cfg(*words), place, monkeypatch)
-    train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
-    assert_same_file(tmp_path / "out", tmp_path / "whole")
+    train_and_stop(small_cfg(*overrides), place, monkeypatch)
+    train_model(small_cfg(*overrides, "TRAIN.WORKERS", 2))
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
 
 
@@ -65,10 +65,10 @@ def train_and_read(cfg) -> dict:
 
 @pytest.mark.parametrize("num", [2, slow(3)])
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, teacher, num):
-    # AdamW divides by the size of a gradient, so that one of next to nothing is decided by the order of its sum.
-    words = (*EVERYTHING, *GROUP_NORM, *teacher, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 0.01)
-    alone = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "alone"))
-    shared = on_processes(num, train_and_read, small_cfg(*words))[0]
+    # Not AdamW: it normalizes gradients, so the rounding of gradients close to zero would decide the sign of steps.
+    overrides = (*EVERYTHING, *GROUP_NORM, *teacher, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 0.01)
+    alone = train_and_read(small_cfg(*overrides, "OUT_DIR", tmp_path / "alone"))
+    shared = on_processes(num, train_and_read, small_cfg(*overrides))[0]
     assert_close(shared, alone, 1e-5)
     averages = ({"state_dict": content["ema_state_dict"]} for content in (shared, alone))
     assert_close(*averages, 1e-5)
@@ -80,18 +80,18 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
 
 @pytest.mark.slow
 def test_two_processes_resume_bitwise(small_cfg, tmp_path):
-    words = (*EVERYTHING, *BATCH_NORM, "MODEL.SYNCBN", True)
-    on_processes(2, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    on_processes(2, train_and_kill, small_cfg(*words), (1, 1))
-    on_processes(2, train_and_read, small_cfg(*words))
-    assert_same_file(tmp_path / "out", tmp_path / "whole")
+    overrides = (*EVERYTHING, *BATCH_NORM, "MODEL.SYNCBN", True)
+    on_processes(2, train_and_read, small_cfg(*overrides, "OUT_DIR", tmp_path / "whole"))
+    on_processes(2, train_and_kill, small_cfg(*overrides), (1, 1))
+    on_processes(2, train_and_read, small_cfg(*overrides))
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
 
 
 @pytest.mark.slow
-def test_the_kind_of_workers_changes_nothing(small_cfg, tmp_path):
-    words = (*EVERYTHING, "OPTIM.MAX_EPOCH", 1)
+def test_the_kind_of_workers_does_not_change_the_weights(small_cfg, tmp_path):
+    overrides = (*EVERYTHING, "OPTIM.MAX_EPOCH", 1)
     for name, how in (("alone", ("TRAIN.WORKERS", 0)), ("threads", ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")),
                       ("processes", ("TRAIN.WORKERS", 2))):  # fmt: skip
-        train_model(small_cfg(*words, *how, "OUT_DIR", tmp_path / name))
-    assert_same_file(tmp_path / "threads", tmp_path / "alone")
-    assert_same_file(tmp_path / "processes", tmp_path / "alone")
+        train_model(small_cfg(*overrides, *how, "OUT_DIR", tmp_path / name))
+    assert_same_checkpoint(tmp_path / "threads", tmp_path / "alone")
+    assert_same_checkpoint(tmp_path / "processes", tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""The order of operations on a GPU: with fake tensors and streams anywhere, with real ones where there is a GPU."""
+"""Synchronization with a GPU: simulated on any machine, and with a real GPU if there is one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from distribuuuu.launch.host import copy_to_device
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.metrics import Meter
+from distribuuuu.tasks.meter import Meter
 from distribuuuu.trainer import train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
@@ -32,13 +32,13 @@ def make_normalizer(device: torch.device) -> Normalizer:
 
 
 def pinned_batches(num: int, size: int = 16) -> list[tuple]:
-    """Return batches of twelve images of three classes, as workers make them with TRAIN.PIN_MEMORY."""
+    """Return pinned batches of twelve images of three classes, like those of workers with TRAIN.PIN_MEMORY."""
     pixels = torch.arange(12 * 3 * size * size).remainder(251).to(torch.uint8).view(12, 3, size, size)
     return [(pixels.pin_memory(), (torch.arange(12) % 3).pin_memory(), ())] * num
 
 
 def read_all(loader: Loader, timeline: Timeline) -> list[int]:
-    """Read every batch as a step would; return how many operations of the main stream each side copy came after."""
+    """Read every batch like a step; return, for each copy, how many operations of the main stream precede it."""
     after = []
     for images, targets in loader:
         assert images.is_cuda and targets.is_cuda and images.dtype is torch.float32
@@ -47,7 +47,7 @@ def read_all(loader: Loader, timeline: Timeline) -> list[int]:
     return after
 
 
-def test_the_timeline_sees_races_and_waits(monkeypatch):
+def test_the_timeline_detects_races_and_synchronization(monkeypatch):
     with fake_cuda(monkeypatch) as timeline:
         side, made = torch.cuda.Stream(), torch.zeros(3, device=CUDA)
         with torch.cuda.stream(side):
@@ -67,7 +67,7 @@ def test_the_timeline_sees_races_and_waits(monkeypatch):
         assert timeline.waits == ["_to_copy from cpu"] * 2 + ["_to_copy from cuda"] * 2
 
 
-def test_batches_of_the_host_are_copied_beside_the_step_before(small_cfg, monkeypatch):
+def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypatch):
     parts = build_loader(small_cfg(), ALONE, CPU, train=False)
     with fake_cuda(monkeypatch) as timeline:
         loader = Loader(parts.samples, parts.sampler, pinned_batches(3), make_normalizer(CUDA))
@@ -80,7 +80,7 @@ def test_batches_of_the_host_are_copied_beside_the_step_before(small_cfg, monkey
 
 @pytest.mark.parametrize("crop", [slow("pad"), "resized"])
 @pytest.mark.parametrize("train", [True, slow(False)])
-def test_crops_on_the_device_are_normalized_after_they_are_made(small_cfg, monkeypatch, crop, train):
+def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, train):
     parts = build_loader(small_cfg("DATA.CROP", crop, "MODEL.DUMMY_INPUT", True), ALONE, CPU, train)
     positions = list(parts.sampler)[:3]
     with fake_cuda(monkeypatch) as timeline:
@@ -93,11 +93,11 @@ def test_crops_on_the_device_are_normalized_after_they_are_made(small_cfg, monke
 
 
 @pytest.mark.parametrize(
-    "words, place", [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu")]
+    "overrides, place", [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu")]
 )
-def test_a_set_on_the_device_stays_on_the_host_where_it_is_augmented(small_cfg, words, place):
-    words = ("DATA.LOADER", "device", "MODEL.DUMMY_INPUT", True, *words)
-    loader = build_loader(small_cfg(*words), ALONE, torch.device("meta"), train=True)
+def test_a_device_dataset_stays_on_the_host_if_it_is_augmented_there(small_cfg, overrides, place):
+    overrides = ("DATA.LOADER", "device", "MODEL.DUMMY_INPUT", True, *overrides)
+    loader = build_loader(small_cfg(*overrides), ALONE, torch.device("meta"), train=True)
     assert loader.images.read(0).device.type == loader.images.labels.device.type == place
 
 
@@ -116,7 +116,7 @@ def prepare(cfg) -> tuple:
 
 
 def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callable[[], object]):
-    """Train for less than an epoch, so that no metric is read; `begin` is called after the first two steps."""
+    """Train for less than an epoch, so the metrics are not read; call `begin` after the second step."""
     loader = TrainLoader(parts.samples, parts.sampler, pinned_batches(num), make_normalizer(device))
     precision = build_precision(cfg, device)
     task = build_task(cfg, loader.images.classes, device, precision)
@@ -146,10 +146,10 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("words", STEPS)
-def test_a_step_waits_for_nothing(small_cfg, monkeypatch, words):
-    """The kernels of the backward pass need a GPU; in their place every weight gets a gradient."""
-    cfg, parts, state = prepare(small_cfg(*EVERYTHING, *words))
+@pytest.mark.parametrize("overrides", STEPS)
+def test_a_step_does_not_synchronize(small_cfg, monkeypatch, overrides):
+    """The backward pass needs a GPU; it is replaced by a function that sets a zero gradient for each weight."""
+    cfg, parts, state = prepare(small_cfg(*EVERYTHING, *overrides))
 
     def backward(loss: torch.Tensor) -> None:
         for parameter in state.model.parameters():
@@ -164,7 +164,7 @@ def test_a_step_waits_for_nothing(small_cfg, monkeypatch, words):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_the_precision_of_matrix_products_is_set_on_cuda_only(small_cfg, monkeypatch, precision):
+def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch, precision):
     calls = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     cfg = small_cfg("TRAIN.MATMUL_PRECISION", precision)
@@ -174,7 +174,7 @@ def test_the_precision_of_matrix_products_is_set_on_cuda_only(small_cfg, monkeyp
     assert calls == [precision]
 
 
-def test_by_default_matrix_products_use_tf32_and_torch_warns_of_nothing(small_cfg, recwarn):
+def test_the_default_matmul_precision_is_tf32_without_warnings(small_cfg, recwarn):
     try:
         set_backends(small_cfg(), CUDA)
         assert torch.get_float32_matmul_precision() == "high"
@@ -183,7 +183,7 @@ def test_by_default_matrix_products_use_tf32_and_torch_warns_of_nothing(small_cf
     assert not recwarn.list
 
 
-def test_what_is_on_the_device_or_goes_to_the_cpu_is_not_pinned(monkeypatch):
+def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", None)
     tensor = torch.ones(2)
     assert copy_to_device(tensor, CPU) is tensor
@@ -192,27 +192,27 @@ def test_what_is_on_the_device_or_goes_to_the_cpu_is_not_pinned(monkeypatch):
 
 @needs_gpu
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [("DATA.LOADER", "device"), ("DATA.LOADER", "device", "AUG.POLICY", "randaugment"), ("TRAIN.WORKERS", 2),
      ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("TRAIN.PIN_MEMORY", False)],
 )  # fmt: skip
-def test_a_gpu_with_other_work_sees_the_batches_of_the_cpu(small_cfg, words):
-    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", *words)
-    mine, expected = (build_loader(small_cfg(*words), ALONE, device, train=True).batches_from(5, 1, 0)
+def test_a_busy_gpu_gets_the_same_batches_as_the_cpu(small_cfg, overrides):
+    overrides = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", *overrides)
+    mine, expected = (build_loader(small_cfg(*overrides), ALONE, device, train=True).batches_from(5, 1, 0)
                       for device in (torch.device("cuda", torch.cuda.current_device()), CPU))  # fmt: skip
     for _ in range(4):
-        torch.cuda._sleep(20_000_000)  # cycles that the main stream is busy for
+        torch.cuda._sleep(20_000_000)  # keeps the main stream busy for that many cycles
         (images, labels), (others, other_labels) = next(mine), next(expected)
         torch.testing.assert_close(images.cpu(), others)
         assert torch.equal(labels.cpu(), other_labels)
 
 
 @needs_gpu
-@pytest.mark.parametrize("words", STEPS)
-def test_a_step_on_a_gpu_waits_for_nothing(small_cfg, words):
+@pytest.mark.parametrize("overrides", STEPS)
+def test_a_step_on_a_gpu_does_not_synchronize(small_cfg, overrides):
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        parts = prepare(small_cfg(*EVERYTHING, *words))
+        parts = prepare(small_cfg(*EVERYTHING, *overrides))
         take_steps(*parts, device, 3, lambda: torch.cuda.set_sync_debug_mode("error"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -220,14 +220,14 @@ def test_a_step_on_a_gpu_waits_for_nothing(small_cfg, words):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_run_on_a_gpu_goes_on_with_another_memory_format(small_cfg, tmp_path, name):
+def test_a_run_on_a_gpu_resumes_with_another_memory_format(small_cfg, tmp_path, name):
     from support.runs import records
 
     losses = {}
     for kind, second in (("same", False), ("toggled", True)):
-        words = ("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01, "EMA.HALF_LIFE", 30, "OUT_DIR", tmp_path / kind)
-        train_model(small_cfg(*words, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
-        words = (*words, "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0)
-        train_model(small_cfg(*words, "MODEL.CHANNELS_LAST", second))
+        overrides = ("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01, "EMA.HALF_LIFE", 30, "OUT_DIR", tmp_path / kind)
+        train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
+        overrides = (*overrides, "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0)
+        train_model(small_cfg(*overrides, "MODEL.CHANNELS_LAST", second))
         losses[kind] = [entry["loss"] for entry in records(tmp_path / kind) if "loss" in entry]
     assert losses["toggled"] == pytest.approx(losses["same"], rel=0.02)

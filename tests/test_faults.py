@@ -1,4 +1,4 @@
-"""Losses that are not finite, disks that refuse, folders that vanish: no good checkpoint is lost, no bad one kept."""
+"""Faults during training: non-finite losses, full disks and deleted folders lose no valid checkpoint."""
 
 import json
 import re
@@ -26,8 +26,8 @@ EXPLODING = (
 )  # fmt: skip
 
 
-def train_odd(root: Path, out_dir: Path, *words):
-    return run_tool(FAILING_MODELS, TRAIN_NET, *small_options(root, out_dir, *words))
+def train_failing_model(root: Path, out_dir: Path, *overrides):
+    return run_tool(FAILING_MODELS, TRAIN_NET, *small_options(root, out_dir, *overrides))
 
 
 def is_finite(path: Path) -> bool:
@@ -35,7 +35,7 @@ def is_finite(path: Path) -> bool:
 
 
 def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, tmp_path):
-    done = train_odd(image_folder, tmp_path / "out", *EXPLODING)
+    done = train_failing_model(image_folder, tmp_path / "out", *EXPLODING)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     newest = CheckpointManager(tmp_path / "out").list()[-1]
     assert is_finite(newest) and newest.name == "ckpt_ep_001_step_000001.pth.tar"
@@ -44,17 +44,17 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
 
 
 @pytest.mark.slow
-def test_a_nan_before_the_first_checkpoint_does_not_suggest_to_roll_back(image_folder, tmp_path):
-    words = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
-    done = train_odd(image_folder, tmp_path / "out", *words)
+def test_a_nan_before_the_first_checkpoint_does_not_suggest_a_rollback(image_folder, tmp_path):
+    overrides = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
+    done = train_failing_model(image_folder, tmp_path / "out", *overrides)
     assert done.returncode == 2 and "in epoch 1, by step 4; there is no checkpoint; fix: lower" in done.stderr
     assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(image_folder, tmp_path):
+def test_a_rollback_resumes_from_the_last_finite_checkpoint_with_another_seed(image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    done = train_odd(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
+    done = train_failing_model(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
     assert done.returncode == 0, done.stderr
     assert re.search(r"not finite in epoch 2, by step 4: rollback 1 of 3, to .*ckpt_ep_001_step_000001", done.stderr)
     paths = CheckpointManager(out_dir).list()
@@ -67,33 +67,33 @@ def test_a_rollback_goes_on_from_the_last_finite_checkpoint_on_another_path(imag
 
 
 @pytest.mark.slow
-def test_rollbacks_come_to_an_end(image_folder, tmp_path):
-    words = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
-    done = train_odd(image_folder, tmp_path / "out", *words)
+def test_the_number_of_rollbacks_is_limited(image_folder, tmp_path):
+    overrides = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
+    done = train_failing_model(image_folder, tmp_path / "out", *overrides)
     assert done.returncode == 2 and "the training loss is nan" in done.stderr
     assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
 
 
 @pytest.mark.slow
 def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
-    done = train_odd(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
+    done = train_failing_model(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
     assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
 
 
 # Enough for the log and the records, not for a checkpoint.
-ROOM = 200_000
+MAX_FILE_BYTES = 200_000
 
 
-def limit_files(run: TrainingProcess, most_bytes: int) -> None:
-    """Let no file of a run grow beyond so many bytes: what a full disk does, without one."""
+def limit_files(run: TrainingProcess, max_bytes: int) -> None:
+    """Limit the size of each file of a run, to simulate a full disk."""
     for pid in run.list_pids():
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
 
 
 @pytest.fixture
 def long_run(image_folder, tmp_path):
-    words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
-    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *words)]
+    overrides = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
+    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *overrides)]
     run = TrainingProcess(command, tmp_path / "out", 4)
     run.wait_for(lambda: len(run.records()) > 2)
     yield run
@@ -101,8 +101,8 @@ def long_run(image_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long_run):
-    limit_files(long_run, ROOM)
+def test_a_run_survives_a_full_disk_and_loses_nothing_once_there_is_space(long_run):
+    limit_files(long_run, MAX_FILE_BYTES)
     long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
     before = CheckpointManager(long_run.out_dir).list()
     time.sleep(1)
@@ -118,8 +118,8 @@ def test_a_full_disk_is_survived_and_loses_nothing_when_there_is_room_again(long
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(long_run):
-    limit_files(long_run, ROOM)
+def test_a_run_that_cannot_write_its_last_checkpoint_names_the_newest_one(long_run):
+    limit_files(long_run, MAX_FILE_BYTES)
     long_run.signal_launcher(15)
     assert long_run.wait(60) == 2
     newest = CheckpointManager(long_run.out_dir).list()[-1]
@@ -130,17 +130,14 @@ def test_a_run_that_cannot_write_its_last_checkpoint_says_which_is_the_newest(lo
 
 
 @pytest.mark.slow
-def test_an_out_dir_that_vanishes_is_made_anew(long_run):
+def test_a_deleted_out_dir_is_created_again(long_run):
     long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
     long_run.wait_for(lambda: len(CheckpointManager(long_run.out_dir).list()) > 1 and long_run.records())
     long_run.signal_launcher(15)
     assert long_run.wait(60) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
 
 
-# --------------------------------------------------------------------------------------- the parts
-
-
-def test_a_snapshot_shares_nothing_with_what_it_was_taken_of():
+def test_a_snapshot_shares_no_memory_with_its_source():
     content = {"a": [torch.ones(2)], "b": (1, torch.zeros(1)), "c": "text"}
     copy = snapshot(content)
     content["a"][0].zero_()
@@ -148,12 +145,12 @@ def test_a_snapshot_shares_nothing_with_what_it_was_taken_of():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_the_place_of_what_is_not_finite_is_found(bad):
+def test_find_nonfinite_returns_the_path_of_the_value(bad):
     assert find_nonfinite({"state_dict": {"w": torch.tensor([1.0, 1e38])}, "n": torch.tensor(3)}) is None
     assert find_nonfinite({"optimizer": [{"m": torch.tensor([1.0, bad])}]}) == "optimizer/0/m"
 
 
-def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
+def test_the_writer_retries_until_it_gets_a_newer_job(monkeypatch):
     monkeypatch.setattr("distribuuuu.checkpoint.manager.RETRY_S", 0.01)
     monkeypatch.setattr("distribuuuu.checkpoint.manager.LAST_RETRIES_S", 60)
     tries, writer = [], BackgroundWriter()
@@ -184,19 +181,19 @@ def test_the_writer_tries_again_until_a_newer_job_comes(monkeypatch):
         writer.wait()
 
 
-def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint(tmp_path, monkeypatch):
+def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path, monkeypatch):
     from support.states import make_state
 
     from distribuuuu.checkpoint import manager as checkpoint
 
     write, is_full = checkpoint.write_atomically, [True]
 
-    def write_if_there_is_room(path, content, *more):
+    def write_unless_full(path, content, *more):
         if is_full[0]:
             raise OSError(28, "No space left on device")
         return write(path, content, *more)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", write_if_there_is_room)
+    monkeypatch.setattr(checkpoint, "write_atomically", write_unless_full)
     folder = CheckpointManager(tmp_path)
     folder.save_in_background(make_state(epoch=1), new_bests=["raw"])
     time.sleep(0.1)
@@ -206,26 +203,26 @@ def test_best_weights_that_the_disk_refused_are_written_with_the_next_checkpoint
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
-    """A write that takes until more steps are made would never end if they waited for it."""
+def test_training_continues_while_a_checkpoint_is_written(small_cfg, monkeypatch):
+    """The write waits for later training steps, so it would never end if these waited for the write."""
     import threading
 
     from distribuuuu import trainer
     from distribuuuu.checkpoint import manager as checkpoint
 
-    write, moved_on, set_lr = checkpoint.write_atomically, threading.Event(), trainer.set_lr
+    write, later_step_done, set_lr = checkpoint.write_atomically, threading.Event(), trainer.set_lr
     steps_when_writing = []
 
     def slow_write(path, content, *more):
         if path.name == "ckpt_ep_000_step_000001.pth.tar":
-            assert moved_on.wait(60)
+            assert later_step_done.wait(60)
             steps_when_writing.append(path.name)
         return write(path, content, *more)
 
     def count_steps(optimizer, lr):
         count_steps.num += 1
         if count_steps.num == 3:
-            moved_on.set()
+            later_step_done.set()
         set_lr(optimizer, lr)
 
     count_steps.num = 0
@@ -237,14 +234,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(small_cfg, monkeypatch):
 
 @pytest.mark.parametrize("every, due", [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 4, 6]),
                                         (5, [2, 5])])  # fmt: skip
-def test_no_more_than_every_steps_lie_between_a_checkpoint_and_the_one_after_the_next(tmp_path, every, due):
+def test_at_most_every_steps_are_between_a_checkpoint_and_the_second_next(tmp_path, every, due):
     folder = CheckpointManager(tmp_path, every_steps=every)
     assert [step for step in range(1, 7) if folder.is_due(step)] == due
 
 
-def test_records_that_the_disk_refuses_are_written_with_the_next(tmp_path, caplog):
+def test_records_that_could_not_be_written_are_written_with_the_next(tmp_path, caplog):
     path = tmp_path / "folder" / "metrics.jsonl"
-    (tmp_path / "folder").write_text("a file where the folder belongs")
+    (tmp_path / "folder").write_text("a file in place of the folder")
     records = RecordFile(path)
     records.append({"n": 1})
     records.append({"n": 2})

@@ -1,4 +1,4 @@
-"""Real images of the folder DATA_ROOT."""
+"""Training and normalization on the real images in the folder DATA_ROOT."""
 
 import json
 import tarfile
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.real_data
 
 def test_normalized_fashion_mnist_has_mean_0_and_std_1():
     root = find_data("FashionMNIST").parent
-    words = ["DATA.NAME", "fashion_mnist", "MODEL.NUM_CLASSES", "10", "TRAIN.DATASET", str(root)]
-    cfg = load_cfg(None, [*words, "TRAIN.IM_SIZE", "28", "TEST.IM_SIZE", "28", "TEST.BATCH_SIZE", "2000"])
+    overrides = ["DATA.NAME", "fashion_mnist", "MODEL.NUM_CLASSES", "10", "TRAIN.DATASET", str(root)]
+    cfg = load_cfg(None, [*overrides, "TRAIN.IM_SIZE", "28", "TEST.IM_SIZE", "28", "TEST.BATCH_SIZE", "2000"])
     loader = build_loader(cfg, Launch("alone"), CPU, train=False)
     images, labels = next(iter(loader))
     assert len(loader.images) == 10000 and loader.images.classes[9] == "Ankle boot"
@@ -32,7 +32,7 @@ def test_normalized_fashion_mnist_has_mean_0_and_std_1():
 
 @pytest.fixture(scope="module")
 def clothing(tmp_path_factory) -> Path:
-    """The unpacked folder of clothing10."""
+    """Return the extracted folder of clothing10."""
     root = tmp_path_factory.mktemp("clothing10")
     with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
         archive.extractall(root, filter="data")
@@ -40,9 +40,10 @@ def clothing(tmp_path_factory) -> Path:
 
 
 def test_training_on_clothing10_lowers_the_loss(clothing, tmp_path):
-    words = ["TRAIN.DATASET", str(clothing), "TEST.SPLIT", "test", "MODEL.NUM_CLASSES", "10", "TRAIN.PRINT_FREQ", "30"]
-    sizes = ["TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "36", "OPTIM.MAX_EPOCH", "2", "TRAIN.WORKERS", "2"]
-    cfg = load_cfg(None, [*small_options(clothing, tmp_path / "out"), *words, *sizes])
+    overrides = ["TRAIN.DATASET", str(clothing), "TEST.SPLIT", "test", "MODEL.NUM_CLASSES", "10"]
+    overrides += ["TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "36", "OPTIM.MAX_EPOCH", "2", "TRAIN.WORKERS", "2"]
+    overrides += ["TRAIN.PRINT_FREQ", "30"]
+    cfg = load_cfg(None, [*small_options(clothing, tmp_path / "out"), *overrides])
     train_model(cfg)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-2] < losses[0]

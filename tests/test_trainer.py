@@ -1,4 +1,4 @@
-"""Whole runs: resumed equals uninterrupted, many processes equal one, whatever loads the data."""
+"""Training runs: resumption, several processes and data-loading workers do not change the result."""
 
 import itertools
 import json
@@ -47,13 +47,13 @@ TINY_VIT = (
 
 @pytest.fixture(scope="module")
 def reference(image_folder, tmp_path_factory):
-    """The uninterrupted run of the small config."""
+    """Return OUT_DIR of an uninterrupted run of the small config."""
     out_dir = tmp_path_factory.mktemp("reference")
     train_model(load_cfg(None, small_options(image_folder, out_dir)))
     return out_dir
 
 
-def test_a_run_leaves_what_it_should(reference):
+def test_a_run_writes_the_expected_files(reference):
     files = sorted(path.name for path in reference.iterdir())
     assert files == ["best.pth.tar", "checkpoints", "config.yaml", "metrics.jsonl", "results.json", "train.log"]
     content = newest(reference)
@@ -64,7 +64,7 @@ def test_a_run_leaves_what_it_should(reference):
     assert load_cfg(str(reference / "config.yaml")).OUT_DIR == str(reference)
 
 
-def test_the_same_seed_gives_the_same_run_and_seed_zero_is_a_seed(reference, small_cfg):
+def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(reference, small_cfg):
     cfg = small_cfg()
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, reference)
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_run_and_seed_zero_is_a_seed(reference, sma
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
-def test_a_restart_by_the_launcher_resumes_what_the_config_would_set_aside(reference, small_cfg, monkeypatch):
+def test_a_restart_by_the_launcher_resumes_despite_auto_resume_false(reference, small_cfg, monkeypatch):
     train_model(small_cfg("TRAIN.AUTO_RESUME", False, "OPTIM.MAX_EPOCH", 1))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     cfg = small_cfg("TRAIN.AUTO_RESUME", False)
@@ -84,14 +84,14 @@ def test_a_restart_by_the_launcher_resumes_what_the_config_would_set_aside(refer
 
 
 @pytest.mark.parametrize("workers", [slow(1), 3])
-def test_the_number_of_workers_does_not_change_a_bit(reference, small_cfg, workers):
+def test_the_number_of_workers_does_not_change_the_weights(reference, small_cfg, workers):
     cfg = small_cfg("TRAIN.WORKERS", workers)
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, reference)
 
 
 @pytest.mark.parametrize("place", [slow((0, 1)), (0, 3), (0, 4), (1, 0), slow((1, 2)), slow((1, 4))])
-def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, small_cfg, monkeypatch, place):
+def test_a_run_stopped_at_any_step_and_resumed_equals_the_uninterrupted_run(reference, small_cfg, monkeypatch, place):
     train_and_stop(small_cfg("CHECKPOINT.EVERY_STEPS", 1), place, monkeypatch)
     cfg = small_cfg("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 2)
     train_model(cfg)
@@ -102,27 +102,27 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_uninterrupted_run(reference, 
 
 @pytest.mark.parametrize("place", [slow((0, 1)), (0, 2), slow((1, 3))])
 @pytest.mark.parametrize("print_freq", [3, slow(4)])
-def test_a_row_of_metrics_is_the_same_if_the_run_was_resumed_within_it(small_cfg, tmp_path, place, print_freq):
-    words = ("TRAIN.PRINT_FREQ", print_freq, "CHECKPOINT.EVERY_STEPS", 1)
-    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    train_and_kill(small_cfg(*words), place)
-    train_model(small_cfg(*words))
+def test_a_row_of_metrics_does_not_change_if_the_run_is_resumed_within_it(small_cfg, tmp_path, place, print_freq):
+    overrides = ("TRAIN.PRINT_FREQ", print_freq, "CHECKPOINT.EVERY_STEPS", 1)
+    train_model(small_cfg(*overrides, "OUT_DIR", tmp_path / "whole"))
+    train_and_kill(small_cfg(*overrides), place)
+    train_model(small_cfg(*overrides))
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
 
 
 @pytest.mark.slow
-def test_a_row_of_metrics_is_the_same_on_two_processes_too(small_cfg, tmp_path):
-    words = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
-    on_processes(2, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
-    on_processes(2, train_and_read, small_cfg(*words))
+def test_a_row_of_metrics_does_not_change_on_two_resumed_processes(small_cfg, tmp_path):
+    overrides = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    on_processes(2, train_and_read, small_cfg(*overrides, "OUT_DIR", tmp_path / "whole"))
+    on_processes(2, train_and_kill, small_cfg(*overrides), (0, 2))
+    on_processes(2, train_and_read, small_cfg(*overrides))
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
-    on_processes(2, train_and_kill, small_cfg(*words, "TRAIN.AUTO_RESUME", False), (0, 2))
-    train_model(small_cfg(*words))
+    on_processes(2, train_and_kill, small_cfg(*overrides, "TRAIN.AUTO_RESUME", False), (0, 2))
+    train_model(small_cfg(*overrides))
     assert [entry["count"] for entry in timeless(tmp_path / "out")] == [36, 12, 37] * 2
 
 
-def test_a_broken_evaluation_image_costs_no_step(reference, image_folder, tmp_path):
+def test_a_corrupt_evaluation_image_loses_no_training_step(reference, image_folder, tmp_path):
     root, out_dir = tmp_path / "images", tmp_path / "out"
     shutil.copytree(image_folder, root)
     broken = root / "val" / "cat" / "005.jpg"
@@ -130,19 +130,19 @@ def test_a_broken_evaluation_image_costs_no_step(reference, image_folder, tmp_pa
     with pytest.raises(ConfigError, match="005.jpg"):
         train_model(load_cfg(None, small_options(root, out_dir)))
     assert [path.name for path in CheckpointManager(out_dir).list()] == ["ckpt_ep_000_step_000004.pth.tar"]
-    assert (out_dir / "train.log").read_text().count("005.jpg") == 1, "train.log has the error, once"
+    assert (out_dir / "train.log").read_text().count("005.jpg") == 1, "train.log contains the error once"
     before = (out_dir / "metrics.jsonl").read_text()
     shutil.copy(image_folder / "val" / "cat" / "005.jpg", broken)
     train_model(load_cfg(None, small_options(root, out_dir)))
-    assert (out_dir / "metrics.jsonl").read_text().startswith(before), "no step is made again"
+    assert (out_dir / "metrics.jsonl").read_text().startswith(before), "no step is repeated"
     assert_same_run(out_dir, reference)
     assert timeless(out_dir) == timeless(reference)
     names = [path.name for path in CheckpointManager(out_dir).list()]
-    assert names == ["ckpt_ep_001.pth.tar", "ckpt_ep_002.pth.tar"], "one checkpoint an epoch is left"
+    assert names == ["ckpt_ep_001.pth.tar", "ckpt_ep_002.pth.tar"], "one checkpoint per epoch remains"
 
 
-def test_a_run_killed_in_its_evaluation_is_evaluated_again_and_nothing_else(reference, small_cfg, monkeypatch):
-    def die(*arguments, **settings):
+def test_a_run_killed_during_evaluation_repeats_only_the_evaluation(reference, small_cfg, monkeypatch):
+    def die(*args, **kwargs):
         raise _Stopped
 
     with monkeypatch.context() as patch, pytest.raises(_Stopped):
@@ -177,32 +177,32 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_resumes_bitwise(referenc
 
 
 def wait_for_threads() -> None:
-    """Wait for a save that is under way, as the end of the interpreter does."""
+    """Wait for a save in progress, as the interpreter does before it exits."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             thread.join()
 
 
 @pytest.mark.slow
-def test_a_refused_resume_says_what_differs_and_leaves_the_older_run_as_it_was(reference, image_folder, tmp_path):
+def test_a_failed_resume_lists_the_changed_options_and_keeps_the_previous_run(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
-    words = small_options(image_folder, out_dir)
+    overrides = small_options(image_folder, out_dir)
     before = {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"}
-    for config, said in (("config", "MODEL.ARCH resnet8 -> resnet14, OPTIM.BASE_LR 0.1 -> 0.2"), ("", "MODEL.ARCH")):
+    for config, message in (("config", "MODEL.ARCH resnet8 -> resnet14, OPTIM.BASE_LR 0.1 -> 0.2"), ("", "MODEL.ARCH")):
         for path in CheckpointManager(out_dir).list():
             content = torch.load(path)
             torch.save({key: value for key, value in content.items() if key != "config" or config}, path)
-        done = run_tool("train_net.py", *words, "MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2)
+        done = run_tool("train_net.py", *overrides, "MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert done.stderr.count(f"changed since the checkpoint: {said}") == 1
+        assert done.stderr.count(f"changed since the checkpoint: {message}") == 1
         assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in done.stderr
     assert (out_dir / "train.log").read_text().count("changed since the checkpoint: MODEL.ARCH resnet8") == 2
     assert {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"} == before
     assert evaluate_run(load_cfg(str(out_dir / "config.yaml"), ["OUT_DIR", str(out_dir)]))["count"] == 37
 
 
-def test_an_accepted_resume_logs_the_options_that_were_changed(small_cfg):
+def test_a_resumed_run_logs_the_changed_options(small_cfg):
     cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
     train_model(cfg)
     train_model(small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WEIGHT_DECAY", 1e-3, "TRAIN.WORKERS", 1))
@@ -211,14 +211,14 @@ def test_an_accepted_resume_logs_the_options_that_were_changed(small_cfg):
     assert log.count("options changed") == 1
 
 
-def test_an_older_run_stays_in_place_until_the_new_one_is_sure_to_start(reference, image_folder, tmp_path):
+def test_the_previous_run_is_archived_only_when_the_new_one_starts(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
     shutil.copytree(reference, out_dir)
-    words = small_options(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
+    overrides = small_options(image_folder, out_dir, "TRAIN.AUTO_RESUME", False)
     with pytest.raises(ConfigError, match="fails on an input"):
-        train_model(load_cfg(None, [*words, "MODEL.ARCH", "timm/vit_tiny_patch16_224", "TEST.CROP_SIZE", "15"]))
+        train_model(load_cfg(None, [*overrides, "MODEL.ARCH", "timm/vit_tiny_patch16_224", "TEST.CROP_SIZE", "15"]))
     assert (out_dir / "best.pth.tar").exists() and not (out_dir / "checkpoints.1").exists()
-    train_model(load_cfg(None, [*words, "RNG_SEED", "4"]))
+    train_model(load_cfg(None, [*overrides, "RNG_SEED", "4"]))
     aside = out_dir / "checkpoints.1"
     assert load_cfg(str(aside / "config.yaml")).RNG_SEED == 3 and timeless(aside) == timeless(reference)
 
@@ -232,7 +232,7 @@ def test_dropout_and_drop_path_resume_bitwise(small_cfg, tmp_path, monkeypatch):
     assert_same_run(parts.OUT_DIR, whole.OUT_DIR)
 
 
-def test_a_seed_that_was_drawn_is_kept_over_a_resume(small_cfg, monkeypatch):
+def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
     cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(cfg, (0, 2), monkeypatch)
     seed = newest(cfg.OUT_DIR)["seed"]
@@ -240,11 +240,11 @@ def test_a_seed_that_was_drawn_is_kept_over_a_resume(small_cfg, monkeypatch):
     assert newest(cfg.OUT_DIR)["seed"] == seed
 
 
-def test_a_finished_run_started_again_says_so(reference, image_folder):
-    before = timeless(reference)
-    train_model(load_cfg(None, small_options(image_folder, reference)))
-    assert "nothing to train: 2 epochs finished, OPTIM.MAX_EPOCH is 2" in (reference / "train.log").read_text()
-    assert timeless(reference) == before
+def test_a_finished_run_logs_that_there_is_nothing_to_train(reference, image_folder, tmp_path):
+    shutil.copytree(reference, tmp_path / "copy")
+    train_model(load_cfg(None, small_options(image_folder, tmp_path / "copy")))
+    assert "nothing to train: 2 epochs finished, OPTIM.MAX_EPOCH is 2" in (tmp_path / "copy/train.log").read_text()
+    assert timeless(tmp_path / "copy") == timeless(reference)
 
 
 @pytest.mark.parametrize("num", [2, slow(3)])
@@ -259,7 +259,7 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
 
 
 @pytest.mark.parametrize("num", [slow(1), 2])
-def test_accumulated_micro_batches_equal_the_whole_batch(small_cfg, tmp_path, num):
+def test_accumulated_micro_batches_equal_the_full_batch(small_cfg, tmp_path, num):
     whole = train_and_read(small_cfg(*GROUP_NORM, "OUT_DIR", tmp_path / "whole"))
     cfg = small_cfg(*GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
     assert_close(on_processes(num, train_and_read, cfg)[0], whole, 1e-5)
@@ -268,8 +268,8 @@ def test_accumulated_micro_batches_equal_the_whole_batch(small_cfg, tmp_path, nu
 
 
 @pytest.mark.slow
-def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp_path):
-    # A value that is rounded to the other side of a ReLU changes a gradient by far more; with this seed none is.
+def test_two_processes_with_syncbn_equal_one_with_the_full_batch(small_cfg, tmp_path):
+    # Rounding across the kink of a ReLU would change a gradient by far more; with this seed it does not happen.
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "RNG_SEED", 5)
     alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
     together = on_processes(2, train_and_read, small_cfg(*shared, "MODEL.SYNCBN", True))[0]
@@ -281,7 +281,7 @@ def test_two_processes_with_syncbn_equal_one_with_the_whole_batch(small_cfg, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [(0, 2), (1, 4)])
-def test_three_processes_resume_bitwise_too(small_cfg, tmp_path, place):
+def test_three_processes_resume_bitwise(small_cfg, tmp_path, place):
     shared = ("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     on_processes(3, train_and_read, small_cfg(*shared, "OUT_DIR", tmp_path / "whole"))
     on_processes(3, train_and_kill, small_cfg(*shared), place)
@@ -289,7 +289,7 @@ def test_three_processes_resume_bitwise_too(small_cfg, tmp_path, place):
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_run_goes_on_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
+def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, *GROUP_NORM)
     alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
     train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
@@ -297,7 +297,7 @@ def test_a_run_goes_on_with_another_number_of_processes(small_cfg, tmp_path, mon
 
 
 @pytest.mark.parametrize("num", [1, slow(2), 3, slow(5)])
-def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, small_cfg, num):
+def test_evaluation_does_not_depend_on_the_number_of_processes_or_the_batch_size(reference, small_cfg, num):
     weights = ("MODEL.WEIGHTS", reference / "best.pth.tar")
     expected = evaluate_run(small_cfg(*weights))
     assert expected["count"] == 37
@@ -308,20 +308,20 @@ def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(refer
             assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_more_processes_than_images_evaluate_too(reference, image_folder, small_cfg, tmp_path):
+def test_evaluation_with_more_processes_than_images(reference, image_folder, small_cfg, tmp_path):
     root = tmp_path / "two_images"
     for name in ("ant", "bee"):
         folder = root / "val" / name
         folder.mkdir(parents=True)
         (folder / "0.jpg").write_bytes((image_folder / "val" / name / "000.jpg").read_bytes())
     (root / "train").symlink_to(image_folder / "train")
-    words = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", reference / "best.pth.tar")
-    alone, together = evaluate_run(small_cfg(*words)), on_processes(3, evaluate_run, small_cfg(*words))
+    overrides = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", reference / "best.pth.tar")
+    alone, together = evaluate_run(small_cfg(*overrides)), on_processes(3, evaluate_run, small_cfg(*overrides))
     assert alone["count"] == 2
     assert [result["top1"] for result in together] == [alone["top1"]] * 3
 
 
-def test_the_result_of_an_evaluation_is_written_down(reference, small_cfg):
+def test_the_result_of_an_evaluation_is_written_to_test_results_json(reference, small_cfg):
     cfg = small_cfg("MODEL.WEIGHTS", reference / "best.pth.tar")
     result = evaluate_run(cfg)
     written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
@@ -331,13 +331,16 @@ def test_the_result_of_an_evaluation_is_written_down(reference, small_cfg):
     assert result["top1"] == newest(reference)["best_acc1"]
 
 
-def test_evaluation_takes_the_best_of_the_run_or_says_that_there_is_none(reference, image_folder, small_cfg):
-    assert evaluate_run(load_cfg(None, small_options(image_folder, reference)))["count"] == 37
+def test_evaluation_uses_the_best_weights_of_the_run_or_fails_without_them(
+    reference, image_folder, tmp_path, small_cfg
+):
+    shutil.copytree(reference, tmp_path / "copy")
+    assert evaluate_run(load_cfg(None, small_options(image_folder, tmp_path / "copy")))["count"] == 37
     with pytest.raises(ConfigError, match="MODEL.WEIGHTS: is not set"):
         evaluate_run(small_cfg())
 
 
-def test_weights_start_a_run_and_a_whole_checkpoint_continues_one(reference, small_cfg, tmp_path):
+def test_model_weights_resumes_a_full_checkpoint_and_initializes_with_load_opt_false(reference, small_cfg, tmp_path):
     checkpoint = reference / "checkpoints" / "ckpt_ep_001.pth.tar"
     continued = small_cfg("MODEL.WEIGHTS", checkpoint, "OUT_DIR", tmp_path / "continued")
     train_model(continued)
@@ -348,10 +351,10 @@ def test_weights_start_a_run_and_a_whole_checkpoint_continues_one(reference, sma
     assert records(fresh.OUT_DIR)[0]["loss"] != records(reference)[0]["loss"]
 
 
-def test_the_average_begins_with_the_weights_that_a_run_starts_from(reference, small_cfg):
-    words = ("TRAIN.LOAD_OPT", False, "OPTIM.MAX_EPOCH", 1, "OPTIM.BASE_LR", 1e-6, "EMA.RAMP_UP", 0)
+def test_the_moving_average_starts_from_the_initial_weights(reference, small_cfg):
+    overrides = ("TRAIN.LOAD_OPT", False, "OPTIM.MAX_EPOCH", 1, "OPTIM.BASE_LR", 1e-6, "EMA.RAMP_UP", 0)
     weights = reference / "checkpoints" / "ckpt_ep_001.pth.tar"
-    cfg = small_cfg("MODEL.WEIGHTS", weights, *words, "EMA.HALF_LIFE", 1e9)
+    cfg = small_cfg("MODEL.WEIGHTS", weights, *overrides, "EMA.HALF_LIFE", 1e9)
     train_model(cfg)
     begun, content = read_checkpoint(weights)["state_dict"], newest(cfg.OUT_DIR)
     for key, tensor in content["ema_state_dict"].items():
@@ -362,32 +365,32 @@ def test_the_average_begins_with_the_weights_that_a_run_starts_from(reference, s
     renamed = read_checkpoint(weights)
     renamed["classes"] = ["ant", "wasp", "cat"]
     torch.save(renamed, weights.with_name("renamed.pth"))
-    train_model(small_cfg("MODEL.WEIGHTS", weights.with_name("renamed.pth"), *words, "TRAIN.AUTO_RESUME", False))
+    train_model(small_cfg("MODEL.WEIGHTS", weights.with_name("renamed.pth"), *overrides, "TRAIN.AUTO_RESUME", False))
     weights.with_name("renamed.pth").unlink()
     assert "was trained on other classes: 'wasp' where the data has 'bee'" in log.read_text()
 
 
 @pytest.mark.slow
 def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path):
-    words = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
+    overrides = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     trained = subprocess.run(
-        [*launcher, ROOT / "tools" / "train_net.py", *words], capture_output=True, text=True, cwd=ROOT, timeout=300
+        [*launcher, ROOT / "tools" / "train_net.py", *overrides], capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert trained.returncode == 0, trained.stderr
     assert "launcher: torchrun, process 0 of 2; backend gloo" in trained.stderr
     assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in trained.stderr
-    tested = run_tool("test_net.py", *words)
+    tested = run_tool("test_net.py", *overrides)
     assert tested.returncode == 0 and "of 37 images" in tested.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [["--use_env"], []])
-def test_the_older_launch_works(image_folder, tmp_path, flag):
-    words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
+    overrides = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
     done = subprocess.run(
-        [*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *words],
+        [*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -395,20 +398,21 @@ def test_the_older_launch_works(image_folder, tmp_path, flag):
 
 
 @pytest.mark.slow
-def test_a_killed_run_comes_back(reference, image_folder, tmp_path):
+def test_a_killed_run_resumes_bitwise(reference, image_folder, tmp_path):
     out_dir = tmp_path / "out"
-    words = small_options(image_folder, out_dir, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)
+    overrides = ("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 1, "TEST.BATCH_SIZE", 1)
+    args = small_options(image_folder, out_dir, *overrides)
     for wanted in (1, 4):
-        command = [sys.executable, str(ROOT / "tools" / "train_net.py"), *words]
+        command = [sys.executable, str(ROOT / "tools" / "train_net.py"), *args]
         process = subprocess.Popen(
             command, stderr=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # another number of threads sums in another order
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # the order of summation depends on the number of threads
         )  # fmt: skip
         while process.poll() is None and len(list((out_dir / "checkpoints").glob("*.tar"))) < min(wanted, 3):
             time.sleep(0.002)
         assert process.poll() is None, "the run ended before it could be killed"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert run_tool("train_net.py", *words).returncode == 0
+    assert run_tool("train_net.py", *args).returncode == 0
     assert_same_run(out_dir, reference)
     assert not list((out_dir / "checkpoints").glob(".*"))

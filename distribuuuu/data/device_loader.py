@@ -38,6 +38,8 @@ class DeviceDataset(ImageDataset):
         ConfigError: the device has too little memory.
     """
 
+    labels: torch.Tensor
+
     def __init__(
         self,
         images: ImageDataset,

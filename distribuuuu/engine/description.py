@@ -35,7 +35,7 @@ def describe_machine(launch: Launch, device: torch.device) -> None:
 
 
 def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
-    """Log the model and its size, and on the main process what there is to warn of in its data."""
+    """Log the model, its number of parameters, and, on the main process, the warnings about its data."""
     for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
         if dist.is_main():
             logger.warning("%s", note)
@@ -43,7 +43,7 @@ def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
 
 
 def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
-    """Log what is trained on what: the model, the data and the arithmetic of a step."""
+    """Log the model, the data, the global batch, the learning rate, and warnings about the options."""
     describe_model(cfg, state.model, train_loader, val_loader)
     data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
@@ -58,7 +58,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.warning("%s", problem)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
     if crop * 2 < cfg.TEST.IM_SIZE:
-        logger.warning("TEST.IM_SIZE: validation images are resized to %d px, but cropped to %d px; is it too large?",
+        logger.warning("TEST.IM_SIZE: validation images are resized to %d px and cropped to %d px, less than half",
                        cfg.TEST.IM_SIZE, crop)  # fmt: skip
     if state.epoch >= cfg.OPTIM.MAX_EPOCH:
         done = counted(state.epoch, "epoch")
@@ -66,16 +66,16 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
 
 
 def describe_end(run: Run, started: float) -> None:
-    """Log the best weights of each kind, how to evaluate them, and the time of the run over all its starts.
+    """Log the best weights of each kind, the command that evaluates them, and the time of the run over all starts.
 
     Args:
-        run: the run at its end.
-        started: what `open_run` has yielded.
+        run: the finished run.
+        started: time.perf_counter() at the start, as yielded by `open_run`.
     """
     cfg, state, bests = run.cfg, run.state, run.checkpoints.bests
     script = Path(sys.argv[0]).with_name("test_net.py")
     script = script if script.exists() else Path("tools/test_net.py")
-    metric, _ = run.task.selecting_metric
+    metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "

@@ -1,4 +1,4 @@
-"""Evaluation: every image once, whatever the number of processes and the batch size."""
+"""Evaluation of every image exactly once, on any number of processes and with any batch size."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,13 +10,14 @@ from distribuuuu.data.loader import Loader
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import Meter
+from distribuuuu.tasks.meter import Meter
 
 
 class PaddedBatches:
-    """An evaluation loader with as many batches on every process: a black image without labels where it has no more.
+    """An evaluation loader padded to the same number of batches on every process.
 
-    A sharded model needs it: each of its forward passes is every process's.
+    The padding is a batch of one zero image with targets None. A sharded model needs it, because all processes take
+    part in each forward pass.
     """
 
     def __init__(self, loader: Loader):
@@ -33,16 +34,16 @@ class PaddedBatches:
 
 
 def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = iter) -> dict[str, float]:
-    """Return count, loss and the task's evaluation metrics of a model over a whole data set.
+    """Return count, loss and the evaluation metrics of a model over a data set. Every process must call it.
 
     Args:
-        task: computes a batch.
-        model: the bare model, without a wrapper: processes may have different numbers of batches. May be sharded.
-        loader: the evaluation loader; each process sees its share, which may be empty.
-        progress: wraps the loader, to show a bar.
+        task: the task that evaluates a batch.
+        model: the model, possibly sharded, without the DDP wrapper: processes may have different numbers of batches.
+        loader: the evaluation loader; each process reads its share, which may be empty.
+        progress: a function that wraps the loader, e.g. to show a progress bar.
 
     Raises:
-        RuntimeError: the number of images seen is not the size of the data set.
+        RuntimeError: the number of evaluated images is not the size of the data set.
     """
     broadcast_buffers(model)
     model.eval()

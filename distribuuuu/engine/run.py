@@ -1,4 +1,4 @@
-"""The objects that a training run works with."""
+"""The objects of a training run."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from distribuuuu.tasks.base import Task
 
 @dataclass
 class Training:
-    """What a training step needs.
+    """The objects of a training step.
 
     Attributes:
-        model: the model of the state, wrapped for several processes and compiled.
-        lr_at: epochs, e.g. 3.25, to the learning rate.
-        clip: scales the gradients of parameters down.
+        model: `state.model`, wrapped for several processes and compiled.
+        lr_at: function from the epoch, e.g. 3.25, to the learning rate.
+        clip: function that clips the gradients of parameters.
     """
 
     cfg: Config
@@ -36,7 +36,7 @@ class Training:
 
 @dataclass
 class Run(Training):
-    """A training run: what its steps need, and what surrounds them."""
+    """The objects of a training run: those of its steps, and those around them."""
 
     val_loader: Loader
     checkpoints: CheckpointManager

@@ -1,4 +1,4 @@
-"""results.json of a training run and test_results.json of an evaluation: collecting what they hold."""
+"""Content of results.json, of a training run, and of test_results.json, of an evaluation."""
 
 import logging
 from pathlib import Path
@@ -18,9 +18,9 @@ from distribuuuu.tasks.metrics import display_names
 logger = logging.getLogger(__name__)
 
 
-def describe_facts(cfg, task: Task, model: nn.Module) -> dict:
-    """Return what results.json says of a run whatever comes of it. Every process must call it."""
-    is_drawn = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
+def collect_metadata(cfg, task: Task, model: nn.Module) -> dict:
+    """Return the entries of results.json that are known before training. Every process must call it."""
+    is_synthetic = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
     return {
         "config": results.config_name(cfg),
         "overrides": results.list_overrides(cfg),
@@ -28,7 +28,7 @@ def describe_facts(cfg, task: Task, model: nn.Module) -> dict:
         "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6},
         "data": {
             "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
-            "folder": None if is_drawn else Path(cfg.TRAIN.DATASET).absolute().name,
+            "folder": None if is_synthetic else Path(cfg.TRAIN.DATASET).absolute().name,
             "num_classes": cfg.MODEL.NUM_CLASSES,
         },
         "evaluation": {**results.describe_evaluation(cfg), **describe_metrics(task)},
@@ -39,27 +39,27 @@ def describe_facts(cfg, task: Task, model: nn.Module) -> dict:
 
 
 def describe_metrics(task: Task) -> dict:
-    """Return what results.json says of the metrics: their display names, and what tables need beside these."""
-    top = task.eval_metrics.get("topk")
+    """Return the entries of results.json about the metrics: display names, k of top-k, and the kind of targets."""
+    topk = task.eval_metrics.get("topk")
     return {
         "metrics": display_names(task.eval_metrics),
-        **({"k": top.topk} if top else {}),
+        **({"k": topk.topk} if topk else {}),
         **({"multilabel": True} if task.multilabel else {}),
     }
 
 
 class RunResults:
-    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process has one."""
+    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one."""
 
     def __init__(self, run: Run):
         cfg, state, plan = run.cfg, run.state, run.train_loader.plan
         self.out_dir = cfg.OUT_DIR
-        facts = describe_facts(cfg, run.task, state.model)
+        metadata = collect_metadata(cfg, run.task, state.model)
         images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
-        self.facts = {
-            **facts,
+        self.metadata = {
+            **metadata,
             "seed": state.seed,
-            "data": {**facts["data"], **images},
+            "data": {**metadata["data"], **images},
             "training": {
                 "px": cfg.TRAIN.IM_SIZE,
                 "epochs_planned": cfg.OPTIM.MAX_EPOCH,
@@ -73,13 +73,13 @@ class RunResults:
             results.archive_results(self.out_dir)
 
     def write(self, state: TrainState, evaluations: dict[str, dict]) -> None:
-        """Write what the evaluation of the state's last epoch found; every process must call it.
+        """Write the evaluations of the last epoch. Every process must call it.
 
-        What the disk refuses is told, and tried again by the next call and by `finish`.
+        If writing fails, the error is logged, and the next call or `finish` tries again.
 
         Args:
-            state: after `finish_epoch`.
-            evaluations: what `evaluate` returned for each kind of weights, "raw" and maybe "ema".
+            state: the state after `finish_epoch`.
+            evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ..., "ema": ...}.
         """
         progress = results.Progress(
             epochs=state.epoch,
@@ -97,27 +97,27 @@ class RunResults:
         self.finish()
 
     def finish(self) -> None:
-        """Write what the disk has refused so far, if anything."""
-        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.facts, *self._unwritten):
+        """Write the results that could not be written so far, if any."""
+        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.metadata, *self._unwritten):
             self._unwritten = None
 
 
 def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:
-    """Log evaluations and write them to OUT_DIR/test_results.json; every process must call it.
+    """Log evaluations and write them to OUT_DIR/test_results.json. Every process must call it.
 
     Args:
         cfg: the config.
         task: the task that computed the metrics.
-        model: the model that was evaluated.
-        weights: the file that its weights come from.
-        evaluations: what `evaluate` returned for each kind of weights, e.g. {"raw": result}.
+        model: the evaluated model.
+        weights: the file of its weights.
+        evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ...}.
     """
-    facts = describe_facts(cfg, task, model)
-    seen = facts["evaluation"]
-    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, seen["resize"], seen["crop"])
+    metadata = collect_metadata(cfg, task, model)
+    size = metadata["evaluation"]
+    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, size["resize"], size["crop"])
     for kind, result in evaluations.items():
         images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
         values = " ".join(f"{label} {result[name]:.3f}" for name, label in display_names(task.eval_metrics).items())
         logger.info("validation of %s: %s loss %.4f", images, values, result["loss"])
     if dist.is_main():
-        results.write_test_results(cfg.OUT_DIR, facts, weights, evaluations)
+        results.write_test_results(cfg.OUT_DIR, metadata, weights, evaluations)

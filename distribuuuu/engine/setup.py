@@ -1,4 +1,4 @@
-"""Set-up, description and results of a run."""
+"""Set-up of a run: processes, OUT_DIR, model, state and checkpoints."""
 
 import contextlib
 import logging
@@ -37,24 +37,25 @@ from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.report.run_log import RunLog, append_to_log, format_duration, logging_to
 from distribuuuu.tasks.base import Task, build_task
-from distribuuuu.tasks.metrics import Meter, display_names
+from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import display_names
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[float]:
-    """Join the processes, make OUT_DIR and start the log, for the length of the block; yields its time.perf_counter().
+    """Open the process group, OUT_DIR and the log for the duration of the block; yield its start, time.perf_counter().
 
     Args:
         cfg: the config.
-        launch: where this process stands.
-        device: its device.
-        log_name: of the log in OUT_DIR, which also gets what ends the block; empty: none.
-        locks: let no other run that does so use OUT_DIR meanwhile.
+        launch: rank and world size of this process.
+        device: the device of this process.
+        log_name: name of the log file in OUT_DIR, which also gets a ConfigError that ends the block; empty: no file.
+        locks: lock OUT_DIR against other runs that lock it.
 
     Raises:
-        ConfigError: OUT_DIR cannot be made, or another run uses it.
+        ConfigError: OUT_DIR cannot be created, or another run has locked it.
     """
     set_backends(cfg, device)
     settings = cfg.DIST
@@ -74,14 +75,14 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
                     yield start
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
     except ConfigError as error:
-        if has_log and (launch.rank == 0 or error.one_process):  # the terminal gets it from the tool
+        if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
             append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
 
 
 def set_backends(cfg, device: torch.device) -> None:
     """Apply CUDNN.BENCHMARK, CUDNN.DETERMINISTIC and, on CUDA, TRAIN.MATMUL_PRECISION."""
-    if device.type == "cuda":  # torch applies it to some CPUs too, whose results are to stay bitwise the same
+    if device.type == "cuda":  # not on CPUs: torch would lower the precision on some of them, and change the results
         torch.set_float32_matmul_precision(cfg.TRAIN.MATMUL_PRECISION)
     deterministic = cfg.CUDNN.DETERMINISTIC
     torch.backends.cudnn.benchmark = cfg.CUDNN.BENCHMARK and not deterministic
@@ -92,23 +93,24 @@ def set_backends(cfg, device: torch.device) -> None:
 
 
 def make_out_dir(out_dir: str) -> None:
-    """Make OUT_DIR on the main process, and tell every process if that fails."""
+    """Create OUT_DIR on the main process.
+
+    Raises:
+        ConfigError: it cannot be created; on every process.
+    """
     problem = None
     if dist.is_main():
         try:
             Path(out_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"OUT_DIR: {out_dir} cannot be made: {error.strerror}"
+            problem = f"OUT_DIR: cannot create {out_dir}: {error.strerror}"
     problem = dist.broadcast_object(problem)
     if problem:
         raise ConfigError(problem)
 
 
 def write_config(cfg) -> None:
-    """Write OUT_DIR/CFG_DEST: every option, so that the file alone repeats the run.
-
-    Only once the run is sure to go on from what is in OUT_DIR: until then the file tells how to evaluate that.
-    """
+    """Write all options to OUT_DIR/CFG_DEST, from which the run can be repeated."""
     if dist.is_main():
         path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
         try:
@@ -119,16 +121,16 @@ def write_config(cfg) -> None:
 
 
 def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: Path | None) -> Training:
-    """Return what training needs, at the newest checkpoint or at the start.
+    """Return the objects of a training step, restored from a checkpoint or initialized.
 
     Args:
         cfg: the config.
         loader: the training loader.
-        val_images: an evaluation batch of the shape of those to come, for the dry run.
-        latest: the newest checkpoint; None: start from MODEL.WEIGHTS, MODEL.PRETRAINED, FINETUNE.WEIGHTS or nothing.
+        val_images: an evaluation batch for the dry run, with the shape of later ones.
+        latest: the newest checkpoint; None: start from MODEL.WEIGHTS, MODEL.PRETRAINED, FINETUNE.WEIGHTS or at random.
 
     Raises:
-        ConfigError: the model, its weights, the batch or the task does not suit the config.
+        ConfigError: the model, its weights, the batch size or the task contradicts the config.
     """
     precision = build_precision(cfg, loader.device)
     task = build_task(cfg, loader.images.classes, loader.device, precision)
@@ -141,31 +143,32 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
 
 
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
-    """Return the run of a config, at the newest checkpoint of OUT_DIR or at the start; errors as `build_training`."""
+    """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
     checkpoints = build_checkpoints(cfg)
     latest = find_latest(cfg, checkpoints)
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
     describe_training(cfg, training.state, train_loader, val_loader)
-    begin_writing(cfg, checkpoints, latest)
+    prepare_out_dir(cfg, checkpoints, latest)
     log, stop = open_log(cfg, training.task, training.state, train_loader), StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
 
 
 @explain_out_of_memory("building the model", batch=None)
 def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:
-    """Return the state before the first step, with published weights or FINETUNE.WEIGHTS if it is `pretrained`."""
+    """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
     model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model, loader.device)
     freeze_parts(cfg, model)
-    ema, place = build_ema(cfg, build_act_checkpoint(cfg, model)), build_parallelize_fn(cfg, loader.device)
-    place(model)
+    ema = build_ema(cfg, build_act_checkpoint(cfg, model))
+    parallelize = build_parallelize_fn(cfg, loader.device)
+    parallelize(model)
     if ema:
-        place(ema.model)
+        parallelize(ema.model)
         ema.pair_with(model)
-    best_metric, higher_is_better = task.selecting_metric
+    best_metric, higher_is_better = task.primary_metric
     return TrainState(
         model=model,
         optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
@@ -184,7 +187,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
 
 @explain_out_of_memory("the first passes")
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
-    """Return the model ready for steps: after a dry run, wrapped for several processes, compiled."""
+    """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
     dummy_batch = loader.dummy_batch()
     unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
     model = wrap_model(model, loader.device, dummy_batch, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
@@ -194,42 +197,46 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
 
 
 def build_checkpoints(cfg) -> CheckpointManager:
-    """Return the checkpoints of the run."""
+    """Return the checkpoint manager of OUT_DIR."""
     checkpoint = cfg.CHECKPOINT
     return CheckpointManager(cfg.OUT_DIR, checkpoint.KEEP_LAST, checkpoint.KEEP_EVERY, checkpoint.EVERY_STEPS)
 
 
 def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
-    """Return the newest sound checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
+    """Return the newest valid checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
     return checkpoints.find_latest() if cfg.TRAIN.AUTO_RESUME or is_restart() else None
 
 
 def find_weights(cfg) -> str:
-    """Return the file that `test_model` evaluates, or 'pretrained'."""
+    """Return the file that `test_model` evaluates, or 'pretrained'.
+
+    Raises:
+        CheckpointError: MODEL.WEIGHTS is not set, and neither the best weights of the run nor published ones exist.
+    """
     bests = build_checkpoints(cfg).bests
     best = bests["ema"] if cfg.EMA.HALF_LIFE and bests["ema"].exists() else bests["raw"]
     if cfg.MODEL.WEIGHTS or not best.exists() and cfg.MODEL.PRETRAINED:
         return cfg.MODEL.WEIGHTS or "pretrained"
     if not best.exists():
-        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} is not there; name a file to evaluate")
+        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} does not exist; fix: set it to a checkpoint")
     return str(best)
 
 
-def begin_writing(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
-    """Make OUT_DIR this run's own, now that its start has been accepted: until here an older run's files are whole.
+def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
+    """Archive the files of the previous run if this one does not resume it, and write the config.
 
-    Where the run does not resume, the older run's files are set aside.
+    It is called once the run is certain to start. Before that, the previous run in OUT_DIR is not changed.
     """
     checkpoints.remove_temporary_files()
-    begins_anew = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if begins_anew and (aside := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl"))):
-        logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", aside)
+    is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl"))):
+        logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 
 
 @explain_out_of_memory("restoring a checkpoint", batch=None)
 def restore(cfg, state: TrainState, latest: Path | None) -> None:
-    """Bring the state to the newest checkpoint, else to MODEL.WEIGHTS, else leave it at the start."""
+    """Load the newest checkpoint into the state, else MODEL.WEIGHTS, else nothing."""
     if latest:
         resume(state, latest)
     elif cfg.MODEL.WEIGHTS:
@@ -240,10 +247,10 @@ def restore(cfg, state: TrainState, latest: Path | None) -> None:
 
 
 def resume(state: TrainState, latest: Path) -> None:
-    """Bring the state to the newest checkpoint of OUT_DIR, and log which options were changed since.
+    """Resume from the newest checkpoint of OUT_DIR, and log the options that were changed since.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the config; says which options differ.
+        CheckpointError: the checkpoint does not match the config; the message lists the options that differ.
     """
     content = read_checkpoint(latest)
     before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
@@ -251,28 +258,28 @@ def resume(state: TrainState, latest: Path) -> None:
         state.load_dict(content, latest)
     except CheckpointError as error:
         changed = ", ".join(list_changes(before, state.config, ("MODEL.", "FINETUNE.", "OPTIM.", "EMA.", "DATA.")))
-        differs = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
-        remedy = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to begin a new run in this one"
-        raise CheckpointError(f"{error}{differs} {remedy}") from error
+        cause = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
+        remedy = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
+        raise CheckpointError(f"{error}{cause} {remedy}") from error
     logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
-    if changed := list_changes(before, state.config):
-        logger.info("options changed since the checkpoint: %s", ", ".join(changed))
+    if changes := list_changes(before, state.config):
+        logger.info("options changed since the checkpoint: %s", ", ".join(changes))
 
 
 def load_weights(cfg, state: TrainState) -> None:
-    """Start from MODEL.WEIGHTS: with TRAIN.LOAD_OPT and a whole checkpoint, also from its optimizer and position."""
+    """Load MODEL.WEIGHTS; with TRAIN.LOAD_OPT and a full checkpoint, resume its optimizer and position too."""
     path = cfg.MODEL.WEIGHTS
     content = read_checkpoint(path)
     if cfg.TRAIN.LOAD_OPT and "optimizer" in content:
         state.load_dict(content, path)
         logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
     else:
-        state.start_from(content, path)
+        state.load_weights(content, path)
         logger.info("initial weights: %s", path)
 
 
 def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> RunLog:
-    """Return the log of the run from the state's position on, with an image grid of augmented images at its start."""
+    """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     log = RunLog(
         cfg.OUT_DIR,
         tensorboard=cfg.LOG.TENSORBOARD,

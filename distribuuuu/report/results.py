@@ -143,7 +143,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
 
     Args:
-        facts: entries that are constant over the run (`run_results.describe_facts`).
+        facts: entries that are constant over the run (`run_results.collect_metadata`).
         evaluations: results of `evaluate` for each kind of weights, "raw" and optionally "ema".
     """
     path = Path(out_dir) / FILE_NAME

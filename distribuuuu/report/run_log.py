@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -148,13 +148,21 @@ def progress(items: Iterable, label: str, total: int | None = None, initial: int
     )
 
 
-def evaluation_bar(every: int) -> Callable[[Collection], Iterator]:
+class SizedIterable(Protocol):
+    """What can be counted and iterated over, such as a loader."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator: ...
+
+
+def evaluation_bar(every: int) -> Callable[[SizedIterable], Iterator]:
     """Return a function that iterates over an evaluation loader, logs its position by time and shows a progress bar.
 
     The bar is updated every `every` batches.
     """
 
-    def iterate(loader: Collection) -> Iterator:
+    def iterate(loader: SizedIterable) -> Iterator:
         shown_at = time.perf_counter()
         for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
             yield batch

@@ -1,4 +1,4 @@
-"""Classification: one label per image, or a soft target from mixup, cutmix or label smoothing."""
+"""Classification with one label or several labels per image."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from distribuuuu.tasks.metrics import StepOutput, hard_labels
 
 @TASKS.register("classification")
 class Classification(Task):
-    """Images with one label: LOSS.NAME on mixed images in training, plain cross-entropy in evaluation."""
+    """One label per image: LOSS.NAME on images mixed by Mixup or CutMix in training, cross-entropy in evaluation."""
 
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         super().__init__(cfg, classes, device, precision)
@@ -29,18 +29,21 @@ class Classification(Task):
         self.criterion = build_loss(self.cfg).to(self.device)
 
     def train_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, key: StepKey) -> StepOutput:
-        """Return the training loss of a micro-batch."""
+        """Return the training loss of a micro-batch and the inputs of the metrics."""
         images, targets = self.mix(images, targets, *key)
         with self.autocast():
             logits = model(images)
         return StepOutput(self.compute_loss(images, logits, targets), logits.detach(), self.metric_targets(targets))
 
     def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss () in training."""
+        """Return the mean training loss ()."""
         return self.criterion(logits, targets)
 
     def eval_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> StepOutput:
-        """Return the evaluation loss of a batch; TEST.FLIP averages the logits of each image and its mirror image."""
+        """Return the evaluation loss of a batch and the inputs of the metrics.
+
+        TEST.FLIP averages the logits of each image and its mirror image.
+        """
         with self.autocast():
             logits = model(images)
             if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
@@ -48,17 +51,17 @@ class Classification(Task):
         return StepOutput(self.eval_criterion(logits, targets), logits, self.metric_targets(targets))
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the targets as the metrics take them, see `StepOutput`."""
+        """Return the targets in the form of `StepOutput.targets`."""
         return hard_labels(targets)
 
 
 @TASKS.register("multilabel")
 class MultilabelClassification(Classification):
-    """Images with several labels or none: targets (N, classes) of 0 to 1."""
+    """Any number of labels per image: targets (N, classes) from 0 to 1."""
 
     default_metrics = ("map",)
     multilabel = True
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return uint8 (N, classes); of a mixed target, a class applies from one half on."""
+        """Return uint8 (N, classes): 1 where the target, which may be mixed, is at least 0.5."""
         return targets.ge(0.5).to(torch.uint8)

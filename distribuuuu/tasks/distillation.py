@@ -1,4 +1,4 @@
-"""Knowledge distillation: the task loss shared with a loss against the outputs of a teacher."""
+"""Knowledge distillation: the task loss plus a loss against the outputs of a teacher."""
 
 from collections.abc import Sequence
 
@@ -19,33 +19,34 @@ from distribuuuu.tasks.losses import Loss
 
 @TASKS.register("distillation")
 class Distillation(Classification):
-    """Classification with a teacher that sees the same images (DISTILL.*).
+    """Classification with a teacher that gets the same images (DISTILL.*).
 
-    soft: `alpha * T^2 * KL(softmax(teacher / T) || softmax(student / T))` (Hinton et al., arXiv 1503.02531);
-    hard: `alpha * cross-entropy with the teacher's most likely class` (Touvron et al., arXiv 2012.12877);
-    plus `(1 - alpha)` times the loss against the targets.
+    The loss is `(1 - alpha) * (loss against the targets) + alpha * (loss against the teacher)`. The second one is
+    soft: `T^2 * KL(softmax(teacher / T) || softmax(student / T))` (Hinton et al., arXiv 1503.02531), or
+    hard: the cross-entropy with the class that the teacher predicts (Touvron et al., arXiv 2012.12877).
     """
 
     def prepare_training(self, plan: BatchPlan) -> None:
         """Build the mixer, the loss and the teacher, which stays in evaluation mode.
 
         Raises:
-            ConfigError: the teacher cannot be built, or its weights do not fit or are those of other classes.
+            ConfigError: see `build_teacher`.
         """
         super().prepare_training(plan)
         self.teacher = build_teacher(self.cfg, self.classes).to(self.device).eval().requires_grad_(False)
 
     def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss ()."""
+        """Return the mean training loss ()."""
         with torch.no_grad(), self.autocast():
-            teacher_logits = Loss.precise(self.teacher(images))
-        settings, own = self.cfg.DISTILL, super().compute_loss(images, logits, targets)
-        against = teacher_loss(Loss.precise(logits), teacher_logits, settings.KIND, settings.TEMPERATURE)
-        return (1 - settings.ALPHA) * own + settings.ALPHA * against
+            teacher_logits = Loss.upcast(self.teacher(images))
+        alpha, kind, temperature = self.cfg.DISTILL.ALPHA, self.cfg.DISTILL.KIND, self.cfg.DISTILL.TEMPERATURE
+        task_loss = super().compute_loss(images, logits, targets)
+        distill_loss = teacher_loss(Loss.upcast(logits), teacher_logits, kind, temperature)
+        return (1 - alpha) * task_loss + alpha * distill_loss
 
 
 def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, kind: str, temperature: float) -> torch.Tensor:
-    """Return the mean loss () of logits (N, classes) against those of the teacher; kind is "soft" or "hard"."""
+    """Return the mean loss () of logits (N, classes) against those of a teacher; `kind` is "soft" or "hard"."""
     if kind == "hard":
         return F.cross_entropy(logits, teacher_logits.argmax(dim=1))
     log_p, log_q = F.log_softmax(logits / temperature, dim=1), F.log_softmax(teacher_logits / temperature, dim=1)
@@ -53,36 +54,35 @@ def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, kind: str, 
 
 
 def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
-    """Return the model of DISTILL.TEACHER with its weights; every process must call it.
+    """Return the model of DISTILL.TEACHER with its weights. Every process must call it.
 
     Raises:
-        ConfigError: it cannot be built, or its weights do not fit or are those of other classes.
+        ConfigError: the teacher cannot be built, or its weights do not match the model or the classes.
     """
-    settings = cfg.DISTILL
-    own = cfg.clone()
-    own.defrost()
-    own.MODEL.ARCH, own.MODEL.KWARGS = settings.TEACHER, settings.KWARGS.clone()
-    own.freeze()
-    pretrained = settings.WEIGHTS == "pretrained"
+    weights = cfg.DISTILL.WEIGHTS
+    teacher_cfg = cfg.clone()
+    teacher_cfg.defrost()
+    teacher_cfg.MODEL.ARCH, teacher_cfg.MODEL.KWARGS = cfg.DISTILL.TEACHER, cfg.DISTILL.KWARGS.clone()
+    teacher_cfg.freeze()
     try:
-        if pretrained:
-            return dist.local_main_first(lambda: build_model(own, pretrained=True))
-        teacher = build_model(own, pretrained=False)
+        if weights == "pretrained":
+            return dist.local_main_first(lambda: build_model(teacher_cfg, pretrained=True))
+        teacher = build_model(teacher_cfg, pretrained=False)
     except ConfigError as error:
         raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     try:
-        content = read_checkpoint(settings.WEIGHTS)
-        load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], settings.WEIGHTS)
-        if other := find_class_mismatch(content, classes):
-            remedy = "if they mean the same, give a file with the state dict alone"
-            raise CheckpointError(f"{settings.WEIGHTS}: was trained on other classes: {other}; {remedy}")
+        content = read_checkpoint(weights)
+        load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], weights)
+        if mismatch := find_class_mismatch(content, classes):
+            remedy = "if they mean the same, use a file that holds only the state dict"
+            raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}; fix: {remedy}")
     except CheckpointError as error:
         raise ConfigError(Problem("DISTILL.WEIGHTS", str(error)), cfg.origins) from error
     return teacher
 
 
 def _as_teacher_problem(problem: Problem) -> Problem:
-    """Return a problem of the model's options as a problem of the teacher's."""
+    """Return a problem of MODEL.* under the key of DISTILL.* that sets the same for the teacher."""
     first = problem.key if isinstance(problem.key, str) else problem.key[0]
     if first == "MODEL.PRETRAINED":
         return Problem("DISTILL.WEIGHTS", problem.message)

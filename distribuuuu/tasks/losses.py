@@ -1,9 +1,9 @@
-"""Losses: what a model's answers are off by, as one number.
+"""Losses, from logits and targets to the mean over the images.
 
-A criterion takes logits (N, classes) of any float type and targets, which are labels (N,) of int64 or soft targets
-(N, classes) of any float type, e.g. of mixed images. It returns the mean loss () of the N images, computed in float32
-or better. The divisor is N whatever the class weights are, never the sum of the weights of the batch: so the mean
-over the micro-batches of all processes is that of the global batch, and so are the gradients.
+A criterion takes logits (N, classes) of any float type and targets: int64 labels (N,), or soft targets (N, classes) of
+any float type, e.g. of mixed images. It returns the mean loss () of the N images, computed in float32 or wider. The
+divisor is N for any class weights, not the sum of the weights in the batch. The loss and the gradients averaged over
+the micro-batches of all processes are therefore those of the global batch.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,15 @@ from distribuuuu.config.registry import LOSSES, dataset_class
 
 
 class Loss(nn.Module):
-    """What the losses share: precision, label smoothing and class weights.
+    """Base class of losses: precision, label smoothing and class weights.
 
     Args:
-        smoothing: share of each target, soft ones too, that goes evenly to all classes (Szegedy et al.,
-            arXiv 1512.00567); whoever mixes targets must not smooth them.
-        weights: a factor for each class; empty: none.
+        smoothing: share of each label or soft target that is spread evenly over all classes (Szegedy et al.,
+            arXiv 1512.00567). Mixup and CutMix must not smooth the targets again.
+        weights: a factor for each class; empty: no weights.
     """
+
+    weights: torch.Tensor | None
 
     def __init__(self, smoothing: float = 0.0, weights: Sequence[float] = ()):
         super().__init__()
@@ -30,12 +32,12 @@ class Loss(nn.Module):
         self.register_buffer("weights", torch.tensor(weights, dtype=torch.float32) if weights else None)
 
     @staticmethod
-    def precise(logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits in float32, or in their own type if that is wider."""
+    def upcast(logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits in float32, or unchanged if their type is wider."""
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def soften(self, targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return labels or soft targets as smoothed soft targets of the shape and type of the logits."""
+    def smooth_targets(self, targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return labels or soft targets as smoothed soft targets with the shape and type of the logits."""
         spread = self.smoothing / logits.shape[1]
         if targets.is_floating_point():
             return targets.to(logits.dtype) * (1 - self.smoothing) + spread
@@ -44,15 +46,15 @@ class Loss(nn.Module):
 
 @LOSSES.register("cross_entropy")
 class CrossEntropy(Loss):
-    """Cross-entropy with the softmax, that of torch.
+    """Softmax cross-entropy of torch.
 
     With weights, the term of each class is multiplied by the weight of that class. For labels torch then divides by
-    the sum of the weights; here, as torch does for soft targets, the divisor is the number of images.
+    the sum of the weights. Here the divisor is the number of images, as in torch for soft targets.
     """
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
+        logits = self.upcast(logits)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         if self.weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.smoothing)
@@ -63,16 +65,16 @@ class CrossEntropy(Loss):
 
 @LOSSES.register("bce")
 class BinaryCrossEntropy(Loss):
-    """A yes or no for each class, as in ResNet strikes back (Wightman et al., arXiv 2110.00476) and its code, timm.
+    """Binary cross-entropy of each class, as in ResNet strikes back (Wightman et al., arXiv 2110.00476) and timm.
 
-    With weights, both the yes and the no of a class are multiplied by the weight of that class.
+    With weights, the positive and the negative term of a class are both multiplied by the weight of that class.
 
     Args:
-        smoothing: as for every loss; it comes before the threshold.
-        weights: as for every loss.
-        threshold: targets above it become 1 and all others 0; 0: targets stay what they are.
-        sum_classes: sum over the classes, as Composer does, not their mean, the habit of timm; the factor between the
-            two, the number of classes, counts for every optimizer that does not scale its step by itself.
+        smoothing: see `Loss`; applied before the threshold.
+        weights: see `Loss`.
+        threshold: targets above it become 1 and all others 0; 0: targets are not changed.
+        sum_classes: sum over the classes, as in Composer, instead of their mean, as in timm. The sum is larger by the
+            number of classes, which matters for optimizers whose step depends on the gradient's scale, e.g. SGD.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class BinaryCrossEntropy(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
-        targets = self.soften(targets, logits)
+        logits = self.upcast(logits)
+        targets = self.smooth_targets(targets, logits)
         if self.threshold:
             targets = targets.gt(self.threshold).to(logits.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, targets, self.weights, reduction="none")
@@ -98,15 +100,15 @@ class BinaryCrossEntropy(Loss):
 
 @LOSSES.register("focal")
 class Focal(Loss):
-    """Cross-entropy that makes little of what is well learnt: times (1 - p) ** gamma (Lin et al., arXiv 1708.02002).
+    """Focal loss: cross-entropy with the factor (1 - p) ** gamma (Lin et al., arXiv 1708.02002).
 
-    The paper's form for the sigmoid, carried over to the softmax: -sum over classes of target * (1 - p) ** gamma *
+    The paper's form is for the sigmoid. This is its softmax form: -sum over classes of target * (1 - p) ** gamma *
     log p. The paper's alpha is `weights`.
 
     Args:
-        smoothing: as for every loss.
-        weights: as for cross-entropy.
-        gamma: 0 is cross-entropy; the greater, the less easy images count.
+        smoothing: see `Loss`.
+        weights: see `CrossEntropy`.
+        gamma: 0 is cross-entropy; higher values lower the loss of well-classified images.
     """
 
     def __init__(self, smoothing: float = 0.0, weights: Sequence[float] = (), gamma: float = 2.0):
@@ -115,21 +117,21 @@ class Focal(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
-        logits = self.precise(logits)
+        logits = self.upcast(logits)
         log_p = F.log_softmax(logits, dim=1)
-        # 1 - p, exact near p = 1; kept above 0, where the slope of a power below 1 is infinite.
+        # 1 - p, accurate near p = 1; clamped above 0, where the derivative of a power below 1 is infinite.
         one_minus_p = (-torch.expm1(log_p)).clamp_min(torch.finfo(logits.dtype).tiny)
-        losses = -self.soften(targets, logits) * one_minus_p**self.gamma * log_p
+        losses = -self.smooth_targets(targets, logits) * one_minus_p**self.gamma * log_p
         if self.weights is not None:
             losses = losses * self.weights
         return losses.sum(dim=1).mean()
 
 
 def build_loss(cfg, train: bool = True) -> Loss:
-    """Return the criterion: LOSS.NAME to train with, plain cross-entropy to evaluate with; binary for several labels.
+    """Return the criterion: LOSS.NAME for training, cross-entropy (binary for several labels) for evaluation.
 
-    What evaluation reports so compares over all runs, whatever they trained with. Class weights have to be moved to
-    the device, as a model has.
+    Evaluation losses are therefore comparable between runs with different training losses. The criterion must be moved
+    to the device, because class weights are a buffer.
     """
     if not train:
         return BinaryCrossEntropy() if dataset_class(cfg).multilabel else CrossEntropy()

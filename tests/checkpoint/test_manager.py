@@ -301,7 +301,9 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
 
     path = CheckpointManager(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
     state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
-    with pytest.raises(CheckpointError, match="other groups, e.g. 2.weight in the place of 1.weight: .*LR_MULT"):
+    with pytest.raises(
+        CheckpointError, match="groups of its optimizer differ, e.g. 2.weight instead of 1.weight: .*LR_MULT"
+    ):
         state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
     old = read_checkpoint(path)
     del old["optimizer_names"]  # as they were written before

@@ -1,4 +1,4 @@
-"""The files in configs/: the baselines against the published table, and every file against the house rules."""
+"""Config files: the baselines against the published table, and the format of every file."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_each_row_of_the_table_has_a_file():
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_those_of_the_table(name):
+def test_baselines_match_the_table(name):
     arch, num_m, global_batch, base_lr, weight_decay, gpus, top1, top5 = BASELINES[name]
     cfg = baseline(name)
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, gpus)
@@ -37,7 +37,7 @@ def test_baselines_are_those_of_the_table(name):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_the_rate_of_every_epoch_is_the_formulas(name):
+def test_the_learning_rate_of_each_epoch_matches_the_formula(name):
     import math
 
     cfg = baseline(name)
@@ -49,7 +49,7 @@ def test_the_rate_of_every_epoch_is_the_formulas(name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_every_file_loads_builds_and_states_only_what_differs(path: Path):
+def test_every_file_loads_and_sets_no_option_to_its_default(path: Path):
     cfg = load_cfg(str(path))
     with torch.device("meta"):
         model = build_model(cfg)
@@ -59,11 +59,11 @@ def test_every_file_loads_builds_and_states_only_what_differs(path: Path):
     for key in cfg.origins:
         if not key.startswith(OPEN_SECTIONS):
             same = get_value(cfg, key) == get_value(defaults, key)
-            assert not same, f"{key} restates the default"
+            assert not same, f"{key} is set to its default"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_every_file_is_short_and_says_how_to_run_it_and_what_to_expect(path: Path):
+def test_every_file_is_short_and_its_header_has_the_command_and_the_accuracy(path: Path):
     lines = path.read_text().splitlines()
     header = "\n".join(line for line in lines if line.startswith("#"))
     assert len(lines) <= 25
@@ -72,7 +72,7 @@ def test_every_file_is_short_and_says_how_to_run_it_and_what_to_expect(path: Pat
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
-def test_imagenet_is_loaded_by_all_cores():
+def test_imagenet_configs_load_with_all_cores():
     for path in FILES:
         if path.parent.name == "imagenet":
             assert load_cfg(str(path)).TRAIN.WORKERS == -1, path

@@ -1,4 +1,4 @@
-"""The published recipes in configs/imagenet: their values against the table, and two steps of each."""
+"""Published recipes in configs/imagenet: their values against the table, and two steps of each recipe."""
 
 import math
 
@@ -18,19 +18,19 @@ from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.optimizer import build_lr, scaled_lr
 from distribuuuu.trainer import train_epoch
 
-IMAGES = 1_281_167  # of ImageNet's training set
-# The larger of these rows differ from the smaller ones in nothing but the architecture.
-# One recipe of each source; the others are slow.
+IMAGES = 1_281_167  # training images of ImageNet
+# One recipe of each source; tests of the others are marked slow.
 QUICK = ("resnet50_torchvision_v2", "resnet50_a3", "deit_tiny", "resnet18_ffcv_16", "regnetx_004_pycls")
+# The large models of pycls differ from its small ones only in the architecture.
 SMALL = [name for name in RECIPES if name not in PYCLS or RECIPES[name]["params"] < 10]
 
 
-def recipe_cfg(name: str, *words):
-    return load_cfg(str(ROOT / "configs" / "imagenet" / f"{name}.yaml"), [str(word) for word in words])
+def recipe_cfg(name: str, *overrides):
+    return load_cfg(str(ROOT / "configs" / "imagenet" / f"{name}.yaml"), [str(word) for word in overrides])
 
 
 def derived(cfg) -> dict:
-    """Return what a table says in other terms than the options."""
+    """Return the values of the table that are computed from several options."""
     batch, half_life = cfg.TRAIN.GLOBAL_BATCH_SIZE, cfg.EMA.HALF_LIFE
     lr = scaled_lr(cfg, batch)
     return {
@@ -44,7 +44,7 @@ def derived(cfg) -> dict:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_carries_the_published_values(name):
+def test_a_recipe_has_the_published_values(name):
     cfg, expected = recipe_cfg(name), dict(RECIPES[name])
     for number in expected.pop("reported"):
         assert number in (ROOT / "configs" / "imagenet" / f"{name}.yaml").read_text()
@@ -55,14 +55,14 @@ def test_a_recipe_carries_the_published_values(name):
         assert found == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
 
 
-def test_torchvisions_average_is_what_its_script_makes_of_the_decay():
+def test_the_half_life_of_the_torchvision_recipe_matches_its_decay():
     cfg = recipe_cfg("resnet50_torchvision_v2")
-    # Every 32 steps; the script multiplies the rest by images of 32 steps / epochs.
+    # The script updates every 32 steps, and multiplies 1 - decay by (images of 32 steps) / epochs.
     share = (1 - 0.99998) * 1024 * 32 / 600
     assert cfg.EMA.HALF_LIFE == pytest.approx(32 * 1024 * math.log(2) / -math.log(1 - share), rel=2e-3)
 
 
-def test_the_schedules_at_their_ends():
+def test_schedules_reach_the_base_rate_and_decay():
     for name in SMALL:
         cfg = recipe_cfg(name)
         lr_at, top = build_lr(cfg, cfg.TRAIN.GLOBAL_BATCH_SIZE), scaled_lr(cfg, cfg.TRAIN.GLOBAL_BATCH_SIZE)
@@ -81,15 +81,15 @@ def twenty_images(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in SMALL])
 def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
-    words = ["TRAIN.DATASET", twenty_images, "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 8, "TRAIN.WORKERS", 0,
-             "TRAIN.GLOBAL_BATCH_SIZE", 8, "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TEST.CROP_SIZE", 0, "RNG_SEED", 1,
-             "OUT_DIR", tmp_path, "LOG.TENSORBOARD", False]  # fmt: skip
-    words += ["OPTIM.WARMUP_EPOCHS", 0]  # which begins at 0
+    overrides = ["TRAIN.DATASET", twenty_images, "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 8, "TRAIN.WORKERS", 0,
+                 "TRAIN.GLOBAL_BATCH_SIZE", 8, "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TEST.CROP_SIZE", 0,
+                 "RNG_SEED", 1, "OUT_DIR", tmp_path, "LOG.TENSORBOARD", False]  # fmt: skip
+    overrides += ["OPTIM.WARMUP_EPOCHS", 0]  # a warm-up starts at a learning rate of 0
     if recipe_cfg(name).TRAIN.IM_SIZE_START:
-        words += ["TRAIN.IM_SIZE_START", 32]
-    if recipe_cfg(name).TRAIN.AMP == "fp16":  # takes 20 s on a CPU, and leaves out the first steps
-        words += ["TRAIN.AMP", "bf16"]
-    cfg = recipe_cfg(name, *words)
+        overrides += ["TRAIN.IM_SIZE_START", 32]
+    if recipe_cfg(name).TRAIN.AMP == "fp16":  # takes 20 s on a CPU, and skips the first steps
+        overrides += ["TRAIN.AMP", "bf16"]
+    cfg = recipe_cfg(name, *overrides)
     launch, device = detect_launch(), torch.device("cpu")
     loader = build_loader(cfg, launch, device, train=True)
     run = build_run(cfg, loader, build_loader(cfg, launch, device, train=False))

@@ -19,6 +19,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_clipper, build_optimizer
+from distribuuuu.tasks.meter import Meter
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
@@ -173,13 +174,14 @@ def measure_parts(cfg) -> dict:
         squares = torch.stack([grad.square().sum() for grad in grads]).sum()
         optimizer.step()
         local = getattr(optimizer, "optim", optimizer).state
-        state = TrainState(model, optimizer, seed=0, arch="", classes=(), global_batch=1).to_dict()
+        state = TrainState(model, optimizer, seed=0, arch="", classes=(), global_batch=1, meter=Meter({}, 1, CPU))
+        content = state.to_dict()
         return {
             "weights": sum(to_local(weight).numel() for weight in model.parameters()),
             "momentum": sum(to_local(entry["momentum_buffer"]).numel() for entry in local.values()),
             "norm": dist.scaled_all_reduce([squares], 1.0)[0].sqrt().item() if is_sharded(model) else squares.sqrt(),
-            "saved": sum(value is not None for value in state["state_dict"].values()),
-            "saved state": len(state["optimizer"]["state"]),
+            "saved": sum(value is not None for value in content["state_dict"].values()),
+            "saved state": len(content["optimizer"]["state"]),
             "all": sum(weight.numel() for weight in model.parameters()),
         }
 

@@ -89,7 +89,7 @@ def test_a_run_without_an_average_may_go_on_with_one_and_the_other_way_round(sma
 
     train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
     train_model(small_cfg(*EMA))
-    assert "the weights: it begins here" in (tmp_path / "out" / "train.log").read_text()
+    assert "the weights; it starts from the raw weights" in (tmp_path / "out" / "train.log").read_text()
     assert "ema_state_dict" in newest(tmp_path / "out")
     train_model(small_cfg("OPTIM.MAX_EPOCH", 3))
     assert "ema_state_dict" not in newest(tmp_path / "out")

@@ -25,6 +25,7 @@ from distribuuuu.optim.precision import Precision
 from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, config_name, hash_config, list_overrides, read_results
 from distribuuuu.report.run_log import close_logging
 from distribuuuu.tasks.base import build_task
+from distribuuuu.tasks.meter import Meter
 
 # What `evaluate` returns after each epoch: the second is the best.
 SERIES = [
@@ -40,7 +41,8 @@ def start(cfg, epochs: int = 0):
     loaders = [build_loader(cfg, launch, device, train) for train in (True, False)]
     model = build_model(cfg)
     state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=3, arch=cfg.MODEL.ARCH,
-                       classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch)  # fmt: skip
+                       classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch,
+                       meter=Meter({}, 1, device))  # fmt: skip
     for result in SERIES[:epochs]:
         state.finish_epoch({"raw": result["top1"]})
     task = build_task(cfg, state.classes, device, Precision())
@@ -184,7 +186,7 @@ def train_on_two(cfg) -> dict:
             os.replace = None
         finish_epoch(state, results)
         dist.barrier()
-        return results.facts["training"]
+        return results.metadata["training"]
 
 
 def test_many_processes_write_one_file(cfg, path):

@@ -9,6 +9,7 @@ from torch import nn
 from distribuuuu.config.reader import load_cfg
 from distribuuuu.engine.state import Best, TrainState
 from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.tasks.meter import Meter
 
 
 def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:
@@ -19,8 +20,10 @@ def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **posi
     model(torch.randn(6, 4)).sum().backward()
     optimizer.step()
     classes = tuple("abcdefgh"[:num_classes])
-    bests = {"raw": Best(*best), "ema": Best()}
-    return TrainState(model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, bests=bests, **position)
+    bests, meter = {"raw": Best(*best), "ema": Best()}, Meter({}, num_classes, torch.device("cpu"))
+    return TrainState(
+        model, optimizer, seed=1, arch="net", classes=classes, global_batch=8, meter=meter, bests=bests, **position
+    )
 
 
 def original_checkpoint(path: Path, state: TrainState) -> None:

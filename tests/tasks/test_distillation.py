@@ -1,4 +1,4 @@
-"""Distillation against its definition, and teachers that cannot be had."""
+"""Distillation losses compared with their definitions, and errors of the teacher."""
 
 import math
 
@@ -28,21 +28,21 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 class Teacher(nn.Module):
-    """Answers by the first pixels, and differently when it is trained."""
+    """A model whose logits are the first pixels, and differ in training mode."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        answers = images.flatten(1)[:, :4] * self.weight * 2
-        return answers + 100 if self.training else answers
+        logits = images.flatten(1)[:, :4] * self.weight * 2
+        return logits + 100 if self.training else logits
 
 
 def distillation_from(teacher: nn.Module, kind: str, alpha: float, temperature: float = 1.0) -> Distillation:
-    """Return a task that learns from a teacher of four classes."""
-    words = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.KIND", kind, "DISTILL.ALPHA", alpha)
-    cfg = load_cfg(None, [str(word) for word in (*words, "DISTILL.TEMPERATURE", temperature)])
+    """Return a distillation task with a teacher of four classes."""
+    overrides = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.KIND", kind, "DISTILL.ALPHA", alpha)
+    cfg = load_cfg(None, [str(word) for word in (*overrides, "DISTILL.TEMPERATURE", temperature)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distribuuuu.tasks.distillation.build_teacher", lambda cfg, classes: teacher)
         return prepared(cfg, "abcd")
@@ -57,7 +57,7 @@ def prepared(cfg, classes) -> Distillation:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_soft_is_its_definition(temperature):
+def test_the_soft_loss_matches_its_definition(temperature):
     images, logits, labels = batch()
     student, teacher = logits.numpy().astype(np.float64), Teacher().eval()(images).detach().numpy().astype(np.float64)
     p, q = softmax(student / temperature), softmax(teacher / temperature)
@@ -67,16 +67,16 @@ def test_soft_is_its_definition(temperature):
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_hard_is_its_definition():
+def test_the_hard_loss_matches_its_definition():
     images, logits, labels = batch()
-    answers = Teacher().eval()(images).argmax(1).numpy()
+    predicted = Teacher().eval()(images).argmax(1).numpy()
     log_p = np.log(softmax(logits.numpy().astype(np.float64)))
-    expected = 0.5 * -log_p[np.arange(5), labels].mean() + 0.5 * -log_p[np.arange(5), answers].mean()
+    expected = 0.5 * -log_p[np.arange(5), labels].mean() + 0.5 * -log_p[np.arange(5), predicted].mean()
     loss = distillation_from(Teacher(), "hard", 0.5).compute_loss(images, logits, labels)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_teacher_gets_no_gradient_and_is_evaluated():
+def test_the_teacher_is_in_evaluation_mode_and_gets_no_gradient():
     images, logits, labels = batch()
     logits.requires_grad_()
     distillation = distillation_from(Teacher().train(), "soft", 1.0)
@@ -84,10 +84,10 @@ def test_the_teacher_gets_no_gradient_and_is_evaluated():
     assert distillation.teacher.weight.grad is None and logits.grad.abs().sum() > 0
     own = distillation_from(Teacher(), "soft", 1.0)
     same = own.compute_loss(images, own.teacher(images), labels)
-    assert same.item() == pytest.approx(0, abs=1e-6), "a student that answers as the teacher has nothing to learn"
+    assert same.item() == pytest.approx(0, abs=1e-6), "the loss is zero if the outputs are those of the teacher"
 
 
-def test_a_run_learns_from_the_run_before(small_cfg, tmp_path):
+def test_a_run_distills_the_weights_of_another_run(small_cfg, tmp_path):
     from support.runs import records
 
     train_model(small_cfg("EMA.HALF_LIFE", 20, "OUT_DIR", tmp_path / "teacher"))
@@ -102,7 +102,7 @@ def test_a_run_learns_from_the_run_before(small_cfg, tmp_path):
     assert losses[0.0] == plain and losses[0.9] != plain
 
 
-def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, tmp_path):
+def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_path):
     weights = tmp_path / "weights.pth"
     torch.save({"w": torch.ones(1)}, weights)
     given = ("DISTILL.WEIGHTS", weights)
@@ -116,7 +116,7 @@ def test_teachers_that_cannot_be_had_are_answered_by_their_own_keys(small_cfg, t
         prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), ())
 
 
-def test_a_teacher_of_other_classes_is_refused(small_cfg, tmp_path):
+def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
     weights = tmp_path / "teacher.pth"
     cfg = small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", weights)
     content = {"state_dict": build_model(cfg).state_dict(), "classes": ["ant", "wasp", "cat"]}
@@ -128,11 +128,11 @@ def test_a_teacher_of_other_classes_is_refused(small_cfg, tmp_path):
     prepared(cfg, ("ant", "bee", "cat"))
 
 
-def test_half_a_teacher_is_a_contradiction():
-    for words, problem in (
+def test_teacher_and_weights_must_be_set_together():
+    for overrides, problem in (
         (["DISTILL.TEACHER", "resnet18"], "DISTILL.WEIGHTS: is not set"),
         (["DISTILL.WEIGHTS", "pretrained"], "DISTILL.TEACHER: is not set"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            load_cfg(None, words)
+            load_cfg(None, overrides)
     assert math.isclose(load_cfg(None, ["DISTILL.ALPHA", "1"]).DISTILL.ALPHA, 1.0)

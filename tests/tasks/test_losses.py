@@ -1,4 +1,4 @@
-"""Losses against their formulas, written out again in float64."""
+"""Losses compared with plain float64 implementations of their formulas."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ CASES = [
 
 
 def batch(soft: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and labels, or mixtures of two labels."""
+    """Return logits, and labels or, if `soft`, mixtures of two labels."""
     generator = torch.Generator().manual_seed(1)
     logits = 4 * torch.randn(NUM, CLASSES, generator=generator, dtype=torch.float64)
     labels, others = torch.randint(0, CLASSES, (2, NUM), generator=generator)
@@ -59,7 +59,7 @@ def naive(name, logits, targets, smoothing, weights, threshold=0.0, sum_classes=
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_each_loss_is_its_formula(name, options, soft):
+def test_each_loss_matches_its_formula(name, options, soft):
     criterion = LOSSES.get(name)(**options)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
         logits, targets = batch(soft, dtype)
@@ -70,7 +70,7 @@ def test_each_loss_is_its_formula(name, options, soft):
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_the_parts_of_a_batch_give_the_gradient_of_the_whole(name, options, soft):
+def test_micro_batches_give_the_gradient_of_the_full_batch(name, options, soft):
     criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
     whole, parts = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     criterion(whole, targets).backward()
@@ -81,27 +81,27 @@ def test_the_parts_of_a_batch_give_the_gradient_of_the_whole(name, options, soft
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_gradients_are_those_of_finite_differences(name, options, soft):
+def test_gradients_match_finite_differences(name, options, soft):
     criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
     assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), logits.requires_grad_())
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0, 2.0])
-def test_focal_has_a_gradient_where_the_answer_is_certain(gamma):
+def test_focal_has_a_finite_gradient_where_the_prediction_is_certain(gamma):
     logits = torch.tensor([[60.0, 0.0], [0.0, 60.0]], requires_grad=True)
     Focal(gamma=gamma)(logits, torch.tensor([0, 0])).backward()
     assert logits.grad.isfinite().all()
     assert logits.grad.flatten().tolist() == pytest.approx([0, 0, -0.5, 0.5], abs=1e-9)
 
 
-def test_soft_targets_of_any_type_will_do():
+def test_soft_targets_may_have_any_float_type():
     logits, targets = batch(soft=True, dtype=torch.bfloat16)
     for name in LOSSES.names():
         one, other = (LOSSES.get(name)()(logits, targets.to(dtype)).item() for dtype in (torch.float32, torch.float16))
         assert one == pytest.approx(other, rel=1e-3)
 
 
-def test_the_default_is_that_of_torch_bit_by_bit():
+def test_the_default_loss_is_bitwise_that_of_torch():
     logits, labels = batch(soft=False, dtype=torch.float32)
     for train in (True, False):
         one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -111,7 +111,7 @@ def test_the_default_is_that_of_torch_bit_by_bit():
         assert torch.equal(loss, expected) and torch.equal(one.grad, other.grad)
 
 
-def test_weights_follow_torch_but_for_the_divisor():
+def test_class_weights_match_torch_except_for_the_divisor():
     logits, labels = batch(soft=False)
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     expected = F.cross_entropy(logits, labels, weights) * weights[labels].sum() / NUM
@@ -121,34 +121,34 @@ def test_weights_follow_torch_but_for_the_divisor():
     torch.testing.assert_close(CrossEntropy(0.1, WEIGHTS)(logits, targets), expected)
 
 
-def test_the_threshold_makes_both_parts_of_a_mixture_present():
+def test_the_threshold_makes_both_classes_of_a_mixture_positive():
     logits, targets = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.3, 0.7, 0.0]])
     for threshold, present in ((0.2, [1.0, 1.0, 0.0]), (0.5, [0.0, 1.0, 0.0])):
         expected = F.binary_cross_entropy_with_logits(logits, torch.tensor([present]))
         assert torch.equal(BinaryCrossEntropy(threshold=threshold)(logits, targets), expected)
 
 
-def configured(*words):
-    return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in words)])
+def configured(*overrides):
+    return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in overrides)])
 
 
-def test_the_config_names_the_loss_and_its_options():
+def test_the_config_selects_the_loss_and_its_options():
     assert LOSSES.names() == ["bce", "cross_entropy", "focal"]
     bce = build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.BCE_TARGET_THRESHOLD", 0.2))
     assert (type(bce), bce.threshold, bce.sum_classes, bce.weights) == (BinaryCrossEntropy, 0.2, True, None)
-    words = ("LOSS.NAME", "focal", "LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
-    focal = build_loss(configured(*words))
+    overrides = ("LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
+    focal = build_loss(configured("LOSS.NAME", "focal", *overrides))
     assert (type(focal), focal.gamma, focal.smoothing, focal.weights.tolist()) == (Focal, 3.0, 0.1, [1, 2, 0])
 
 
-def test_evaluation_is_plain_cross_entropy_whatever_trains():
-    words = ("LOSS.NAME", "focal", "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1, 2, 0]")
-    plain = build_loss(configured(*words), train=False)
+def test_the_evaluation_loss_is_plain_cross_entropy_for_any_training_loss():
+    overrides = ("LOSS.NAME", "focal", "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1, 2, 0]")
+    plain = build_loss(configured(*overrides), train=False)
     assert (type(plain), plain.smoothing, plain.weights) == (CrossEntropy, 0.0, None)
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("overrides", "parts"),
     [
         (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
         (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
@@ -169,9 +169,9 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains():
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_the_run(words, parts):
+def test_invalid_loss_options_are_reported_before_the_run(overrides, parts):
     with pytest.raises(ConfigError) as raised:
-        configured(*words)
+        configured(*overrides)
     assert len(raised.value.problems) == 1
     assert all(part in str(raised.value) for part in parts), raised.value
 
@@ -185,22 +185,23 @@ def test_a_run_trains_with_its_loss_and_evaluates_with_cross_entropy(small_cfg, 
     cfg = small_cfg("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.LABEL_SMOOTHING", 0.1)
     train_model(cfg)
     trained, evaluated = (records(tmp_path / "out", kind) for kind in ("train", "eval"))
-    # Three yes-or-no questions of a new model cost more than one choice among three.
+    # At initialization, the sum of three binary cross-entropies exceeds the cross-entropy of three classes.
     assert trained[0]["loss"] > 1.7
     assert len(evaluated) == 2 and evaluated[0]["loss"] < 1.7
-    # The last epoch's weights under a config that knows nothing of the loss they were trained with.
+    # The weights of the last epoch, with a config that has the default loss.
     last = sorted((tmp_path / "out" / "checkpoints").glob("*.pth.tar"))[-1]
     plain = load_cfg(None, small_options(cfg.TRAIN.DATASET, tmp_path / "test", "MODEL.WEIGHTS", last))
     assert evaluate_run(plain)["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
-    # And under the one that does.
+    # The same weights, with a config that has another loss.
     known = small_options(cfg.TRAIN.DATASET, tmp_path / "known", "MODEL.WEIGHTS", last, "LOSS.NAME", "focal")
     assert evaluate_run(load_cfg(None, known))["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
 
 
-def test_weights_give_the_same_run_however_a_batch_is_divided(image_folder, tmp_path):
-    words = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
-             "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
+def test_class_weights_give_the_same_run_for_any_number_of_micro_batches(image_folder, tmp_path):
+    overrides = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
+                 "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
     for size in (24, 6):
-        train_model(load_cfg(None, small_options(image_folder, tmp_path / str(size), *words, "TRAIN.BATCH_SIZE", size)))
+        options = small_options(image_folder, tmp_path / str(size), *overrides, "TRAIN.BATCH_SIZE", size)
+        train_model(load_cfg(None, options))
     whole, parts = (records(tmp_path / size, "train") for size in ("24", "6"))
     assert [entry["loss"] for entry in parts] == pytest.approx([entry["loss"] for entry in whole], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Counters and reductions."""
+"""Metrics and their accumulation, against naive implementations and torchmetrics."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,8 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.tasks.metrics import (
-    Meter,
-    StepOutput,
-    average_precisions,
-    build_metrics,
-    hard_labels,
-    scaled_all_reduce,
-)
+from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import StepOutput, average_precisions, build_metrics, hard_labels
 
 CPU = torch.device("cpu")
 
@@ -33,7 +27,7 @@ def multilabel_meter(num_classes: int) -> Meter:
 
 
 def add(meter: Meter, loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
-    """Add a batch as the tasks do."""
+    """Add a batch like the classification tasks."""
     is_multilabel = bool(meter._score_metrics)
     targets = targets.ge(0.5).to(torch.uint8) if is_multilabel else hard_labels(targets)
     meter.update(StepOutput(loss, logits, targets))
@@ -46,8 +40,8 @@ def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.nn.functional.cross_entropy(logits, labels), logits, labels
 
 
-def by_hand(batches) -> dict:
-    """Count with a loop over single images."""
+def naive_metrics(batches) -> dict:
+    """Compute the metrics in a loop over single images."""
     count = top1 = top3 = loss = 0
     for _, logits, labels in batches:
         for row, label in zip(logits, labels, strict=True):
@@ -57,16 +51,16 @@ def by_hand(batches) -> dict:
     return {"count": count, "loss": loss / count, "top1": 100 * int(top1) / count, "topk": 100 * top3 / count}
 
 
-def test_batches_of_any_size_weigh_by_their_images():
+def test_batches_are_weighted_by_their_number_of_images():
     batches = [batch(size, size) for size in (1, 5, 64, 3)]
     meter = classification_meter(3)
     for loss, logits, labels in batches:
         add(meter, loss, logits, labels)
-    assert meter.read() == pytest.approx(by_hand(batches))
+    assert meter.read() == pytest.approx(naive_metrics(batches))
     assert meter.read()["count"] == 0
 
 
-def test_update_leaves_no_graph_behind():
+def test_update_keeps_no_autograd_graph():
     loss, logits, labels = batch(4, 0)
     logits.requires_grad_()
     meter = classification_meter(1)
@@ -77,21 +71,21 @@ def test_update_leaves_no_graph_behind():
 def read_share() -> tuple[dict, list[float]]:
     with process_group(detect_launch(), CPU, 60):
         meter = classification_meter(3)
-        for number in range(dist.rank()):  # rank 0 sees nothing
+        for number in range(dist.rank()):  # rank 0 has no images
             add(meter, *batch(3 + number, 10 * dist.rank() + number))
-        mean = scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
+        mean = dist.scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
         return meter.read(), [mean[0].item(), mean[1].sum().item()]
 
 
-def test_sums_are_reduced_before_they_are_divided():
+def test_sums_are_reduced_before_division():
     batches = [batch(3 + number, 10 * rank + number) for rank in range(3) for number in range(rank)]
     for metrics, mean in on_processes(3, read_share):
-        assert metrics == pytest.approx(by_hand(batches))
+        assert metrics == pytest.approx(naive_metrics(batches))
         assert mean == [1.0, 2.0]
 
 
-def test_everything_works_without_a_group():
-    assert scaled_all_reduce([torch.ones(1)])[0].item() == 1
+def test_collectives_work_without_a_process_group():
+    assert dist.scaled_all_reduce([torch.ones(1)])[0].item() == 1
     assert (dist.rank(), dist.world_size(), dist.is_main(), dist.backend()) == (0, 1, True, "none")
     assert dist.broadcast_object("x") == "x" and dist.gather_objects(3) == [3]
     assert dist.local_main_first(lambda: 5) == 5
@@ -114,7 +108,7 @@ def fetch_once(log) -> str:
     return "fetched"
 
 
-def test_one_process_of_a_node_fetches_and_the_others_wait(tmp_path):
+def test_local_main_first_lets_the_other_processes_wait(tmp_path):
     assert on_processes(3, fetch, tmp_path / "log") == ["fetched", "read", "read"]
 
 
@@ -128,7 +122,7 @@ def fail_first() -> str:
             return str(error)
 
 
-def test_when_the_first_fails_the_others_stop_with_its_reason():
+def test_an_error_of_the_local_main_process_reaches_the_others():
     assert on_processes(2, fail_first) == ["own error", "division by zero"]
 
 
@@ -144,7 +138,7 @@ def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
 
 
 def scored(num: int, seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores of few or many levels, so with many or few ties, and labels; the fourth class never applies."""
+    """Return scores and targets (num, 4); few levels give many ties; the fourth class has no image."""
     random = np.random.default_rng(seed)
     scores = random.integers(-levels, levels, (num, 4)).astype(np.float32) / 8
     applies = random.random((num, 4)) < [0.1, 0.5, 0.9, 0.0]
@@ -154,7 +148,7 @@ def scored(num: int, seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("num", [1, 2, 7, 100])
 @pytest.mark.parametrize("levels", [1, 4, 10**6])
-def test_average_precision_is_that_of_the_definition(num, levels, monkeypatch):
+def test_average_precision_matches_its_definition(num, levels, monkeypatch):
     for seed in range(5):
         scores, applies = scored(num, seed, levels)
         expected = [naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)]
@@ -166,30 +160,30 @@ def test_average_precision_is_that_of_the_definition(num, levels, monkeypatch):
         assert torch.equal(in_parts.nan_to_num(), found.nan_to_num())
 
 
-def test_the_order_of_images_and_of_ties_changes_no_bit():
+def test_average_precision_does_not_depend_on_the_order_of_images():
     scores, applies = map(torch.from_numpy, scored(500, 0, 4))
     order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
     one, other = average_precisions(scores, applies), average_precisions(scores[order], applies[order])
     assert torch.equal(one[:3], other[:3])
 
 
-def test_known_values_and_scores_that_are_none():
+def test_average_precision_of_known_values_and_of_nan():
     def precision(scores: list, applies: list) -> float:
         return float(average_precisions(torch.tensor([scores]).T, torch.tensor([applies]).T))
 
     assert precision([0.9, 0.8, 0.1], [1, 1, 0]) == 1
-    assert precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == pytest.approx(5 / 6)  # scikit-learn's own example
+    assert precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == pytest.approx(5 / 6)  # from scikit-learn's documentation
     assert precision([0.5] * 4, [1, 0, 0, 0]) == 0.25
     assert precision([float("nan"), 0.0, 1.0], [1, 0, 0]) == pytest.approx(1 / 3)
 
 
-def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
+def test_map_is_the_mean_over_classes_with_images_and_read_resets():
     scores, applies = scored(40, 3, 10)
     targets = torch.from_numpy(applies).float()
     meter = multilabel_meter(4)
     for part in (slice(0, 1), slice(1, 30), slice(30, 40)):
         logits = torch.from_numpy(scores[part]).clone().requires_grad_()
-        add(meter, logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 applies, 0.3 does not
+        add(meter, logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 is positive, 0.3 is not
         logits.data.zero_()  # the meter keeps a copy
     expected = np.mean([naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)])
     assert meter.read() == pytest.approx({"count": 40, "loss": (29 + 300) / 40, "map": 100 * expected})
@@ -198,8 +192,8 @@ def test_map_is_the_mean_over_classes_that_apply_and_reading_resets():
 
 
 @pytest.mark.parametrize("limit", [10**6, 100])
-def test_counters_that_were_saved_and_loaded_read_the_same(limit, monkeypatch):
-    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_SAVED", limit)
+def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
+    monkeypatch.setattr("distribuuuu.tasks.meter._MAX_SAVED", limit)
     scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
     for make in (lambda: multilabel_meter(4), lambda: classification_meter(2, 4)):
         whole, before, after, anew = make(), make(), make(), make()
@@ -220,23 +214,20 @@ def read_scores_share() -> dict:
     with process_group(detect_launch(), CPU, 60):
         meter = multilabel_meter(4)
         scores, applies = scored(41, 3, 10)
-        of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 sees nothing
+        of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 has no images
         if dist.rank():
             logits, targets = torch.from_numpy(scores[of_rank]), torch.from_numpy(applies[of_rank]).float()
             add(meter, torch.tensor(float(dist.rank())), logits, targets)
         return meter.read()
 
 
-def test_map_over_processes_is_that_of_all_images():
+def test_map_over_processes_equals_map_over_all_images():
     meter, (scores, applies) = multilabel_meter(4), scored(41, 3, 10)
     add(meter, torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
     expected = meter.read()
     results = on_processes(3, read_scores_share)
     assert [result["map"] for result in results] == [expected["map"]] * 3
     assert results[0] == pytest.approx(expected)
-
-
-# -------------------------------------------------------------------------------- against a reference
 
 
 def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor, topk: int = 3) -> float:
@@ -249,7 +240,7 @@ def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor, topk: i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_metrics_of_one_label_are_those_of_torchmetrics(seed):
+def test_metrics_of_one_label_match_torchmetrics(seed):
     reference = pytest.importorskip("torchmetrics.functional.classification")
     draw = torch.Generator().manual_seed(seed)
     logits, labels = torch.randn(300, 5, generator=draw) * 2, torch.randint(0, 5, (300,), generator=draw)
@@ -262,13 +253,13 @@ def test_metrics_of_one_label_are_those_of_torchmetrics(seed):
         "map": reference.multiclass_average_precision(logits.softmax(1), labels, 5, average="macro"),
     }
     for name, value in expected.items():
-        # A ranking by logits is one by probabilities within each class only after the softmax.
+        # Within a class, logits and softmax probabilities rank images differently; torchmetrics gets probabilities.
         scores = logits.softmax(1) if name == "map" else logits
         assert metric_value(name, scores, labels) == pytest.approx(100 * value.item(), abs=1e-3), name
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_metrics_of_several_labels_are_those_of_torchmetrics(seed):
+def test_metrics_of_several_labels_match_torchmetrics(seed):
     reference = pytest.importorskip("torchmetrics.functional.classification")
     draw = torch.Generator().manual_seed(seed)
     logits, targets = torch.randn(200, 4, generator=draw), torch.randint(0, 2, (200, 4), generator=draw)
@@ -281,18 +272,18 @@ def test_metrics_of_several_labels_are_those_of_torchmetrics(seed):
         assert metric_value(name, logits, targets.to(torch.uint8)) == pytest.approx(100 * value.item(), abs=1e-3), name
 
 
-def test_classes_that_do_not_occur_are_left_out_of_the_mean():
+def test_classes_without_images_are_excluded_from_the_mean():
     logits, labels = torch.eye(4)[[0, 0, 1, 2]], torch.tensor([0, 1, 1, 1])
     assert metric_value("macro_recall", logits, labels) == pytest.approx(100 * (1 + 1 / 3) / 2)
     assert metric_value("macro_f1", logits, labels) == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
 
 
-def test_an_empty_reading_is_not_a_number():
+def test_metrics_without_images_are_nan():
     for name in ("top1", "topk", "macro_recall", "macro_f1", "ece", "map"):
         meter = Meter(build_metrics("TEST.METRICS", (name,), 4, 2, multilabel=False), 4, CPU)
         assert np.isnan(meter.read()[name]), name
 
 
-def test_metrics_that_do_not_suit_the_targets_are_refused():
-    with pytest.raises(ConfigError, match="TEST.METRICS: top1, ece .*several labels per image; use .*macro_f1.*map"):
+def test_metrics_undefined_for_the_targets_are_rejected():
+    with pytest.raises(ConfigError, match="TEST.METRICS: got top1, ece; .*several labels per image: .*macro_f1.*map"):
         build_metrics("TEST.METRICS", ("top1", "ece"), 4, 2, multilabel=True)

@@ -1,0 +1,132 @@
+"""Accumulation of the loss and the metrics on the device, and their exact reduction over the processes."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed.comm import gather_rows, scaled_all_reduce
+from distribuuuu.tasks.metrics import Metric, ScoreMetric, StepOutput, SumMetric, one_hot
+
+# Logits of a process that a checkpoint stores at most, 20 MiB; with more, a resumed run starts a new accumulation.
+_MAX_SAVED = 2**22
+
+
+class NonFiniteLoss(ConfigError):
+    """The training loss is infinite or NaN; raised by every process at the same read of the meter."""
+
+    on_all_processes = True
+
+    def located(self, position: str, remedy: str) -> "NonFiniteLoss":
+        """Return the error with the position in the run and a remedy besides a lower learning rate."""
+        return NonFiniteLoss(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
+
+
+def check_finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the values that a meter has read, unchanged.
+
+    Raises:
+        NonFiniteLoss: the mean loss is infinite or NaN.
+    """
+    if not math.isfinite(metrics["loss"]):
+        raise NonFiniteLoss(f"the training loss is {metrics['loss']}")
+    return metrics
+
+
+class Meter:
+    """Number of images, mean loss and metrics over all batches since the last read.
+
+    All sums are in one tensor on the device: `update` does not synchronize, and `read` needs one collective for them.
+    Sums are added over the processes before they are divided, so every image has the same weight.
+
+    Args:
+        metrics: metrics by name.
+        num_classes: columns of the logits.
+        device: the device of the batches.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], num_classes: int, device: torch.device):
+        self._sum_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, SumMetric)}
+        self._score_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, ScoreMetric)}
+        self._names = list(metrics)
+        sizes = [math.prod(metric.shape) for metric in self._sum_metrics.values()]
+        # MPS has no float64; a float32 sum is exact for counts below 2^24.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = torch.zeros(2 + sum(sizes), dtype=dtype, device=device)
+        self._count, self._loss = self._sums[:2].unbind()
+        views = self._sums[2:].split(sizes) if sizes else ()
+        self._views = [view.view(metric.shape) for view, metric in zip(views, self._sum_metrics.values(), strict=True)]
+        no_scores = torch.empty(0, num_classes, device=device)
+        self._no_scores = no_scores, no_scores.to(torch.uint8)
+        self._scores = [self._no_scores]
+
+    @torch.no_grad()
+    def update(self, output: StepOutput) -> None:
+        """Add one batch."""
+        self._count += output.num_images
+        self._loss.add_(output.loss.detach(), alpha=output.num_images)
+        for metric, sums in zip(self._sum_metrics.values(), self._views, strict=True):
+            sums.add_(metric.batch_sums(output))
+        if self._score_metrics:
+            # Copy: a compiled model may write its next logits to the same memory.
+            logits = output.logits.detach().to(torch.float32, copy=True)
+            self._scores.append((logits, one_hot(output.targets, logits.shape[1])))
+
+    def read(self) -> dict[str, float]:
+        """Return count, loss and metrics over all processes, and reset. Every process must call it."""
+        sums, scores = self._sums.clone(), self._scores
+        self._sums.zero_()
+        self._scores = [self._no_scores]
+        scaled_all_reduce([sums], scale=1.0)
+        sums = sums.cpu()
+        count, loss = sums[:2].tolist()
+        values = self._read_sums(sums[2:], count)
+        if self._score_metrics:
+            logits, targets = (gather_rows(torch.cat(parts)) for parts in zip(*scores, strict=True))
+            values |= {name: metric.value(logits, targets) for name, metric in self._score_metrics.items()}
+        # The two divisions round differently; both are kept, so that recorded results stay bitwise the same.
+        mean_loss = loss / (count or math.nan) if self._score_metrics else loss * (1 / (count or math.nan))
+        return {"count": int(count), "loss": mean_loss, **{name: values[name] for name in self._names}}
+
+    def _read_sums(self, sums: torch.Tensor, count: float) -> dict[str, float]:
+        values, start = {}, 0
+        for name, metric in self._sum_metrics.items():
+            end = start + math.prod(metric.shape)
+            values[name] = metric.value(sums[start:end].view(metric.shape), count)
+            start = end
+        return values
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the sums and logits of this process since the last read; zeros if the logits exceed `_MAX_SAVED`."""
+        if not self._score_metrics:
+            return {"sums": self._sums.cpu()}
+        is_small = sum(logits.numel() for logits, _ in self._scores) <= _MAX_SAVED
+        sums, parts = (self._sums, self._scores) if is_small else (torch.zeros_like(self._sums), [self._no_scores])
+        logits, targets = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        return {"sums": sums.cpu(), "scores": logits, "applies": targets}
+
+    def load_state_dict(self, states: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Replace the accumulated values by the sum of the states of some processes; without states, by zeros.
+
+        States of other metrics or other classes are ignored.
+        """
+        self._sums.zero_()
+        self._scores = [self._no_scores]
+        empty = self.state_dict()
+        for state in states:
+            if not _is_compatible(state, empty):
+                continue
+            self._sums += state["sums"].to(self._sums)
+            if self._score_metrics:
+                device = self._sums.device
+                self._scores.append((state["scores"].to(device), state["applies"].to(device)))
+
+
+def _is_compatible(state: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+    """Return whether a saved state has the names, types and shapes (except the number of rows) of a meter's own."""
+    return state.keys() == own.keys() and all(
+        isinstance(state[name], torch.Tensor) and state[name].dtype == value.dtype
+        and (state[name].dim(), state[name].shape[-1:]) == (value.dim(), value.shape[-1:])
+        for name, value in own.items()
+    )  # fmt: skip
