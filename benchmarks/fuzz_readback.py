@@ -34,9 +34,9 @@ from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.data.packing.writer import PackWriter, Record, find_conflicts
+from distribuuuu.report.record_files import drop_records_after
 from distribuuuu.report.results import read_results
 from distribuuuu.report.tables import Run, format_table, group_runs, make_row
-from distribuuuu.report.writers import drop_records_after
 
 ODD_VALUES = [
     None,

@@ -16,13 +16,13 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import marked
-from distribuuuu.engine.description import describe_end, describe_model
 from distribuuuu.engine.dry_run import dry_run_evaluation
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run import Run
+from distribuuuu.engine.run_description import describe_end, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
 from distribuuuu.engine.setup import (
     Training,

@@ -13,7 +13,7 @@ from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import BackgroundWriter, CheckpointManager, find_nonfinite, snapshot
-from distribuuuu.report.writers import RecordFile
+from distribuuuu.report.record_files import RecordFile
 
 if sys.platform != "linux":
     pytest.skip("limits the files of another process", allow_module_level=True)

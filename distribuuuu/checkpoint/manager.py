@@ -1,12 +1,14 @@
-"""Checkpoint manager: saves in the background, finds the newest valid checkpoint, removes old ones."""
+"""Checkpoint manager: best weights, saving in the background, finding the newest valid one, removal."""
 
 import contextlib
 import logging
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +30,28 @@ LAST_RETRIES_S = 10.0
 WARN_EVERY_S = 30.0
 
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
+
+
+@dataclass
+class Best:
+    """The best evaluation so far: the value of the first metric, and the epoch, from 0.
+
+    The epoch is -1 before the first evaluation, and in checkpoints of the 2021 distribuuuu, which did not record it.
+    """
+
+    value: float = 0.0
+    epoch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
+
+    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
+        """Record an evaluation if it is the best; return whether it is."""
+        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
+        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
+        if is_best:
+            self.value, self.epoch = value, epoch
+        return is_best
 
 
 class TrainingState(Protocol):

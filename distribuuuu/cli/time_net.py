@@ -23,9 +23,9 @@ from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import mark_position
-from distribuuuu.engine.description import describe_model
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.run_description import describe_model
 from distribuuuu.engine.setup import build_training, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr

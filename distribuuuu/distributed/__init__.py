@@ -6,6 +6,6 @@
 - fsdp.py: DIST.SHARD fsdp: weights, gradients and optimizer state sharded, gradients reduce-scattered
 - zero1.py: DIST.SHARD zero1: optimizer state sharded
 - sync_batchnorm.py: batch norm statistics over all processes
-- activation_checkpoint.py, blocks.py: recompute the activations of repeated blocks
+- activation_checkpoint.py, model_blocks.py: recompute the activations of repeated blocks
 - watchdog.py, watchdog_server.py: end all processes after one has died, failed or stalled
 """

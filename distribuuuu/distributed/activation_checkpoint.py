@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.distributed.blocks import find_blocks
+from distribuuuu.distributed.model_blocks import find_blocks
 
 
 def recompute_blocks(model: nn.Module) -> int:

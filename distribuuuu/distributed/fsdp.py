@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.blocks import find_blocks
+from distribuuuu.distributed.model_blocks import find_blocks
 
 logger = logging.getLogger(__name__)
 

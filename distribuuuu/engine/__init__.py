@@ -7,7 +7,7 @@
 - out_of_memory.py: out-of-memory errors that name the options to change.
 - state.py: what a checkpoint stores, and how training resumes from it.
 - evaluator.py: evaluation of every image exactly once; precise_bn.py: exact batch-norm statistics before it.
-- description.py: log lines at the start and the end of a run; run_results.py: results.json and test_results.json.
+- run_description.py: log lines at the start and the end of a run; run_results.py: results.json and test_results.json.
 - stop.py: the stop on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or after CHECKPOINT.MAX_HOURS, at the same step on every
   process. launch/signals.py receives the signals and defines the exit statuses; trainer.py saves the checkpoint.
 """

@@ -23,10 +23,10 @@ from distribuuuu.distributed.ddp import compile_model, wrap_model
 from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
-from distribuuuu.engine.description import describe_machine, describe_training
 from distribuuuu.engine.dry_run import dry_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run import Run, Training
+from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.engine.stop import StopRequest

@@ -17,7 +17,6 @@ The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, w
 """
 
 import logging
-import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
 from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
+from distribuuuu.checkpoint.manager import Best
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
@@ -41,28 +41,6 @@ from distribuuuu.report.step_timing import StepTiming
 from distribuuuu.tasks.meter import Meter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Best:
-    """The best evaluation so far: the value of the first metric, and the epoch, from 0.
-
-    The epoch is -1 before the first evaluation, and in checkpoints of the 2021 distribuuuu, which did not record it.
-    """
-
-    value: float = 0.0
-    epoch: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
-
-    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
-        """Record an evaluation if it is the best; return whether it is."""
-        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
-        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
-        if is_best:
-            self.value, self.epoch = value, epoch
-        return is_best
 
 
 @dataclass

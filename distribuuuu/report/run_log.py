@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from distribuuuu.distributed import comm as dist
+from distribuuuu.report.record_files import EventFile, RecordFile, drop_records_after
 from distribuuuu.report.step_timing import MAX_DATA_FRACTION, StepTiming
-from distribuuuu.report.writers import EventFile, RecordFile, drop_records_after
 
 logger = logging.getLogger("distribuuuu")
 # Logger of the table of steps; a terminal shows a progress bar instead.

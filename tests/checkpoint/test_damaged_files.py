@@ -33,8 +33,8 @@ from distribuuuu.engine.setup import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.report.record_files import drop_records_after
 from distribuuuu.report.results import read_results
-from distribuuuu.report.writers import drop_records_after
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

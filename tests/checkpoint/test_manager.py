@@ -14,10 +14,10 @@ from torch import nn
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.manager import Best, CheckpointManager, checkpoint_name
 from distribuuuu.config import load_cfg
 from distribuuuu.config.atomic_file import replacing
-from distribuuuu.engine.state import Best, TrainState, list_changes
+from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.optim.optimizer import build_optimizer
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed.activation_checkpoint import recompute_blocks
-from distribuuuu.distributed.blocks import find_blocks
+from distribuuuu.distributed.model_blocks import find_blocks
 from distribuuuu.models import build_model
 from distribuuuu.trainer import train_model
 

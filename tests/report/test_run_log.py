@@ -14,10 +14,10 @@ import pytest
 from support.processes import on_processes
 from support.runs import ROOT, small_options
 
+from distribuuuu.checkpoint.manager import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader
-from distribuuuu.engine.state import Best
 from distribuuuu.report import run_log as log
 from distribuuuu.trainer import train_model
 
