@@ -110,10 +110,10 @@ def train_step(training: Training, batches: Iterator, step: int) -> None:
     training.state.precision.step(training.state.optimizer, training.clip)
 
 
-def compute_gradients(training: Training, batches: Iterator, step: int, sync: bool = True) -> None:
+def compute_gradients(training: Training, batches: Iterator, step: int, all_reduce: bool = True) -> None:
     """Compute the gradients of a global batch, micro-batch by micro-batch.
 
-    They are averaged over the processes with the last micro-batch; without `sync`, each process keeps its own.
+    They are averaged over the processes with the last micro-batch; without `all_reduce`, each process keeps its own.
     """
     task, state, plan = training.task, training.state, training.train_loader.plan
     state.optimizer.zero_grad()
@@ -122,7 +122,7 @@ def compute_gradients(training: Training, batches: Iterator, step: int, sync: bo
         key = StepKey(state.stream_seed, state.epoch, step, micro)
         seed_step(derive_seed(*key, dist.rank()), images.device)
         is_last = micro + 1 == plan.accum_steps
-        with without_gradient_sync(training.model, not (is_last and sync)):
+        with without_gradient_sync(training.model, not (is_last and all_reduce)):
             output = task.train_step(training.model, images, targets, key)
             state.precision.backward(output.loss / plan.accum_steps)
         state.meter.update(output)
