@@ -24,7 +24,7 @@ class Config(CfgNode):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value other than a default was set: option -> 'FILE:LINE' or 'command line'."""
+        """The origin of each value that is not a default: option -> 'FILE:LINE' or 'command line'."""
         return self.__dict__.setdefault("_origins", {})
 
     def dump(self, **options: Any) -> str:

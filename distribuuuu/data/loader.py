@@ -168,7 +168,7 @@ class TrainLoader(Loader):
 
     @property
     def plan(self) -> BatchPlan:
-        """How a step is divided into processes and micro-batches."""
+        """The division of a step into processes and micro-batches."""
         return self.sampler.plan
 
     @property

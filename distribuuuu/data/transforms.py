@@ -162,7 +162,7 @@ def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "
     """Return uint8 (..., C, height, width), "bilinear" or "bicubic", with antialiasing."""
     if tuple(pixels.shape[-2:]) == (height, width):
         return pixels
-    # The batch is made of (H, W, C); otherwise torch does not see that channels are adjacent, and takes 1.6 x as long.
+    # The batch is built as (H, W, C): only then torch uses the adjacent channels; otherwise it takes 1.6 times as long.
     batch = pixels if pixels.ndim == 4 else pixels.movedim(0, -1).unsqueeze(0).movedim(-1, 1)
     if batch.device.type == "cpu":
         resized = interpolate(batch, (height, width), mode=interpolation, antialias=True)

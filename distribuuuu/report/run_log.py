@@ -149,7 +149,7 @@ def progress(items: Iterable, label: str, total: int | None = None, initial: int
 
 
 class SizedIterable(Protocol):
-    """What can be counted and iterated over, such as a loader."""
+    """An iterable with a length, such as a loader."""
 
     def __len__(self) -> int: ...
 
@@ -296,7 +296,7 @@ class RunLog:
 
     @property
     def has_tensorboard(self) -> bool:
-        """Whether this process writes TensorBoard events."""
+        """True if this process writes TensorBoard events."""
         return self._events is not None
 
     def __enter__(self) -> "RunLog":

@@ -1,4 +1,4 @@
-"""What a person sees: every mistake answered with its remedy, status 2 and no traceback."""
+"""Command line: each mistake is reported with its fix, with status 2 and without a traceback."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Data: which images a step takes, what is made of them, and what happens to broken ones."""
+"""Loader: the images of a step, their transforms, and broken images."""
 
 import random
 from pathlib import Path

@@ -308,7 +308,7 @@ def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("resize_to, size", [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33), (21, 16)])
 def test_evaluation_is_torchvisions(resize_to, size):
-    """Where the crop is larger than the image too: it is padded as theirs."""
+    """A crop larger than the image is padded as in torchvision."""
     sizes, differences = random.Random(resize_to), []
     for number in range(60):
         height, width = (sizes.randint(1, 80), sizes.randint(1, 80)) if number % 2 else (

@@ -316,7 +316,7 @@ def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_pa
 
 @pytest.fixture
 def terminated(monkeypatch) -> list[int]:
-    """The processes that did not end when they were told to, within the seconds that torch waits for them."""
+    """The workers that did not exit on request within the seconds that torch waits for them."""
     found = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", lambda self: found.append(self.pid))
     return found
@@ -633,7 +633,7 @@ def test_odd_images_train_and_are_evaluated(small_cfg, tmp_path, kind, num, deco
 
 
 class Items(ImageDataset):
-    """What a list holds."""
+    """The items of a list, in order."""
 
     classes = ("all",)
 

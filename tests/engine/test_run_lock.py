@@ -85,7 +85,7 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
 
 
 def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
-    """Who ends deletes the file; another process may have opened it before and get the lock of nothing."""
+    """The lock file is deleted at the end; a process that opened it before would lock a deleted file."""
     with held(tmp_path):
         os.unlink(tmp_path / ".lock")
         with lock_out_dir(tmp_path):

@@ -1,4 +1,4 @@
-"""The environments that launchers really set, and what is made of them."""
+"""Launcher detection from the environment variables that real launchers set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run is told about its data at the start: broken files, ignored files, missing classes."""
+"""Checks of the data at the start: broken files, ignored files, missing classes."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Images of several classes: what a CSV may say, what is told of a wrong one, and runs that are judged by map."""
+"""Multi-label data: valid and invalid CSV files, and runs that are evaluated by mean average precision."""
 
 import json
 import pickle
