@@ -284,9 +284,9 @@ def test_the_readme_is_short_and_names_every_package():
 
 
 def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
-    told = int(re.search(r"about ([\d,]+) lines", README)[1].replace(",", ""))
+    claimed = int(re.search(r"about ([\d,]+) lines", README)[1].replace(",", ""))
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "distribuuuu").rglob("*.py"))
-    assert abs(told - lines) <= 0.05 * lines, f"distribuuuu has {lines} lines"
+    assert abs(claimed - lines) <= 0.05 * lines, f"distribuuuu has {lines} lines"
     lessons = re.findall(r"^\| \d+ \|", (ROOT / "tutorial" / "README.md").read_text(), re.MULTILINE)
     assert f"{len(lessons)} self-contained lessons" in README
     assert f"{len(list((ROOT / 'configs' / 'imagenet').iterdir()))}\nImageNet configs" in README

@@ -113,6 +113,17 @@ def test_files_and_functions_are_short():
     assert statistics.median(lengths.values()) <= 12
 
 
+# What a fork does not read: the commands, packing, and the reports that are made after a run.
+NOT_CORE = ("cli/*", "data/packing/*", "report/results.py", "report/tables.py", "report/environment.py")
+MAX_CORE_LINES = 14_100
+
+
+def test_the_core_does_not_grow():
+    core = [path for path in MODULES if not any(path.relative_to(PACKAGE).match(pattern) for pattern in NOT_CORE)]
+    num_lines = sum(len(path.read_text().splitlines()) for path in core)
+    assert num_lines <= MAX_CORE_LINES, f"the core has {num_lines} lines: delete something, or say a thing once"
+
+
 def test_no_small_file_serves_one_other_file_alone():
     importers = {
         module_of(path): [other for other in MODULES if module_of(path) in imports_of(other)] for path in MODULES

@@ -77,7 +77,7 @@ def test_a_broken_image_in_a_worker(tmp_path):
     assert done.returncode == 2 and "b/003.jpg" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_two_mistakes_of_different_kinds_are_told_together(image_folder, tmp_path):
+def test_two_mistakes_of_different_kinds_are_reported_together(image_folder, tmp_path):
     words = [*small_options(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
     done = run_tool("train_net.py", *words)
     assert "TRAIN.FOO" in done.stderr and "no folder 'nowhere'" in done.stderr
@@ -144,7 +144,7 @@ def test_a_flag_of_another_framework_is_answered_with_its_key(words, meant):
     assert f"; did you mean {meant}" in problem
 
 
-def test_every_unknown_flag_and_every_other_problem_is_told_at_once(tmp_path):
+def test_every_unknown_flag_and_every_other_problem_is_reported_at_once(tmp_path):
     words = ["--lr", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
     problems = problems_of(*words, "--dump-config")
     assert [problem.split(";")[0] for problem in problems] == [

@@ -119,7 +119,7 @@ def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):
     keep_all()
 
 
-def test_wrong_names_are_told_without_torch_and_all_at_once(image_folder, tmp_path):
+def test_wrong_names_are_reported_without_torch_and_all_at_once(image_folder, tmp_path):
     keep_all()
     cfg = load_cfg(None, ["OPTIM.NAME", "adamv"])
     with pytest.raises(ConfigError, match="unknown optimizer 'adamv'"):

@@ -371,7 +371,7 @@ def test_bicubic_is_torchvisions_and_near_pils():
             assert difference(expected, tensor_of(image.resize(size[::-1], Image.Resampling.BICUBIC))) <= 0.3
 
 
-def test_each_transform_resizes_as_it_is_told():
+def test_each_transform_resizes_as_it_is_reported():
     image = scene(90, 120)
     box = random_resized_box(_after_flip(3), 90, 120, SCALE)
     part = tensor_of(image)[:, box.top : box.top + box.height, box.left : box.left + box.width]

@@ -78,7 +78,7 @@ def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -
     return asked
 
 
-def test_nccl_is_told_its_device_and_has_it_alone(monkeypatch):
+def test_nccl_is_reported_its_device_and_has_it_alone(monkeypatch):
     asked = enter(monkeypatch, "auto", shard="fsdp")
     assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
     assert asked["refused"][2] == "GPU 0000"

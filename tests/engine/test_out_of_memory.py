@@ -46,7 +46,7 @@ def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_fold
     assert CPU_SAID in done.stderr
     assert (tmp_path / "out" / "train.log").read_text().count("out of memory") == 1
     newest = CheckpointManager(tmp_path / "out").find_latest()
-    if words[0] == "--nproc":  # the main process, told to end, gives its save two seconds
+    if words[0] == "--nproc":  # the main process, asked to end, gives its save two seconds
         assert newest.name in ("ckpt_ep_000_step_000001.pth.tar", "ckpt_ep_000_step_000002.pth.tar")
     else:
         assert newest.name == "ckpt_ep_000_step_000002.pth.tar", "a save that was under way is whole"

@@ -67,7 +67,7 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
 
 
 def test_where_only_the_images_tell_they_are_read(monkeypatch):
-    class Told(ImageDataset):
+    class Counted(ImageDataset):
         @classmethod
         def from_cfg(cls, cfg, train):
             images = cls()
@@ -75,8 +75,8 @@ def test_where_only_the_images_tell_they_are_read(monkeypatch):
             return images
 
     DATASETS.get("dummy")
-    monkeypatch.setitem(DATASETS._table, "told", Told)
-    assert ask_the_data("DATA.NAME", "told").MODEL.NUM_CLASSES == 4
+    monkeypatch.setitem(DATASETS._table, "counted", Counted)
+    assert ask_the_data("DATA.NAME", "counted").MODEL.NUM_CLASSES == 4
 
 
 @pytest.mark.parametrize("words", [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]])
@@ -85,7 +85,7 @@ def test_dummy_images_have_no_classes_of_their_own(words):
         resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
 
 
-def test_what_contradicts_the_number_found_is_told(image_folder):
+def test_a_conflict_with_the_number_found_is_reported(image_folder):
     words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(image_folder), "LOSS.CLASS_WEIGHTS", "[1, 2]"]
     cfg = load_cfg(None, words)
     (problem,) = run_problems(cfg, train=True)
@@ -95,14 +95,14 @@ def test_what_contradicts_the_number_found_is_told(image_folder):
     assert run_problems(load_cfg(None, [*words[:-1], "[1, 2, 3]"]), train=True) == []
 
 
-def test_a_missing_folder_is_told_as_ever(tmp_path):
+def test_a_missing_folder_is_reported_as_before(tmp_path):
     words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(tmp_path / "no")]
     problems = run_problems(load_cfg(None, words), train=True)
     assert [problem.partition(" ")[0] for problem in problems] == ["TRAIN.DATASET", "TEST.DATASET"]
 
 
 @pytest.mark.slow
-def test_the_tools_train_and_evaluate_without_being_told_the_number(image_folder, tmp_path):
+def test_the_tools_train_and_evaluate_without_a_given_number_of_classes(image_folder, tmp_path):
     words = small_options(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
     done = run_tool("train_net.py", *words)
     assert done.returncode == 0, done.stderr
@@ -149,7 +149,7 @@ def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_p
     assert run_problems(cfg, train=True, nproc=1) == []
 
 
-def test_an_odd_number_to_mix_in_pairs_is_told_before_the_start(image_folder, tmp_path):
+def test_an_odd_number_to_mix_in_pairs_is_reported_before_the_start(image_folder, tmp_path):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])
     assert run_problems(cfg, train=True, nproc=3) == []
@@ -170,21 +170,21 @@ def problems_of(*words, train=True, nproc=None) -> list[str]:
     return run_problems(load_cfg(None, [str(word) for word in words]), train, nproc)
 
 
-def test_a_folder_that_takes_no_file_is_told_whoever_asks(image_folder):
+def test_a_folder_that_takes_no_file_is_reported_to_any_user(image_folder):
     """Also root, who may write anywhere but into a file system that is read-only."""
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
     (problem,) = problems_of(*words, "OUT_DIR", "/proc/out")
     assert problem.startswith("OUT_DIR (command line): /proc cannot be written to: ")
 
 
-def test_a_file_in_the_place_of_the_checkpoints_is_told_before_training(image_folder, tmp_path):
+def test_a_file_in_the_place_of_the_checkpoints_is_reported_before_training(image_folder, tmp_path):
     (tmp_path / "checkpoints").touch()
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*words)
     assert problem.endswith(f"{tmp_path}/checkpoints is a file, not a folder")
 
 
-def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
+def test_an_evaluation_without_weights_is_reported(image_folder, tmp_path):
     words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*words, train=False)
     assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar does not exist; fix: ")
@@ -195,7 +195,7 @@ def test_an_evaluation_without_weights_is_told(image_folder, tmp_path):
     assert problems_of(*words, train=False) == []
 
 
-def test_a_step_of_more_images_than_there_are_is_told(image_folder, tmp_path):
+def test_a_step_of_more_images_than_there_are_is_reported(image_folder, tmp_path):
     own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
     (problem,) = problems_of(*own, "TRAIN.BATCH_SIZE", 25, nproc=2)
     assert problem.startswith("TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ")

@@ -58,7 +58,7 @@ def held(out_dir: Path, seconds: float = 60):
         process.join()
 
 
-def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
+def test_a_second_run_is_refused_and_names_the_owner_of_the_folder(tmp_path):
     with held(tmp_path) as holder, pytest.raises(OutDirLocked) as refused, lock_out_dir(tmp_path):
         pass
     for part in (socket.gethostname(), f"pid {holder.pid},", "started 20", "set another OUT_DIR"):

@@ -204,7 +204,7 @@ def test_an_exception_of_the_first_process_is_announced_by_another(image_folder,
         assert text.rstrip().endswith("ArithmeticError: the flux has run out")
 
 
-def test_a_broken_image_on_one_process_is_told_once_without_a_traceback(image_folder, tmp_path):
+def test_a_broken_image_on_one_process_is_reported_once_without_a_traceback(image_folder, tmp_path):
     root = tmp_path / "images"
     draw_folder(root, "train", {"ant": 8, "bee": 8, "cat": 8})
     draw_folder(root, "val", {"ant": 4, "bee": 4, "cat": 4})

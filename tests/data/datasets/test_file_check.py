@@ -79,7 +79,7 @@ BREAK = {
 
 
 @pytest.mark.parametrize("how", BREAK)
-def test_a_broken_evaluation_image_is_told_before_the_first_epoch(root, how):
+def test_a_broken_evaluation_image_is_reported_before_the_first_epoch(root, how):
     spoil, said = BREAK[how]
     path = root / JPEG_NAME
     path.write_bytes(spoil(path.read_bytes()))
@@ -109,7 +109,7 @@ def test_a_file_with_bytes_after_its_end_is_decoded_and_passes(root):
     assert load(root).notes == []
 
 
-def test_an_empty_training_image_is_told_at_the_start(root):
+def test_an_empty_training_image_is_reported_at_the_start(root):
     (root / "train/bee/003.jpg").write_bytes(b"")
     message = refusal(root, True)
     assert f"TRAIN.DATASET: 1 of 15 images are broken: {root}/train/bee/003.jpg: the file is empty" in message
@@ -233,7 +233,7 @@ def test_the_images_of_a_csv_are_checked_too(tmp_path, looks):
 # ------------------------------------------------------------------- what is ignored, and odd classes
 
 
-def test_files_of_other_types_are_counted_and_told_at_every_start(root, caplog):
+def test_files_of_other_types_are_counted_and_reported_at_every_start(root, caplog):
     for name in ("ant/a.gif", "ant/b.GIF", "bee/deep/c.heic", "cat/notes", "cat/d.tar.gz", "cat/001.jpg.part"):
         (root / "train" / name).parent.mkdir(exist_ok=True)
         (root / "train" / name).write_bytes(b"x")
@@ -248,7 +248,7 @@ def test_files_of_other_types_are_counted_and_told_at_every_start(root, caplog):
     assert first.notes == second.notes == [said] and len(first.images) == 15
 
 
-def test_images_beside_the_class_folders_are_told(root):
+def test_images_beside_the_class_folders_are_reported(root):
     (root / "train/ant/000.jpg").rename(root / "train/x.jpg")
     (root / "train/README.md").write_text("x")
     assert "1 images are outside the class folders and are ignored" in load(root, True).notes[0]
@@ -275,7 +275,7 @@ def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root, capsys)
     assert "class folders without an image: ant" in str(find_run_problems(cfg, train=True)[0])
 
 
-def test_classes_without_evaluation_images_are_told(root, tmp_path):
+def test_classes_without_evaluation_images_are_reported(root, tmp_path):
     for path in root.glob("val/bee/*"):
         path.unlink()
     (root / "val/bee").rmdir()
@@ -295,7 +295,7 @@ def test_one_class_alone_and_classes_of_one_image(tmp_path):
     assert loader.notes == [] and len(list(loader.batches_from(0, 0, 0))) == 1
 
 
-def test_class_folders_that_differ_only_by_case_are_told(tmp_path):
+def test_class_folders_that_differ_only_by_case_are_reported(tmp_path):
     draw_folder(tmp_path, "train", {"Cat": 1, "cat": 1, "dog": 1})
     note = load(tmp_path, True, "TRAIN.BATCH_SIZE", 1).notes[0]
     assert "class folders differ only by case: Cat and cat; each counts as a separate class" in note
@@ -308,9 +308,9 @@ def problems(root, tmp_path, *words) -> str:
 
 def test_class_folders_without_a_split_are_recognised(tmp_path):
     draw_folder(tmp_path, "data", {"ant": 2, "bee": 2})
-    told = problems(tmp_path / "data", tmp_path)
-    assert "TRAIN.SPLIT" in told and "TEST.SPLIT" in told
-    assert "these look like class folders: ant, bee; split them into train/ and val/" in told
+    message = problems(tmp_path / "data", tmp_path)
+    assert "TRAIN.SPLIT" in message and "TEST.SPLIT" in message
+    assert "these look like class folders: ant, bee; split them into train/ and val/" in message
     (tmp_path / "data").rename(tmp_path / "train")
     assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in problems(tmp_path / "train", tmp_path)
     draw_folder(tmp_path / "other", "training", {"ant": 1})
@@ -318,7 +318,7 @@ def test_class_folders_without_a_split_are_recognised(tmp_path):
 
 
 @pytest.mark.parametrize("closed", ["", "train", "train/bee"])
-def test_folders_that_cannot_be_listed_are_told_by_name(root, tmp_path, monkeypatch, closed):
+def test_folders_that_cannot_be_listed_are_reported_by_name(root, tmp_path, monkeypatch, closed):
     scandir = os.scandir
 
     def refuse(path="."):
@@ -327,13 +327,13 @@ def test_folders_that_cannot_be_listed_are_told_by_name(root, tmp_path, monkeypa
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    told = problems(root, tmp_path)
-    assert "Permission denied" in told and str(root / closed.removesuffix("/bee")) in told
-    assert (told.count("bee (Permission denied)") == 1) == (closed == "train/bee")
+    message = problems(root, tmp_path)
+    assert "Permission denied" in message and str(root / closed.removesuffix("/bee")) in message
+    assert (message.count("bee (Permission denied)") == 1) == (closed == "train/bee")
     assert len(ImageFolder(root, "train")) == {"": 15, "train": 0, "train/bee": 10}[closed]
 
 
-def test_links_in_circles_are_told_and_crash_nothing(root, tmp_path):
+def test_links_in_circles_are_reported_and_crash_nothing(root, tmp_path):
     (tmp_path / "round").symlink_to("round")
     assert "Too many levels of symbolic links" in problems(tmp_path / "round", tmp_path)
     (root / "train/bee/up").symlink_to(root / "train")

@@ -119,7 +119,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_csv_is_told_before_the_start(small_cfg, tmp_path, message):
+def test_a_wrong_csv_is_reported_before_the_start(small_cfg, tmp_path, message):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jpg").touch()
     (tmp_path / "train.csv").write_text(WRONG[message], encoding="utf-8", errors="surrogateescape")
@@ -128,29 +128,29 @@ def test_a_wrong_csv_is_told_before_the_start(small_cfg, tmp_path, message):
     assert any(f": {tmp_path / 'train.csv'} {message}" in str(problem) for problem in problems), problems
 
 
-def test_all_problems_are_told_at_once_and_near_names(image_folder, tmp_path):
+def test_all_problems_are_reported_at_once_and_near_names(image_folder, tmp_path):
     (tmp_path / "a.jpg").touch()
     write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", "a.jpg,horse", "none.jpg,horse"])
     write_csv(tmp_path / "val.csv", ["a.jpg,zebra", "b.jpg,zbra;horse", "c.jpg,zbra"])
     done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", *words_of(tmp_path)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for told in ("train.csv names an image again: line 3", "train.csv names images that do not exist: line 4",
+    for message in ("train.csv names an image again: line 3", "train.csv names images that do not exist: line 4",
                  "val.csv has labels that the training data lacks: line 3, 'zbra'; did you mean zebra?",
                  "val.csv names images that do not exist: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
-        assert told in done.stderr, done.stderr
+        assert message in done.stderr, done.stderr
     assert done.stderr.count("zbra") == 1 and not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="'zbra'; did you mean zebra"):
         Multilabel(tmp_path / "val.csv", ("horse", "zebra"))
 
 
-def test_missing_files_and_wrong_numbers_are_told(small_cfg, root, tmp_path):
-    def told(*words) -> str:
+def test_missing_files_and_wrong_numbers_are_reported(small_cfg, root, tmp_path):
+    def message_of(*words) -> str:
         return "\n".join(map(str, find_run_problems(small_cfg(*words_of(root, *words)), train=True)))
 
-    assert f"no file trian.csv in {root}; it has train, val; did you mean train?" in told("TRAIN.SPLIT", "trian")
-    assert f"no such folder: {tmp_path / 'no'}" in told("TRAIN.DATASET", tmp_path / "no")
-    assert "TEST.SPLIT: no file val.csv" in told("TEST.DATASET", tmp_path)
-    assert "MODEL.NUM_CLASSES" in told("MODEL.NUM_CLASSES", 4) and told() == ""
+    assert f"no file trian.csv in {root}; it has train, val; did you mean train?" in message_of("TRAIN.SPLIT", "trian")
+    assert f"no such folder: {tmp_path / 'no'}" in message_of("TRAIN.DATASET", tmp_path / "no")
+    assert "TEST.SPLIT: no file val.csv" in message_of("TEST.DATASET", tmp_path)
+    assert "MODEL.NUM_CLASSES" in message_of("MODEL.NUM_CLASSES", 4) and message_of() == ""
 
 
 @pytest.mark.parametrize("words", [("LOSS.NAME", "focal"), ("DATA.SAMPLING", "sqrt"),

@@ -91,7 +91,7 @@ def shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("shard-*.bin"))
 
 
-def told(problem_of, *arguments) -> str:
+def message_of(problem_of, *arguments) -> str:
     with pytest.raises(ConfigError) as error:
         problem_of(*arguments)
     return str(error.value)
@@ -194,9 +194,9 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
         cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
         assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
     assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
-    message = told(pack, tmp_path / "rotated", "--format", "raw", *source(tmp_path / "data"))
+    message = message_of(pack, tmp_path / "rotated", "--format", "raw", *source(tmp_path / "data"))
     assert "exif rotate True, now none" in message
-    assert "exif rotate none, now True" in told(
+    assert "exif rotate none, now True" in message_of(
         pack, tmp_path / "raw", "--format", "raw", "DATA.EXIF_ROTATE", "True", *source(tmp_path / "data")
     )
 
@@ -204,7 +204,7 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
 @pytest.mark.parametrize("words", [[], ["--format", "raw"], ["--quality", 80]])
 def test_images_above_max_pixels_are_not_packed(folder, tmp_path, words):
     limit = ["DATA.MAX_PIXELS", 40 * 36 - 1]
-    message = told(pack, tmp_path, *words, *limit, *source(folder))
+    message = message_of(pack, tmp_path, *words, *limit, *source(folder))
     assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
 
 
@@ -223,7 +223,7 @@ def test_a_set_without_files(pixels, tmp_path):
     for index in range(20):
         expected = Pixels().read(index)
         assert np.array_equal(packed.read(index), expected if expected.ndim == 3 else np.stack([expected] * 3, 2))
-    assert "pixels has pixels but no files" in told(pack, tmp_path / "b", *pixels)
+    assert "pixels has pixels but no files" in message_of(pack, tmp_path / "b", *pixels)
     pack(tmp_path / "b", "--quality", 90, *pixels)
     assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
 
@@ -234,7 +234,7 @@ def test_a_pack_can_be_packed_again(folder, tmp_path):
     one, other = Packed(tmp_path / "a", "train"), Packed(tmp_path / "b", "train")
     assert [bytes(one.read(i)) for i in range(14)] == [bytes(other.read(i)) for i in range(14)]
     words = ["--overwrite", "DATA.NAME", "packed", *source(tmp_path / "a")]
-    assert "is the source itself" in told(pack, tmp_path / "a", *words)
+    assert "is the source itself" in message_of(pack, tmp_path / "a", *words)
     assert Packed(tmp_path / "a", "train")
 
 
@@ -268,7 +268,7 @@ def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
     cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT = str(tmp_path / "b"), "val"
     cfg.TEST.DATASET, cfg.TEST.SPLIT = str(tmp_path / "a"), "train"
     assert "classes that the training data lacks: ant" in dict(Packed.find_problems(cfg, train=False))["TEST.SPLIT"]
-    assert "lacks: ant" in told(Packed.from_cfg, cfg, False)
+    assert "lacks: ant" in message_of(Packed.from_cfg, cfg, False)
 
 
 # ------------------------------------------------------------------------------- stopped and resumed
@@ -301,7 +301,7 @@ def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
     process, words = start_packing(out.parent, many_images(tmp_path / "data"))
     process.kill()
     process.communicate()
-    assert not (out / "index.bin").exists() and "is not finished" in told(Packed, out.parent, "train")
+    assert not (out / "index.bin").exists() and "is not finished" in message_of(Packed, out.parent, "train")
     done = run_tool("pack_dataset.py", out.parent, *words)
     assert done.returncode == 0 and "resumed after" in done.stdout, done.stderr
     pack(tmp_path / "whole", *words)
@@ -327,15 +327,15 @@ def stop_after(num_records: int, monkeypatch) -> None:
     monkeypatch.setattr(pack_writer.PackWriter, "append", append)
 
 
-def test_a_full_disk_is_told_and_loses_one_shard(folder, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, monkeypatch):
     words = ["--shard-mb", TINY_MB, *source(folder)]
     with monkeypatch.context() as patch:
         stop_after(6, patch)
-        message = told(pack, tmp_path, *words)
+        message = message_of(pack, tmp_path, *words)
     assert "No space left on device" in message and "run the same command again" in message
     left = shards(tmp_path / "train")
     assert left and all((tmp_path / "train" / name).with_suffix(".part").exists() for name in left)
-    assert "packing is not finished" in told(Packed, tmp_path, "train")
+    assert "packing is not finished" in message_of(Packed, tmp_path, "train")
     pack(tmp_path, *words)
     pack(tmp_path / "whole", *words)
     assert contents(tmp_path / "train") == contents(tmp_path / "whole" / "train")
@@ -352,8 +352,8 @@ def test_a_disk_that_is_full_for_a_side_file_or_the_index(folder, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(pack_writer, "write_arrays", write_arrays)
-        assert "No space left" in told(pack, tmp_path, "--shard-mb", TINY_MB, *source(folder))
-    assert "is not finished" in told(Packed, tmp_path, "train")
+        assert "No space left" in message_of(pack, tmp_path, "--shard-mb", TINY_MB, *source(folder))
+    assert "is not finished" in message_of(Packed, tmp_path, "train")
     pack(tmp_path, "--shard-mb", TINY_MB, *source(folder))
     assert len(Packed(tmp_path, "train")) == 14
 
@@ -362,7 +362,7 @@ def test_a_shard_without_its_whole_side_file_is_done_again(folder, tmp_path, mon
     words = ["--shard-mb", TINY_MB, *source(folder)]
     pack(tmp_path / "whole", *words)
     stop_after(9, monkeypatch)
-    told(pack, tmp_path, *words)
+    message_of(pack, tmp_path, *words)
     monkeypatch.undo()
     part = tmp_path / "train" / "shard-00001.part"
     part.write_bytes(part.read_bytes()[:-3])
@@ -373,10 +373,10 @@ def test_a_shard_without_its_whole_side_file_is_done_again(folder, tmp_path, mon
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
     pack(tmp_path, *source(folder))
     before = contents(tmp_path / "train")
-    message = told(pack, tmp_path, "--shorter-side", 18, *source(folder))
+    message = message_of(pack, tmp_path, "--shorter-side", 18, *source(folder))
     assert "shorter side none, now 18; quality none, now 90" in message and "--overwrite" in message
     shutil.copytree(folder, tmp_path / "copy")
-    assert f"now {tmp_path / 'copy'}" in told(pack, tmp_path, *source(tmp_path / "copy"))
+    assert f"now {tmp_path / 'copy'}" in message_of(pack, tmp_path, *source(tmp_path / "copy"))
     assert contents(tmp_path / "train") == before
     pack(tmp_path, "--overwrite", "--shorter-side", 18, *source(folder))
     assert decode(Packed(tmp_path, "train").read(0)).shape == (3, 18, 20)
@@ -386,13 +386,13 @@ def test_a_changed_list_of_images_is_refused(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "data")
     words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
     stop_after(9, monkeypatch)
-    told(pack, tmp_path / "out", *words)
+    message_of(pack, tmp_path / "out", *words)
     monkeypatch.undo()
     (tmp_path / "data/train/cat/004.jpg").unlink()
-    assert "images 14, now 13" in told(pack, tmp_path / "out", *words)
+    assert "images 14, now 13" in message_of(pack, tmp_path / "out", *words)
     (tmp_path / "data/train/cat/003.jpg").rename(tmp_path / "data/train/cat/005.jpg")
     shutil.copy(folder / "train/cat/004.jpg", tmp_path / "data/train/cat/006.jpg")  # as many as before
-    assert "checksum of names and labels" in told(pack, tmp_path / "out", *words)
+    assert "checksum of names and labels" in message_of(pack, tmp_path / "out", *words)
 
 
 def repaint(path: Path) -> None:
@@ -409,7 +409,7 @@ def test_shards_of_images_changed_in_place_are_packed_again(folder, tmp_path, mo
     words = ["--shard-mb", TINY_MB, "--no-check", *source(tmp_path / "data")]
     with monkeypatch.context() as patch:
         stop_after(9, patch)
-        told(pack, tmp_path / "out", *words)
+        message_of(pack, tmp_path / "out", *words)
     assert len(shards(tmp_path / "out/train")) >= 2
     repaint(tmp_path / f"data/train/{image}.jpg")
     pack(tmp_path / "out", *words)
@@ -424,13 +424,13 @@ def test_a_broken_image_that_was_mended_between_two_starts_is_packed(broken, fol
     words = [*broken, "DATA.ON_BAD_IMAGE", "skip"]
     with monkeypatch.context() as patch:
         stop_after(11, patch)
-        told(pack, tmp_path / "out", *words)
+        message_of(pack, tmp_path / "out", *words)
     shutil.copyfile(folder / "train/bee/002.jpg", tmp_path / "data/train/bee/002.jpg")
     pack(tmp_path / "out", *words)
     assert len(Packed(tmp_path / "out", "train")) == 14
 
 
-def test_a_whole_pack_of_images_that_changed_since_is_kept_and_told(folder, tmp_path, capsys):
+def test_a_whole_pack_of_images_that_changed_since_is_kept_and_reported(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "data")
     words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
     pack(tmp_path / "out", *words)
@@ -459,7 +459,7 @@ def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "data")
     other = tmp_path / "data" / "train"
     for words in ([], ["--overwrite"]):
-        assert "holds other files, e.g. ant" in told(pack, tmp_path / "data", *words, *source(folder))
+        assert "holds other files, e.g. ant" in message_of(pack, tmp_path / "data", *words, *source(folder))
     assert sorted(os.listdir(other)) == ["ant", "bee", "cat"]
 
 
@@ -469,7 +469,7 @@ def test_two_commands_do_not_write_into_one_folder(folder, tmp_path):
     (tmp_path / "train").mkdir()
     number = os.open(tmp_path / "train", os.O_RDONLY)
     fcntl.flock(number, fcntl.LOCK_EX)
-    assert "another command is packing into it" in told(pack, tmp_path, *source(folder))
+    assert "another command is packing into it" in message_of(pack, tmp_path, *source(folder))
     os.close(number)
     pack(tmp_path, *source(folder))
 
@@ -488,7 +488,7 @@ def broken(folder, tmp_path) -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_image_stops_the_packing_or_is_left_out(broken, tmp_path, capsys, workers):
-    message = told(lambda: pack(tmp_path / "out", *broken, workers=workers))
+    message = message_of(lambda: pack(tmp_path / "out", *broken, workers=workers))
     assert "broken image: " in message and "bee/002.jpg" in message and "DATA.ON_BAD_IMAGE skip" in message
     assert shards(tmp_path / "out/train"), "finished shards stay"
     pack(tmp_path / "out", *broken, "DATA.ON_BAD_IMAGE", "skip", workers=workers)
@@ -500,10 +500,10 @@ def test_a_broken_image_stops_the_packing_or_is_left_out(broken, tmp_path, capsy
 
 def test_files_that_are_not_looked_at_are_kept_as_they_are(broken, tmp_path):
     pack(tmp_path / "out", "--no-check", *broken)
-    assert "bee/002.jpg (image 7 of" in told(verify_packs, tmp_path / "out", 0)
+    assert "bee/002.jpg (image 7 of" in message_of(verify_packs, tmp_path / "out", 0)
 
 
-def test_a_worker_that_is_killed_is_told(folder, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_reported(folder, tmp_path, monkeypatch):
     parent = os.getpid()
 
     def read(self, index):
@@ -512,7 +512,7 @@ def test_a_worker_that_is_killed_is_told(folder, tmp_path, monkeypatch):
         return Path(self.describe(index)).read_bytes()
 
     monkeypatch.setattr(ImageFolder, "read", read)
-    message = told(lambda: pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), workers=2))
+    message = message_of(lambda: pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), workers=2))
     assert "a worker process was killed" in message and "fewer --workers" in message
     monkeypatch.undo()
     pack(tmp_path, "--shard-mb", TINY_MB, *source(folder))
@@ -565,20 +565,20 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     index = list(packed._columns["shard"]).index(1)
     name = packed.describe(index if how == "flipped" else list(packed._columns["shard"]).index(2) - 1)
     spoil(several, how)
-    message = told(verify_packs, several, 0)
+    message = message_of(verify_packs, several, 0)
     assert said in message
     if how in ("cut", "flipped"):
         assert f"{name}, in shard-00001.bin: " in message
     if is_read:
         assert len(Packed(several, "train")) == 14
     else:
-        assert said in told(Packed, several, "train")
+        assert said in message_of(Packed, several, "train")
 
 
 def test_a_shard_of_another_pack_is_not_read(several):
     packed = Packed(several, "train")
     spoil(several, "exchanged")
-    assert "does not belong to this pack" in told(packed.read, list(packed._columns["shard"]).index(1))
+    assert "does not belong to this pack" in message_of(packed.read, list(packed._columns["shard"]).index(1))
 
 
 def problems_of(root, num_classes=3, split="train") -> dict[str, str]:
@@ -587,7 +587,7 @@ def problems_of(root, num_classes=3, split="train") -> dict[str, str]:
     return dict(Packed.find_problems(cfg, train=True))
 
 
-def test_what_is_wrong_with_a_pack_is_told_before_the_start(several, monkeypatch):
+def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, monkeypatch):
     assert problems_of(several) == {}
     assert problems_of(several, 5)["MODEL.NUM_CLASSES"].endswith("has 3 classes; set MODEL.NUM_CLASSES 3")
     assert "did you mean out?" in problems_of(several.parent / "ot")["TRAIN.DATASET"]
