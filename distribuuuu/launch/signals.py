@@ -72,8 +72,19 @@ def end_process(status: int) -> None:
     """
     for thread in threading.enumerate():
         if thread.name == WRITER_NAME:
-            thread.join(SAVE_S)
+            _join(thread, SAVE_S)
     os._exit(status)
+
+
+def _join(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for a thread to end; `threading.enumerate` lists it just before it starts, when it cannot be joined yet."""
+    deadline = time.monotonic() + timeout_s
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        try:
+            thread.join(remaining_s)
+            return
+        except RuntimeError:
+            time.sleep(0.001)
 
 
 def is_first_process() -> bool:
