@@ -130,7 +130,7 @@ def check_cfg(cfg: Config) -> None:
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_choices, _check_ranges, _check_images, _check_sizes, _check_augmentation, _check_multilabel,
-              _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_sharding,
+              _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task, _check_sharding,
               _check_paths)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
@@ -279,6 +279,15 @@ def _check_distillation(cfg: Config) -> Iterator[Problem]:
         yield Problem("DISTILL.WEIGHTS", "is not set; set the teacher's file, or pretrained")
     if distill.WEIGHTS and not distill.TEACHER:
         yield Problem("DISTILL.TEACHER", "is not set; set the model that DISTILL.WEIGHTS belong to")
+
+
+def _check_task(cfg: Config) -> Iterator[Problem]:
+    name, multilabel = cfg.TASK.NAME, dataset_class(cfg).multilabel
+    if name in ("classification", "distillation", "multilabel") and multilabel != (name == "multilabel"):
+        labels = "several labels" if multilabel else "one label"
+        yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
+    if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
+        yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
 
 
 def _check_sharding(cfg: Config) -> Iterator[Problem]:

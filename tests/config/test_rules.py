@@ -5,6 +5,7 @@ from support.baselines import FILES
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 
 from distribuuuu.config import load_cfg
+from distribuuuu.config.errors import ConfigError
 from distribuuuu.config.rules import _USED_IF, find_unused_options
 from distribuuuu.trainer import train_model
 
@@ -76,3 +77,16 @@ def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_f
     assert "OPTIM.STEPS (command line): [1] has no effect; it needs OPTIM.LR_POLICY steps" in log
     assert log.count("has no effect") == 1
     assert f"validation data: {image_folder}/. (TEST.DATASET), training data: {image_folder}" in log
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["TASK.NAME", "multilabel"], "TASK.NAME .* got multilabel, but the data has one label per image"),
+        (["TASK.NAME", "classification", "DATA.NAME", "multilabel"], "got classification, but .* several labels"),
+        (["TASK.NAME", "distillation"], "TASK.NAME .* got distillation without a teacher"),
+    ],
+)
+def test_a_task_must_suit_the_data_and_have_its_teacher(options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cfg(None, options)
