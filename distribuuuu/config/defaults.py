@@ -214,11 +214,15 @@ _C.EMA.HALF_LIFE = 0.0
 _C.EMA.RAMP_UP = 0.1
 # Buffers of the averaged model, such as batch-norm statistics: average or copy.
 _C.EMA.BUFFERS = "average"
+# Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
+_C.EMA.EVERY_STEPS = 1
+# Epoch at which averaging starts; until its first step, updates copy the weights.
+_C.EMA.START_EPOCH = 0
 
 _C.OPTIM = CfgNode()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle).
+# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0.
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
@@ -228,7 +232,7 @@ _C.OPTIM.BASE_LR = 0.2
 _C.OPTIM.LR_SCALE = "none"
 # Images per step for which BASE_LR is given, with linear and sqrt.
 _C.OPTIM.LR_SCALE_BATCH = 256
-# Final factor of BASE_LR with cos, exp, lin and tri, 0 to 1; above 0 with exp.
+# Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
 _C.OPTIM.MIN_LR = 0.0
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
 _C.OPTIM.STEPS = ()
