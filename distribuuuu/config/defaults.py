@@ -140,8 +140,8 @@ _C.DATA.DOWNLOAD = True
 _C.DATA.CACHE_DIR = ""
 
 _C.AUG = CfgNode()
-# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment; or
-# a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
+# randaugment_big_vision; or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()

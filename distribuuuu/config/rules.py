@@ -107,8 +107,8 @@ RANGES = {
     "RNG_SEED": (0, 2**63 - 1),
 }
 
-# First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings after them.
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
+# First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "randaugment_big_vision", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight

@@ -78,6 +78,7 @@ class Ema:
 
 def build_ema(cfg, model: nn.Module) -> Ema | None:
     """Return the average with EMA.HALF_LIFE; None if it is 0."""
-    if not cfg.EMA.HALF_LIFE:
+    ema = cfg.EMA
+    if not ema.HALF_LIFE:
         return None
-    return Ema(model, **{name.lower(): value for name, value in cfg.EMA.items()})
+    return Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)
