@@ -1,7 +1,7 @@
 """Augmentation of a training image after its crop and flip: policy, color jitter, registered operations, erasing.
 
-Policies and jitter are torchvision's or timm's, one policy is big_vision's (see randaugment.py). They draw from global generators, which are seeded here from the
-random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
+Policies and jitter are torchvision's, timm's or big_vision's. They draw from global generators, which are seeded here
+from the random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
 import contextlib
