@@ -72,7 +72,7 @@ def _plain_vit(
     if mlp_head:
         hidden = nn.Linear(width, width)
         _init_lecun_normal(hidden)
-        model.head = nn.Sequential(OrderedDict(pre_logits=hidden, tanh=nn.Tanh(), fc=model.head))
+        model.add_module("head", nn.Sequential(OrderedDict(pre_logits=hidden, tanh=nn.Tanh(), fc=model.head)))
     return model
 
 
