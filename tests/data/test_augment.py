@@ -155,6 +155,7 @@ def test_no_image_is_refused_by_the_operation_that_leaves_no_bits(text):
         ("v0-m5", "'m5'; v0 takes mstdNUMBER"),
         ("rand-n40-tweights", "cannot be applied"),
         ("autoaugment-m9", "settings, which autoaugment does not take"),
+        ("randaugment_big_vision-m10", "settings, which randaugment_big_vision does not take"),
         ("none-1", "settings"),
     ],
 )
