@@ -254,6 +254,8 @@ _C.OPTIM.WEIGHT_DECAY = 5e-5
 _C.OPTIM.NORM_WEIGHT_DECAY = -1.0
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = -1.0
+# Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
+_C.OPTIM.NO_WEIGHT_DECAY = ()
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = 1.0
 # Gradient clipping: maximum norm of all gradients as one vector; 0: off.

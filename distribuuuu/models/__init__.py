@@ -23,7 +23,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.constructor import Architecture, ModelSpec, find_architecture, make_model_spec
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized_layers
-from distribuuuu.optim.param_groups import lr_multipliers
+from distribuuuu.optim.param_groups import exempt_parameters, lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -50,7 +50,8 @@ def check_model(cfg) -> None:
     """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
 
     Raises:
-        ConfigError: as `build_model`; or a pattern of FINETUNE.FREEZE or FINETUNE.LR_MULT does not match the model.
+        ConfigError: as `build_model`; or a pattern does not match the model (FINETUNE.FREEZE, FINETUNE.LR_MULT,
+            OPTIM.NO_WEIGHT_DECAY).
     """
     try:
         spec = _model_spec(cfg)
@@ -70,7 +71,9 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             find_published(arch)
     except ConfigError as error:
         yield from as_finetune_problems(error)
-    for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT)):
+    checks = ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT),
+              (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
+    for check, patterns in checks:
         try:
             if model is not None:
                 check(model, patterns)

@@ -124,10 +124,11 @@ def test_errors_say_where_the_key_was_set():
 
 def test_patterns_of_fine_tuning_are_checked_before_anything_is_built_and_all_at_once():
     words = ["FINETUNE.FREEZE", "layr1,conv1", "FINETUNE.LR_MULT.layer4.*", "2", "FINETUNE.LR_MULT.head", "9"]
-    problems = problems_of(check_model, load_cfg(None, words))
+    problems = problems_of(check_model, load_cfg(None, [*words, "OPTIM.NO_WEIGHT_DECAY", "*norm*"]))
     assert [problem.partition(": ")[0] for problem in problems] == [
         "FINETUNE.FREEZE (command line)",
         "FINETUNE.LR_MULT.head (command line)",
+        "OPTIM.NO_WEIGHT_DECAY (command line)",
     ]
     assert "did you mean layer1" in problems[0]
     words = ["MODEL.ARCH", "resnet8", "FINETUNE.WEIGHTS", "pretrained", "FINETUNE.LR_MULT.fc", "9"]
