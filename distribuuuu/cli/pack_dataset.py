@@ -94,7 +94,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
     add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
-    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where --shorter-side makes it necessary")
+    add("--longer-side", metavar="N", type=int, help="the same for the longer side, as ffcv does (mean over areas)")
+    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where a new size makes it necessary")
     add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
     add("--workers", metavar="N", type=int, help="processes that read and encode (default: one per core); 0: none")
     add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
@@ -105,9 +106,11 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
-    encodes = args.format == "jpeg" and args.shorter_side is not None
+    encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
+    if args.longer_side is not None:
+        options["longer_side"] = args.longer_side
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
     workers = count_cores() if args.workers is None else args.workers
@@ -124,8 +127,11 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
     if args.quality is not None and not 1 <= args.quality <= 100:
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
-    if args.shorter_side is not None and args.shorter_side < 1:
-        yield f"--shorter-side {args.shorter_side} is outside the allowed range: 1 and up"
+    for flag, side in (("--shorter-side", args.shorter_side), ("--longer-side", args.longer_side)):
+        if side is not None and side < 1:
+            yield f"{flag} {side} is outside the allowed range: 1 and up"
+    if args.shorter_side is not None and args.longer_side is not None:
+        yield "--shorter-side and --longer-side exclude each other; remove one of them"
     if not 0 < args.shard_mb < 2**40:
         yield f"--shard-mb {args.shard_mb} must be above 0"
     if args.workers is not None and args.workers < 0:

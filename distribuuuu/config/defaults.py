@@ -11,6 +11,8 @@ _C.MODEL.ARCH = "resnet18"
 _C.MODEL.NUM_CLASSES = 1000
 # Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
 _C.MODEL.PRETRAINED = False
+# Initial weights: own (the constructor's), or fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1).
+_C.MODEL.INIT = "own"
 # Synchronized batch norm: statistics over the images of all processes instead of each process's own.
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
@@ -90,7 +92,7 @@ _C.TEST.IM_SIZE = 256
 _C.TEST.CROP_SIZE = 0
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
-# Interpolation when evaluation images are resized: bilinear or bicubic.
+# Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = "bilinear"
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
 # the best checkpoint. Empty: those of the task (top1 and topk, or map).
@@ -117,7 +119,8 @@ _C.DATA.CROP = "auto"
 _C.DATA.CROP_SCALE = (0.08, 1.0)
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
-# Interpolation of random resized crops, and of AUG.POLICY's rotation and shear: bilinear or bicubic.
+# Interpolation of random resized crops: bilinear or bicubic, antialiased; opencv_linear (bilinear without antialiasing)
+# or opencv_area (the mean of the area). AUG.POLICY rotates and shears with bicubic, or with bilinear for the others.
 _C.DATA.INTERPOLATION = "bilinear"
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4

@@ -15,18 +15,20 @@ OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIO
 # Options that are lists of strings; all other lists are lists of numbers.
 TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "OPTIM.NO_WEIGHT_DECAY", "TRAIN.METRICS", "TEST.METRICS")
 
+INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
     "AUG.MIX_BY": ("pair", "step"),
     "DATA.CROP": ("auto", "resized", "pad"),
     "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
-    "DATA.INTERPOLATION": ("bilinear", "bicubic"),
+    "DATA.INTERPOLATION": INTERPOLATIONS,
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
     "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
     "DATA.WORKER_KIND": ("process", "thread"),
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
+    "MODEL.INIT": ("own", "fan_out"),
     "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
     "TRAIN.AMP": ("none", "bf16", "fp16"),
     "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),
@@ -34,7 +36,7 @@ CHOICES = {
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "DIST.SHARD": ("none", "zero1", "fsdp"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
-    "TEST.INTERPOLATION": ("bilinear", "bicubic"),
+    "TEST.INTERPOLATION": INTERPOLATIONS,
     "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
     "OPTIM.LR_UPDATE": ("epoch", "step"),
     "TRAIN.ON_NAN": ("stop", "rollback"),
@@ -363,6 +365,7 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
     (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
     (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),
+    (("MODEL.INIT",), lambda cfg: not cfg.MODEL.PRETRAINED, "MODEL.PRETRAINED False"),
     (("OPTIM.STEPS", "OPTIM.LR_MULT"), lambda cfg: cfg.OPTIM.LR_POLICY == "steps", "OPTIM.LR_POLICY steps"),
     (("OPTIM.MIN_LR",), lambda cfg: cfg.OPTIM.LR_POLICY != "steps", "an OPTIM.LR_POLICY other than steps"),
     (("OPTIM.LR_SCALE_BATCH",), lambda cfg: cfg.OPTIM.LR_SCALE != "none", "OPTIM.LR_SCALE linear or sqrt"),

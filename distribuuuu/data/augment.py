@@ -17,7 +17,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
-from distribuuuu.data.transforms import Transform
+from distribuuuu.data.transforms import Transform, to_uint8
 
 # Least and greatest fraction of the image that an erased rectangle covers, and its height over its width.
 ERASED_AREA = (0.02, 1 / 3)
@@ -106,6 +106,21 @@ def grayscale(pixels: torch.Tensor) -> torch.Tensor:
     return functional.rgb_to_grayscale(pixels, 3) if torch.rand(()) < 0.2 else pixels
 
 
+# Principal components of ImageNet's colors: in the rows red, green and blue, each column scaled by its deviation.
+_COLOR_AXES = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+_COLOR_AXES = _COLOR_AXES * torch.tensor([0.2175, 0.0188, 0.0045])
+
+
+@AUGMENTATIONS.register
+def pca_noise(pixels: torch.Tensor) -> torch.Tensor:
+    """Add normal noise of deviation 0.1 along the principal components of the colors, one draw for an image.
+
+    Krizhevsky et al., NeurIPS 2012; deviation and components as in pycls and fb.resnet.torch.
+    """
+    noise = _COLOR_AXES @ torch.randn(3) * 0.1 * 255
+    return to_uint8(pixels + noise.view(3, 1, 1))
+
+
 @dataclass(frozen=True)
 class Erasing:
     """Random erasing (Zhong et al., arXiv 1708.04896); torchvision draws the rectangle.
@@ -134,7 +149,7 @@ class Erasing:
             mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
         erased = pixels.clone()
-        Box(*box).crop(erased)[:] = (value * 255).round().clamp(0, 255).to(torch.uint8)
+        Box(*box).crop(erased)[:] = to_uint8(value * 255)
         return erased
 
 
@@ -151,7 +166,8 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     """
     aug = cfg.AUG
     try:
-        policy = make_policy(aug.POLICY, cfg.DATA.INTERPOLATION, mean, cfg.TRAIN.IM_SIZE)
+        interpolation = "bicubic" if cfg.DATA.INTERPOLATION == "bicubic" else "bilinear"
+        policy = make_policy(aug.POLICY, interpolation, mean, cfg.TRAIN.IM_SIZE)
     except ValueError as error:
         raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None

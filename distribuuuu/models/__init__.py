@@ -5,7 +5,7 @@
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
-- botnet.py, cifar_resnet.py, plain_vit.py, torchvision_nets.py: one family per file.
+- blurpool_resnet.py, botnet.py, cifar_resnet.py, plain_vit.py, torchvision_nets.py: one family per file.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
 its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
@@ -41,9 +41,26 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
         spec = _model_spec(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
         model = build_pretrained(spec) if pretrained else spec.build()
+        if cfg.MODEL.INIT == "fan_out" and not pretrained:
+            initialize(model)
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
+
+
+def initialize(model: nn.Module) -> None:
+    """Initialize as pycls does (models/blocks.py): N(0, 2 / fan-out) and N(0, 0.01) for linear layers, scales of 1.
+
+    The groups of a convolution do not divide its fan-out, unlike in timm. Biases of convolutions start as in torch.
+    """
+    for layer in model.modules():
+        if isinstance(layer, (nn.Conv2d, nn.BatchNorm2d)):
+            layer.reset_parameters()
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
 
 
 def check_model(cfg) -> None:

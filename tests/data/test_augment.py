@@ -22,6 +22,7 @@ from distribuuuu.data.augment import (
     grayscale,
     make_jitter,
     make_policy,
+    pca_noise,
 )
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import Normalizer, build_loader
@@ -303,6 +304,20 @@ def test_grayscale_converts_one_image_in_five():
     is_gray = [bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all()) for pixels in images]
     assert 70 <= sum(is_gray) <= 130
     assert all(torch.equal(pixels, scene()) for pixels, gray in zip(images, is_gray, strict=True) if not gray)
+
+
+def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
+    gray = torch.full((3, 4, 4), 128, dtype=torch.uint8)
+    transform = AugmentedCrop(whole(), operations=(pca_noise,))
+    shifts = torch.stack([transform(LazyImage(gray), SampleRNG(0, index)).double() - 128 for index in range(4000)])
+    assert (shifts == shifts[:, :, :1, :1]).all(), "one shift for an image"
+    # Deviations in gray levels and correlations, from the eigenvalues and eigenvectors of pycls; rounding adds 0.3.
+    assert shifts[:, :, 0, 0].mean(0).abs().max() < 0.2
+    assert torch.allclose(shifts[:, :, 0, 0].std(0), torch.tensor([3.167, 3.223, 3.255]).double(), rtol=0.05)
+    correlations = torch.corrcoef(shifts[:, :, 0, 0].T)[[0, 0, 1], [1, 2, 2]]
+    assert torch.allclose(correlations, torch.tensor([0.993, 0.978, 0.994]).double(), atol=0.012)
+    black = transform(LazyImage(torch.zeros(3, 4, 4, dtype=torch.uint8)), SampleRNG(0, 1))
+    assert black.max() < 20, "clipped, not wrapped"
 
 
 @pytest.mark.parametrize("value", ["grayscal", "[grayscale, grayscal]"])
