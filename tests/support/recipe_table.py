@@ -92,7 +92,8 @@ def ffcv(epochs, batch, lr, decay, params, reported) -> dict:
     return {
         "reported": (reported,), "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
         "LOSS.LABEL_SMOOTHING": 0.1, "TRAIN.IM_SIZE_START": 160, "TRAIN.IM_SIZE": 192, "TEST.FLIP": True, "crop": 256,
-        "OPTIM.LR_POLICY": "tri", "OPTIM.WARMUP_EPOCHS": 2, "OPTIM.MAX_EPOCH": epochs, "TRAIN.BATCH_SIZE": batch[0],
+        "OPTIM.LR_POLICY": "tri", "OPTIM.WARMUP_EPOCHS": 2, "OPTIM.WARMUP_FACTOR": 1e-4, "OPTIM.MAX_EPOCH": epochs,
+        "OPTIM.NO_WEIGHT_DECAY": ("*bn*",), "OPTIM.NESTEROV": False, "TRAIN.BATCH_SIZE": batch[0],
         "TRAIN.GLOBAL_BATCH_SIZE": batch[1], "OPTIM.BASE_LR": lr, "OPTIM.WEIGHT_DECAY": decay,
     }  # fmt: skip
 
@@ -112,6 +113,7 @@ def pycls(batch: int, lr: float, reported: str, params: float, decay: float = 5e
         "reported": (reported,), "params": params, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9, "OPTIM.NESTEROV": True,
         "OPTIM.MAX_EPOCH": 100, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.1,
         "TRAIN.GLOBAL_BATCH_SIZE": batch, "OPTIM.BASE_LR": lr, "OPTIM.WEIGHT_DECAY": decay, "AUG.POLICY": "none",
+        "AUG.OPERATIONS": ("pca_noise",), "MODEL.PRECISE_BN": 8192,
     }  # fmt: skip
 
 
