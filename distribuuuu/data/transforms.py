@@ -187,13 +187,12 @@ def to_uint8(values: torch.Tensor) -> torch.Tensor:
 def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     """Return float32 with `size` means along a dimension, each over an equal part, to which pixels count in part."""
     num = values.shape[dim]
-    edges = torch.arange(size + 1, dtype=torch.float64, device=values.device) * num / size
+    edges = torch.arange(size + 1, dtype=torch.float64) * num / size
     first, last = edges[:-1, None], edges[1:, None]
-    index = first.floor() + torch.arange(num // size + 2, device=values.device)
+    index = first.floor() + torch.arange(num // size + 2)
     shares = (torch.minimum(last, index + 1) - torch.maximum(first, index)).clamp_(min=0) * size / num
-    rows = values.movedim(dim, 0)
-    index = index.long().clamp_(max=num - 1)
-    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares.float())
+    rows, index = values.movedim(dim, 0), index.long().clamp_(max=num - 1).to(values.device)
+    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares.to(values))
     return means.view(size, *rows.shape[1:]).movedim(0, dim)
 
 
