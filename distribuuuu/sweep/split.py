@@ -316,7 +316,7 @@ def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) ->
 
 def _notes_on_classes(plan: SplitPlan) -> Iterator[str]:
     """Yield a note for the classes that a validation or test list lacks."""
-    present = {label for label in plan.images.labels}
+    present = set(plan.images.labels)
     for name, indices in plan.files.items():
         missing = present - {plan.images.labels[index] for index in indices}
         if missing:
