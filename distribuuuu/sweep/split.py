@@ -155,10 +155,11 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
         seed: another seed gives another split.
     """
     quotas = _class_quotas(Counter(images.labels), shares)
-    keys = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in images.names]
+    start = hashlib.blake2b(f"{seed}/".encode(), digest_size=8)
+    keys = [_extend_hash(start, name) for name in images.names]
     parts: list[str] = [""] * len(images.names)
     # The largest groups first: small ones and single images even out what they leave.
-    for group in sorted(groups, key=lambda group: (-len(group), keys[group[0]], images.names[group[0]])):
+    for group in sorted(groups, key=lambda group: (-len(group), keys[group[0]], group[0])):
         counts = Counter(images.labels[index] for index in group)
         part = max(shares, key=lambda name: _fit(name, counts, quotas, shares))
         for index in group:
@@ -166,12 +167,19 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
         for label, count in counts.items():
             quotas[label][part] -= count
     singles: dict[int, list[int]] = defaultdict(list)
-    for index in sorted(range(len(parts)), key=lambda index: (keys[index], images.names[index])):
+    labels = images.labels
+    for index in sorted(range(len(parts)), key=keys.__getitem__):  # stable: equal hashes are in the order of the names
         if not parts[index]:
-            singles[images.labels[index]].append(index)
+            singles[labels[index]].append(index)
     for label, indices in singles.items():
         _fill(parts, indices, quotas[label])
     return parts
+
+
+def _extend_hash(start: "hashlib.blake2b", text: str) -> bytes:
+    digest = start.copy()
+    digest.update(text.encode())
+    return digest.digest()
 
 
 def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[Sequence[int]]) -> None:
@@ -180,16 +188,16 @@ def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[
     With folds, a training list contains the other folds, so a class must be in two of them.
     """
     group_of = {index: group for group in groups for index in group}
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, label in enumerate(images.labels):
-        members[label].append(index)
-    for indices in members.values():
-        counts = Counter(parts[index] for index in indices)
-        folds = [part for part in counts if part.startswith(_FOLD)]
-        if TRAIN in counts or len(folds) > 1:
+    counts: dict[int, Counter] = defaultdict(Counter)
+    for (label, part), count in Counter(zip(images.labels, parts, strict=True)).items():
+        counts[label][part] = count
+    for label, by_part in counts.items():
+        folds = [part for part in by_part if part.startswith(_FOLD)]
+        if TRAIN in by_part or len(folds) > 1:
             continue
-        moved = folds[0] if folds else max(counts, key=lambda part: counts[part])
+        moved = folds[0] if folds else max(by_part, key=lambda part: by_part[part])
         # All of a fold; otherwise one image, with its group.
+        indices = [index for index, own in enumerate(images.labels) if own == label]
         chosen = [index for index in indices if parts[index] == moved]
         for index in chosen if folds else chosen[:1]:
             for other in group_of.get(index, [index]):
