@@ -21,6 +21,7 @@ header, main, footer { max-width: 1120px; margin: 0 auto; padding: 0 20px }
 header { padding-top: 28px; padding-bottom: 12px }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em }
 h2 { font-size: 1.15rem; margin: 0 0 10px } h3 { font-size: .95rem; margin: 22px 0 8px }
+.scroll + figure, figure + figure, .charts + figure { margin-top: 18px }
 p { margin: 0 0 10px; max-width: 74ch } a { color: var(--accent) } code { font: .88em ui-monospace, Menlo, monospace }
 .sub, .note, footer, figcaption { color: var(--muted) } .note, figcaption { font-size: .87rem }
 nav { position: sticky; top: 0; z-index: 2; background: var(--bg); border-bottom: 1px solid var(--line) }
@@ -33,7 +34,8 @@ footer { padding-top: 4px; padding-bottom: 36px; font-size: .85rem }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 16px; margin: 0 0 14px }
 .tiles div span { display: block } .tiles .label, .tiles .detail { color: var(--muted); font-size: .85rem }
 .tiles .value { font-size: 1.55rem; font-weight: 600; line-height: 1.25; letter-spacing: -.01em }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 18px 26px }
+.charts { display: grid; align-items: end; gap: 18px 26px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)) }
 .charts.narrow { grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)) }
 figure { margin: 0; min-width: 0 } figure > svg { display: block; width: 100%; height: auto }
 figure.limited { max-width: 640px } figcaption b { color: var(--ink); font-weight: 600 }
