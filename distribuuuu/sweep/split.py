@@ -304,7 +304,7 @@ def _list_files(parts: Sequence[str], folds: int) -> dict[str, list[int]]:
         by_part[part].append(index)
     if not folds:
         return {f"{part}.csv": by_part[part] for part in (TRAIN, "val", "test") if by_part[part]}
-    files = {}
+    files: dict[str, list[int]] = {}
     for number in range(1, folds + 1):
         fold = f"{_FOLD}{number}"
         others = [index for index, part in enumerate(parts) if part not in (fold, "test")]
