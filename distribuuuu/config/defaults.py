@@ -117,7 +117,8 @@ _C.DATA.CROP = "auto"
 _C.DATA.CROP_SCALE = (0.08, 1.0)
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
-# Interpolation of random resized crops, and of AUG.POLICY's rotation and shear: bilinear or bicubic.
+# Interpolation of random resized crops, and of AUG.POLICY's rotation and shear: bilinear, bicubic, or random, which is
+# one of them for each crop and each operation (not with torchvision's policies).
 _C.DATA.INTERPOLATION = "bilinear"
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4
@@ -172,8 +173,8 @@ _C.LOSS.LABEL_SMOOTHING = 0.0
 _C.LOSS.CLASS_WEIGHTS = ()
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = "mean"
-# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: off.
-_C.LOSS.BCE_TARGET_THRESHOLD = 0.0
+# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
+_C.LOSS.BCE_TARGET_THRESHOLD = None
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = 2.0
 
@@ -220,6 +221,8 @@ _C.OPTIM.MAX_EPOCH = 100
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
+# Epochs by which the schedule lags, as if the first epoch were repeated, 0 or more.
+_C.OPTIM.LR_LAG = 0
 # Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
 _C.OPTIM.BASE_LR = 0.2
 # Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
@@ -244,6 +247,8 @@ _C.OPTIM.MOMENTUM = 0.9
 _C.OPTIM.DAMPENING = 0.0
 # Nesterov momentum of sgd; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
+# The factor of the warm-up multiplies that of the schedule (multiply, as pycls) or replaces it (replace, as timm).
+_C.OPTIM.WARMUP_MODE = "multiply"
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = 0.1
 # Epochs of linear warm-up, e.g. 0.5; 0: none.

@@ -19,9 +19,10 @@ from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import Transform
 
-# Least and greatest fraction of the image that an erased rectangle covers, and its height over its width.
+# Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
+# width, as in torchvision and in timm.
 ERASED_AREA = (0.02, 1 / 3)
-ERASED_RATIO = (0.3, 3.3)
+ERASED_RATIO = {"const": (0.3, 3.3), "pixel": (0.3, 1 / 0.3)}
 # torchvision's policies: class name and arguments.
 TORCHVISION_POLICIES = {
     "autoaugment": ("AutoAugment", {}),  # of ImageNet
@@ -127,7 +128,8 @@ class Erasing:
         if torch.rand(()) >= self.probability:
             return pixels
         color = None if self.std else list(self.mean)
-        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ERASED_RATIO, color)
+        ratio = ERASED_RATIO["pixel" if self.std else "const"]
+        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ratio, color)
         if value is pixels:  # no rectangle fitted into the image
             return pixels
         if self.std:
@@ -174,7 +176,7 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
 
     Args:
         text: the name, with the settings of a policy of timm.
-        interpolation: of rotations and shears, "bilinear" or "bicubic".
+        interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
         mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black.
         im_size: side of the image in pixels, for timm's translations.
 
@@ -213,9 +215,10 @@ def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_s
     hparams = {
         "translate_const": int(im_size * 0.45),
         "img_mean": tuple(round(255 * value) for value in mean),
-        "interpolation": Image.Resampling[interpolation.upper()],
         **({"translate_pct": 0.3} if name == "augmix" else {}),
     }
+    if interpolation != "random":  # timm's default
+        hparams["interpolation"] = Image.Resampling[interpolation.upper()]
     try:
         policy = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
     except (AssertionError, ValueError) as error:

@@ -58,7 +58,8 @@ def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float
 def build_schedule(cfg) -> Callable[[float], float]:
     """Return lr_at(epoch): the learning rate at an epoch, from 0, e.g. 3.25.
 
-    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3).
+    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3). With OPTIM.LR_LAG n the epochs
+    up to n have the rate of epoch 0.
     """
     optim = cfg.OPTIM
     factor_at, hold = SCHEDULES.get(optim.LR_POLICY), optim.LR_UPDATE == "epoch"
@@ -67,8 +68,9 @@ def build_schedule(cfg) -> Callable[[float], float]:
     settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
 
     def lr_at(epoch: float) -> float:
-        epoch = math.floor(epoch) if hold else epoch
+        epoch = max(0.0, (math.floor(epoch) if hold else epoch) - optim.LR_LAG)
         warmup = warmup_factor(epoch, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
-        return optim.BASE_LR * factor_at(epoch, **settings) * warmup
+        is_replaced = optim.WARMUP_MODE == "replace" and epoch < optim.WARMUP_EPOCHS
+        return optim.BASE_LR * (1.0 if is_replaced else factor_at(epoch, **settings)) * warmup
 
     return lr_at
