@@ -217,7 +217,8 @@ _C.EMA.BUFFERS = "average"
 _C.OPTIM = CfgNode()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle).
+# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle); cos_timm: cos, but only
+# from the end of the warm-up.
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
@@ -229,7 +230,7 @@ _C.OPTIM.BASE_LR = 0.2
 _C.OPTIM.LR_SCALE = "none"
 # Images per step for which BASE_LR is given, with linear and sqrt.
 _C.OPTIM.LR_SCALE_BATCH = 256
-# Final factor of BASE_LR with cos, exp, lin and tri, 0 to 1; above 0 with exp.
+# Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
 _C.OPTIM.MIN_LR = 0.0
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
 _C.OPTIM.STEPS = ()
@@ -247,8 +248,6 @@ _C.OPTIM.MOMENTUM = 0.9
 _C.OPTIM.DAMPENING = 0.0
 # Nesterov momentum of sgd; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
-# The factor of the warm-up multiplies that of the schedule (multiply, as pycls) or replaces it (replace, as timm).
-_C.OPTIM.WARMUP_MODE = "multiply"
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = 0.1
 # Epochs of linear warm-up, e.g. 0.5; 0: none.

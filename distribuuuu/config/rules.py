@@ -37,7 +37,6 @@ CHOICES = {
     "TEST.INTERPOLATION": ("bilinear", "bicubic"),
     "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
     "OPTIM.LR_UPDATE": ("epoch", "step"),
-    "OPTIM.WARMUP_MODE": ("multiply", "replace"),
     "TRAIN.ON_NAN": ("stop", "rollback"),
 }
 
@@ -374,7 +373,7 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("OPTIM.STEPS", "OPTIM.LR_MULT"), lambda cfg: cfg.OPTIM.LR_POLICY == "steps", "OPTIM.LR_POLICY steps"),
     (("OPTIM.MIN_LR",), lambda cfg: cfg.OPTIM.LR_POLICY != "steps", "an OPTIM.LR_POLICY other than steps"),
     (("OPTIM.LR_SCALE_BATCH",), lambda cfg: cfg.OPTIM.LR_SCALE != "none", "OPTIM.LR_SCALE linear or sqrt"),
-    (("OPTIM.WARMUP_FACTOR", "OPTIM.WARMUP_MODE"), lambda cfg: cfg.OPTIM.WARMUP_EPOCHS, "OPTIM.WARMUP_EPOCHS above 0"),
+    (("OPTIM.WARMUP_FACTOR",), lambda cfg: cfg.OPTIM.WARMUP_EPOCHS, "OPTIM.WARMUP_EPOCHS above 0"),
     (("OPTIM.DAMPENING",), lambda cfg: cfg.OPTIM.NAME.lower() == "sgd", "OPTIM.NAME sgd"),
     (("TRAIN.IM_SIZE_EPOCHS", "TRAIN.IM_SIZE_MULTIPLE"), lambda cfg: cfg.TRAIN.IM_SIZE_START, "TRAIN.IM_SIZE_START"),
     (("TRAIN.LOAD_OPT",), lambda cfg: cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS"),

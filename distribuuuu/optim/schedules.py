@@ -20,6 +20,12 @@ def cos_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
     return (1.0 - min_lr) * 0.5 * (1.0 + math.cos(math.pi * epoch / max_epoch)) + min_lr
 
 
+@SCHEDULES.register("cos_timm")
+def cos_timm_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
+    """Return 1 until the epoch `peak`, then the cosine of that epoch: in timm the warm-up replaces the cosine."""
+    return cos_factor(epoch, max_epoch=max_epoch, min_lr=min_lr) if epoch >= peak else 1.0
+
+
 @SCHEDULES.register("steps")
 def steps_factor(epoch: float, *, steps: Sequence[float], lr_mult: float) -> float:
     """Return `lr_mult` to the power of the number of steps reached; a step at 0 is the start and does not count."""
@@ -70,7 +76,6 @@ def build_schedule(cfg) -> Callable[[float], float]:
     def lr_at(epoch: float) -> float:
         epoch = max(0.0, (math.floor(epoch) if hold else epoch) - optim.LR_LAG)
         warmup = warmup_factor(epoch, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
-        is_replaced = optim.WARMUP_MODE == "replace" and epoch < optim.WARMUP_EPOCHS
-        return optim.BASE_LR * (1.0 if is_replaced else factor_at(epoch, **settings)) * warmup
+        return optim.BASE_LR * factor_at(epoch, **settings) * warmup
 
     return lr_at

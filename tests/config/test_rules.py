@@ -34,7 +34,6 @@ CASES = {
                                                                                  "OPTIM.STEPS", "[]"),
     ("OPTIM.LR_SCALE_BATCH", "512"): ("OPTIM.LR_SCALE", "linear"),
     ("OPTIM.WARMUP_FACTOR", "0.5", "OPTIM.WARMUP_EPOCHS", "0"): ("OPTIM.WARMUP_EPOCHS", "1"),
-    ("OPTIM.WARMUP_MODE", "replace", "OPTIM.WARMUP_EPOCHS", "0"): ("OPTIM.WARMUP_EPOCHS", "1"),
     ("OPTIM.DAMPENING", "0.5", "OPTIM.NESTEROV", "False", "OPTIM.NAME", "adamw"): ("OPTIM.NAME", "SGD"),
     ("TRAIN.IM_SIZE_EPOCHS", "[0, 8]"): ("TRAIN.IM_SIZE_START", "128"),
     ("TRAIN.IM_SIZE_MULTIPLE", "16"): ("TRAIN.IM_SIZE_START", "128", "TRAIN.IM_SIZE_EPOCHS", "[0, 8]"),

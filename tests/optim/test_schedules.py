@@ -45,8 +45,8 @@ def test_without_warmup_the_first_rate_is_the_base_rate():
     assert schedule("OPTIM.WARMUP_EPOCHS", 0)(0) == 0.2
 
 
-def test_the_warmup_replaces_the_schedule_or_multiplies_it():
-    lr_at = schedule("OPTIM.BASE_LR", 1, "OPTIM.WARMUP_MODE", "replace", "OPTIM.WARMUP_FACTOR", 0.2)
+def test_in_timm_the_warmup_replaces_the_cosine():
+    lr_at = schedule("OPTIM.BASE_LR", 1, "OPTIM.LR_POLICY", "cos_timm", "OPTIM.WARMUP_FACTOR", 0.2)
     assert [lr_at(epoch) for epoch in range(5)] == pytest.approx([0.2, 0.36, 0.52, 0.68, 0.84], rel=1e-12)
     assert [lr_at(epoch) for epoch in range(5, 100)] == [schedule("OPTIM.BASE_LR", 1)(epoch) for epoch in range(5, 100)]
 
