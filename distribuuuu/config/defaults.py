@@ -156,12 +156,14 @@ _C.AUG.ERASING_MODE = "const"
 _C.AUG.MIXUP = 0.0
 # Alpha of CutMix; 0: off. If mixup is on as well, AUG.CUTMIX_SHARE selects between them.
 _C.AUG.CUTMIX = 0.0
-# Probability that a pair of images, or a step, is mixed at all, 0 to 1.
+# Probability that a pair, a group or a step of images is mixed at all, 0 to 1.
 _C.AUG.MIX_PROB = 1.0
 # Probability of CutMix instead of mixup if both are on, 0 to 1.
 _C.AUG.CUTMIX_SHARE = 0.5
 # Draw the mixing coefficient and the box per pair of images (pair) or once per step (step).
 _C.AUG.MIX_BY = "pair"
+# Draw them once per group of this many consecutive images of the global batch, an even number; 0: as MIX_BY says.
+_C.AUG.MIX_GROUP = 0
 
 _C.LOSS = CfgNode()
 # Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label

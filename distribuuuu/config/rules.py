@@ -49,6 +49,7 @@ RANGES = {
     "AUG.ERASING": (0, 1),
     "AUG.MIXUP": (0, None),
     "AUG.CUTMIX": (0, None),
+    "AUG.MIX_GROUP": (0, None),
     "AUG.MIX_PROB": (0, 1),
     "AUG.CUTMIX_SHARE": (0, 1),
     "MODEL.NUM_CLASSES": (0, None),
@@ -207,6 +208,12 @@ def _check_augmentation(cfg: Config) -> Iterator[Problem]:
         yield Problem("AUG.POLICY", message)
     if (aug.MIXUP or aug.CUTMIX) and not aug.MIX_PROB:
         yield Problem("AUG.MIX_PROB", "0 disables AUG.MIXUP and AUG.CUTMIX; set both to 0, or this one above 0")
+    if aug.MIX_GROUP % 2:
+        message = f"got {aug.MIX_GROUP}; expected an even number, since images are mixed in pairs; fix: add 1"
+        yield Problem("AUG.MIX_GROUP", message)
+    if aug.MIX_GROUP and aug.MIX_BY == "step":
+        message = f"got {aug.MIX_GROUP} with AUG.MIX_BY step; expected one of them; fix: set it to 0, or MIX_BY to pair"
+        yield Problem("AUG.MIX_GROUP", message)
     if aug.MIXUP and aug.CUTMIX and aug.CUTMIX_SHARE in (0, 1):
         unused = "AUG.MIXUP" if aug.CUTMIX_SHARE else "AUG.CUTMIX"
         message = f"{aug.CUTMIX_SHARE:g} disables {unused}; set {unused} 0, or this one between 0 and 1"
@@ -358,7 +365,7 @@ def _distills_probabilities(cfg: Config) -> bool:
 
 # Options, whether a config uses them, and the condition in words.
 _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
-    (("AUG.MIX_PROB", "AUG.MIX_BY"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
+    (("AUG.MIX_PROB", "AUG.MIX_BY", "AUG.MIX_GROUP"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
     (("AUG.CUTMIX_SHARE",), lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX, "both AUG.MIXUP and AUG.CUTMIX above 0"),
     (("AUG.ERASING_MODE",), lambda cfg: cfg.AUG.ERASING, "AUG.ERASING above 0"),
     (("DATA.CROP_SCALE", "DATA.CROP_RATIO"), lambda cfg: _crop_of(cfg) != "pad", "DATA.CROP resized"),

@@ -13,6 +13,7 @@ from distribuuuu.trainer import train_model
 CASES = {
     ("AUG.MIX_PROB", "0.5"): ("AUG.MIXUP", "1"),
     ("AUG.MIX_BY", "step"): ("AUG.CUTMIX", "1"),
+    ("AUG.MIX_GROUP", "8"): ("AUG.CUTMIX", "1"),
     ("AUG.CUTMIX_SHARE", "0.2"): ("AUG.CUTMIX", "1", "AUG.MIXUP", "1"),
     ("AUG.ERASING_MODE", "pixel"): ("AUG.ERASING", "0.1"),
     ("DATA.CROP_SCALE", "[0.5, 1]", "DATA.NAME", "cifar10"): ("DATA.CROP", "resized"),
