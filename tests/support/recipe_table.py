@@ -40,7 +40,7 @@ def rsb(epochs, lr, decay, pixels, magnitude, mixup, smoothing, drop_path, repea
         "reported": (reported,), "params": 25.557, "OPTIM.NAME": "lamb", "TRAIN.GLOBAL_BATCH_SIZE": 2048,
         "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0.2, "OPTIM.LR_POLICY": "cos_timm", "OPTIM.WARMUP_EPOCHS": 5,
         "warmup_lr": 1e-4, "OPTIM.MAX_EPOCH": epochs, "OPTIM.BASE_LR": lr, "min_lr": 1e-6,
-        "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY, "TRAIN.AMP": "fp16",
+        "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": 512,
         "TRAIN.IM_SIZE": pixels, "AUG.POLICY": f"rand-m{magnitude}-n2-mstd0.5-inc1", "AUG.MIXUP": mixup,
         "AUG.CUTMIX": 1.0, "AUG.CUTMIX_SHARE": 0.5, "LOSS.LABEL_SMOOTHING": smoothing, "DATA.REPEATS": repeats,
         "DATA.INTERPOLATION": "random", "TEST.INTERPOLATION": "bicubic", **kwargs, **evaluated(235, 224),
@@ -60,12 +60,12 @@ DEIT_SCHEDULE = {
 }  # fmt: skip
 
 
-def deit(reported: str, params: float) -> dict:
+def deit(reported: str, params: float, images_per_gpu: int) -> dict:
     """Return the recipe of a DeiT, whose script tracks an average of the weights but does not evaluate it."""
     return {
         "reported": (reported,), "params": params, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 300,
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 5e-4, "OPTIM.LR_SCALE": "linear", "OPTIM.LR_SCALE_BATCH": 512,
-        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, **DEIT_SCHEDULE, "TRAIN.AMP": "fp16",
+        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, **DEIT_SCHEDULE, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": images_per_gpu,
         "AUG.POLICY": "rand-m9-mstd0.5-inc1", "AUG.ERASING": 0.25, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0,
         "LOSS.LABEL_SMOOTHING": 0.1, "MODEL.KWARGS.drop_path_rate": 0.1, "DATA.REPEATS": 3, "ema_decay": 0,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(256, 224),
@@ -73,14 +73,14 @@ def deit(reported: str, params: float) -> dict:
 
 
 VIT = {
-    "deit_tiny": deit("72.2", 5.717),
-    "deit_small": deit("79.9", 22.051),
-    "deit_base": deit("81.8", 86.568),
+    "deit_tiny": deit("72.2", 5.717, 256),
+    "deit_small": deit("79.9", 22.051, 256),
+    "deit_base": deit("81.8", 86.568, 64),
     "deit3_small": {
         "reported": ("81.4",), "params": 22.059, "OPTIM.NAME": "lamb", "OPTIM.MAX_EPOCH": 800,
         "TRAIN.GLOBAL_BATCH_SIZE": 2048, "OPTIM.BASE_LR": 4e-3, "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY,
         **DEIT_SCHEDULE, "OPTIM.EPS": 1e-8, "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0,
-        "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "TRAIN.AMP": "fp16",
+        "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.MIX_GROUP": 256, "TRAIN.AMP": "fp16",
         "AUG.POLICY": "3augment", "AUG.COLOR_JITTER": (0.3,), "DATA.REPEATS": 3, "MODEL.KWARGS.drop_path_rate": 0.05,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(224, 224),
     },
