@@ -16,6 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
+    entry_points={"console_scripts": ["distribuuuu = distribuuuu.cli.commands:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",
@@ -33,7 +34,8 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
-            "torchmetrics>=1.4",  # the reference that our metrics are tested against
+            # The references that our metrics and statistics are tested against.
+            *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14"),
         ],
     },
 )

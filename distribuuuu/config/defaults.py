@@ -99,7 +99,8 @@ _C.TEST.METRICS = ()
 _C.TEST.PRINT_FREQ = 10
 
 _C.DATA = CfgNode()
-# Data set. multilabel: DATASET/SPLIT.csv with the columns image and labels, any number of classes per image.
+# Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
+# number of classes per image.
 _C.DATA.NAME = "imagefolder"
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = "host"

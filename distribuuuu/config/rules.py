@@ -121,6 +121,7 @@ _FSDP_OPTIMIZERS = (
 _SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
 # These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
 _NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
+_BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
 
 
 def check_cfg(cfg: Config) -> None:
@@ -297,11 +298,15 @@ def _check_distillation(cfg: Config) -> Iterator[Problem]:
 
 def _check_task(cfg: Config) -> Iterator[Problem]:
     name, multilabel = cfg.TASK.NAME, dataset_class(cfg).multilabel
-    if name in ("classification", "distillation", "multilabel") and multilabel != (name == "multilabel"):
+    if name in _BUILT_IN_TASKS and multilabel != (name == "multilabel"):
         labels = "several labels" if multilabel else "one label"
         yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
     if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
         yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
+    if cfg.TASK.KWARGS and name in ("auto", *_BUILT_IN_TASKS):
+        keys = ", ".join(cfg.TASK.KWARGS)
+        message = f"got {keys}, but TASK.NAME {name} has no settings; fix: set TASK.NAME to a task of your own"
+        yield Problem("TASK.KWARGS", message)
 
 
 def _check_sharding(cfg: Config) -> Iterator[Problem]:

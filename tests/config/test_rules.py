@@ -86,6 +86,7 @@ def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_f
         (["TASK.NAME", "multilabel"], "TASK.NAME .* got multilabel, but the data has one label per image"),
         (["TASK.NAME", "classification", "DATA.NAME", "multilabel"], "got classification, but .* several labels"),
         (["TASK.NAME", "distillation"], "TASK.NAME .* got distillation without a teacher"),
+        (["TASK.KWARGS.temperature", "0.2"], "TASK.KWARGS: got temperature, but TASK.NAME auto has no settings"),
     ],
 )
 def test_a_task_must_suit_the_data_and_have_its_teacher(options, message):

@@ -633,7 +633,7 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(case, folder, t
         words = [words[0], *source(folder), *words[1:]]
     code = (
         "import sys; from distribuuuu.cli.pack_dataset import run_packer\n"
-        "status = run_packer('')\n"
+        "status = run_packer('', sys.argv[1:])\n"
         "sys.exit(99 if 'torch' in sys.modules else status)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,158 @@
+"""Confidence intervals and significance tests of accuracies; numpy only."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Splits of the values of two groups that `permutation_test` enumerates; with more, it draws as many at random.
+_MAX_SPLITS = 20_000
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+def wilson_interval(num_correct: float, num_images: int, confidence: float = 0.95) -> Interval:
+    """Return the Wilson score interval of a proportion, from 0 to 1; (0, 1) without images.
+
+    Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
+    """
+    if not num_images:
+        return Interval(0.0, 1.0)
+    z, share = statistics.NormalDist().inv_cdf(0.5 + confidence / 2), num_correct / num_images
+    scale = 1 + z * z / num_images
+    center = (share + z * z / (2 * num_images)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / num_images + z * z / (4 * num_images**2))
+    # Exactly 0 and 1 at the ends, where rounding would leave a remainder.
+    low = 0.0 if num_correct == 0 else center - half
+    return Interval(low, 1.0 if num_correct == num_images else center + half)
+
+
+def mcnemar_p(only_a: int, only_b: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test for two classifiers on the same images.
+
+    It is the probability of a split of the changed answers at least as uneven, if each side is equally likely
+    (McNemar, Psychometrika 1947; exact form: the binomial test).
+
+    Args:
+        only_a: images that only the first classifier got right.
+        only_b: images that only the second one got right.
+    """
+    total, fewer = only_a + only_b, min(only_a, only_b)
+    if 2 * fewer == total:
+        return 1.0
+    counts = np.arange(fewer + 1)
+    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, total + 1, dtype=np.float64)))])
+    log_terms = log_factorials[total] - log_factorials[counts] - log_factorials[total - counts] - total * math.log(2)
+    return min(1.0, 2 * math.fsum(np.exp(log_terms)))
+
+
+def paired_bootstrap(
+    only_a: int, only_b: int, num_images: int, confidence: float = 0.95, num_draws: int = 100_000, seed: int = 0
+) -> Interval:
+    """Return the percentile bootstrap interval of accuracy B - accuracy A on the same images, from -1 to 1.
+
+    To draw images with replacement is to draw the numbers of images that only A, only B, and both or neither got right
+    from a multinomial distribution (Efron and Tibshirani, "An introduction to the bootstrap", 1993).
+
+    Args:
+        only_a: images that only A got right.
+        only_b: images that only B got right.
+        num_images: all images; at least 1.
+        confidence: share of the draws within the interval.
+        num_draws: bootstrap samples.
+        seed: seed of the draws.
+    """
+    shares = np.array([only_a, only_b, num_images - only_a - only_b]) / num_images
+    draws = np.random.default_rng(seed).multinomial(num_images, shares, size=num_draws)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile((draws[:, 1] - draws[:, 0]) / num_images, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def permutation_test(a: Sequence[float], b: Sequence[float], seed: int = 0) -> float:
+    """Return the two-sided p-value of the difference of the means of two groups of runs, e.g. of several seeds.
+
+    It is the share of the splits of all values into groups of these sizes with a difference at least as large: of all
+    splits where they are few, otherwise of random ones and the observed one (Phipson and Smyth, 2010).
+
+    Args:
+        a: values of the first group, at least one.
+        b: values of the second group, at least one.
+        seed: seed of the random splits.
+    """
+    values = np.array([*a, *b], dtype=np.float64)
+    num_splits = math.comb(len(values), len(a))
+    if num_splits <= _MAX_SPLITS:
+        chosen = np.array(list(itertools.combinations(range(len(values)), len(a))))
+    else:
+        order = np.random.default_rng(seed).random((_MAX_SPLITS, len(values))).argsort(axis=1)
+        chosen = np.concatenate([np.arange(len(a))[None], order[:, : len(a)]])
+    sums = values[chosen].sum(axis=1)
+    differences = np.abs((values.sum() - sums) / len(b) - sums / len(a))
+    # The first split is the observed one; sums in another order may differ by rounding.
+    return float((differences >= differences[0] - 1e-9 * max(1.0, np.abs(values).max())).mean())
+
+
+def smallest_permutation_p(num_a: int, num_b: int) -> float:
+    """Return the smallest p-value that `permutation_test` can give for groups of these sizes."""
+    mirrored = 2 if num_a == num_b else 1  # exchanging groups of equal sizes gives the same difference
+    return mirrored / math.comb(num_a + num_b, num_a)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Return Student's t interval of the mean of a normal distribution from at least two of its values.
+
+    Raises:
+        ValueError: there are fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"got {len(values)} values; expected 2 or more")
+    mean = statistics.fmean(values)
+    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean - half, mean + half)
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution.
+
+    Args:
+        probability: from 0.5 to below 1.
+        freedom: degrees of freedom, 1 or more.
+    """
+    low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(freedom))
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 0.5 + _t_central_probability(middle, freedom) / 2 < probability:
+            low = middle
+        else:
+            high = middle
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _t_central_probability(angle: float, freedom: int) -> float:
+    """Return P(|T| < sqrt(freedom) * tan(angle)); Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    is_odd = freedom % 2
+    term, total = (math.cos(angle), 0.0) if is_odd else (1.0, 0.0)
+    for power in range(is_odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+    series = math.sin(angle) * total
+    return (angle + series) * 2 / math.pi if is_odd else series
+
+
+def holm_adjusted(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for the number of comparisons (Holm, Scandinavian Journal of Statistics 1979)."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, p_values[index] * (len(order) - rank)))
+        adjusted[index] = largest
+    return adjusted
