@@ -142,8 +142,8 @@ _C.DATA.DOWNLOAD = True
 _C.DATA.CACHE_DIR = ""
 
 _C.AUG = CfgNode()
-# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment; or
-# a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
+# randaugment_big_vision; or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
@@ -216,12 +216,16 @@ _C.EMA.HALF_LIFE = 0.0
 _C.EMA.RAMP_UP = 0.1
 # Buffers of the averaged model, such as batch-norm statistics: average or copy.
 _C.EMA.BUFFERS = "average"
+# Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
+_C.EMA.EVERY_STEPS = 1
+# Epoch at which averaging starts; until its first step, updates copy the weights.
+_C.EMA.START_EPOCH = 0
 
 _C.OPTIM = CfgNode()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle); cos_timm: cos, but only
-# from the end of the warm-up.
+# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
+# warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"

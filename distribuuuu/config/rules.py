@@ -58,6 +58,8 @@ RANGES = {
     "DISTILL.TEMPERATURE": (0.001, None),
     "EMA.HALF_LIFE": (0, None),
     "EMA.RAMP_UP": (0, 1),
+    "EMA.EVERY_STEPS": (1, None),
+    "EMA.START_EPOCH": (0, None),
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
     # torch's antialiased resize to a single pixel fails at random.
@@ -106,9 +108,9 @@ RANGES = {
     "RNG_SEED": (0, 2**63 - 1),
 }
 
-# First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings after them.
+# First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
-POLICIES = ("none", *_TORCHVISION_POLICIES, "3augment",
+POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
@@ -247,8 +249,8 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
         yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
-    if optim.LR_POLICY == "tri" and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
-        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY tri expects less than OPTIM.MAX_EPOCH"
+    if optim.LR_POLICY in ("tri", "cos_after_warmup") and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
+        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY {optim.LR_POLICY} expects less than OPTIM.MAX_EPOCH"
         yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} {optim.MAX_EPOCH}")
     if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
         message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
@@ -378,7 +380,11 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("DIST.BUCKET_MB",), lambda cfg: cfg.DIST.SHARD != "fsdp", "DIST.SHARD none or zero1"),
     (("DISTILL.KIND", "DISTILL.ALPHA", "DISTILL.KWARGS"), lambda cfg: cfg.DISTILL.TEACHER, "a DISTILL.TEACHER"),
     (("DISTILL.TEMPERATURE",), _distills_probabilities, "a DISTILL.TEACHER and DISTILL.KIND soft"),
-    (("EMA.RAMP_UP", "EMA.BUFFERS"), lambda cfg: cfg.EMA.HALF_LIFE, "EMA.HALF_LIFE above 0"),
+    (
+        ("EMA.RAMP_UP", "EMA.BUFFERS", "EMA.EVERY_STEPS", "EMA.START_EPOCH"),
+        lambda cfg: cfg.EMA.HALF_LIFE,
+        "EMA.HALF_LIFE above 0",
+    ),
     (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
     (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
     (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),

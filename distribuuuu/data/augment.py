@@ -1,7 +1,7 @@
 """Augmentation of a training image after its crop and flip: policy, color jitter, registered operations, erasing.
 
-Policies and jitter are torchvision's or timm's. They draw from global generators, which are seeded here from the
-random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
+Policies and jitter are torchvision's, timm's or big_vision's. They draw from global generators, which are seeded here
+from the random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
+from distribuuuu.data.randaugment import randaugment
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import Transform
 
@@ -29,6 +30,8 @@ TORCHVISION_POLICIES = {
     "randaugment": ("RandAugment", {"num_ops": 2, "magnitude": 9}),
     "trivialaugment": ("TrivialAugmentWide", {}),
 }
+# RandAugment as in big_vision's recipes.
+BIG_VISION = "randaugment_big_vision"
 # Checked here because timm ignores a setting without a number and an unknown set of operations.
 TIMM_SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
 TIMM_OPERATION_SETS = ("weights", "3a", "3aw")
@@ -43,7 +46,8 @@ PixelOp = Callable[[torch.Tensor], torch.Tensor]
 class Policy:
     """A random operation on an image, and the context that seeds its generators.
 
-    torchvision draws with torch, in many threads at a time; timm draws with numpy and random, one thread at a time.
+    torchvision and big_vision's policy draw with torch, in many threads at a time; timm draws with numpy and random,
+    one thread at a time.
     """
 
     operation: ImageOp
@@ -177,17 +181,20 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
     Args:
         text: the name, with the settings of a policy of timm.
         interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
-        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black.
+        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
+            big_vision's with gray.
         im_size: side of the image in pixels, for timm's translations.
 
     Raises:
         ValueError: it is not understood; says why.
     """
     name, *settings = text.split("-")
-    if settings and (name in ("none", "3augment") or name in TORCHVISION_POLICIES):
+    if settings and (name in ("none", "3augment", BIG_VISION) or name in TORCHVISION_POLICIES):
         raise ValueError(f"has settings, which {name} does not take")
     if name == "none":
         return None
+    if name == BIG_VISION:
+        return Policy(randaugment, LocalGenerator)
     if name in TORCHVISION_POLICIES:
         from torchvision.transforms import v2
 

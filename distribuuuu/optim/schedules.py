@@ -26,6 +26,12 @@ def cos_timm_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float)
     return cos_factor(epoch, max_epoch=max_epoch, min_lr=min_lr) if epoch >= peak else 1.0
 
 
+@SCHEDULES.register("cos_after_warmup")
+def cos_after_warmup_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
+    """Return 1 until the epoch `peak`, then half a cosine to `min_lr`, as in torchvision's training and big_vision."""
+    return cos_factor(max(0.0, epoch - peak), max_epoch=max_epoch - peak, min_lr=min_lr)
+
+
 @SCHEDULES.register("steps")
 def steps_factor(epoch: float, *, steps: Sequence[float], lr_mult: float) -> float:
     """Return `lr_mult` to the power of the number of steps reached; a step at 0 is the start and does not count."""

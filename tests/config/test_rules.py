@@ -26,6 +26,8 @@ CASES = {
     ("DISTILL.TEMPERATURE", "2"): ("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "pretrained"),
     ("EMA.RAMP_UP", "0"): ("EMA.HALF_LIFE", "10"),
     ("EMA.BUFFERS", "copy"): ("EMA.HALF_LIFE", "10"),
+    ("EMA.EVERY_STEPS", "2"): ("EMA.HALF_LIFE", "10"),
+    ("EMA.START_EPOCH", "1"): ("EMA.HALF_LIFE", "10"),
     ("FINETUNE.EMA", "False"): ("FINETUNE.WEIGHTS", "pretrained"),
     ("LOG.NUM_IMAGES", "3", "LOG.TENSORBOARD", "False"): ("LOG.TENSORBOARD", "True"),
     ("LOSS.FOCAL_GAMMA", "3"): ("LOSS.NAME", "focal"),

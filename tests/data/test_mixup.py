@@ -5,10 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.processes import on_processes
+from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, no_mix
+from distribuuuu.launch.detect import detect_launch
 
 NUM_CLASSES = 7
 
@@ -211,6 +215,41 @@ def test_the_config_says_how_to_mix():
     words = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.9, "AUG.CUTMIX_SHARE", 0.3, "AUG.MIX_BY", "step")
     plan = BatchPlan(4, 1, 1)
     assert build_mixer(make_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, group=4)
+
+
+def test_a_group_is_as_large_as_the_config_says():
+    plan, words = BatchPlan(8, 2, 3), ("AUG.CUTMIX", 1)
+    groups = [build_mixer(make_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0).group for num in (0, 2, 10, 48, 512)]
+    assert groups == [2, 2, 10, 48, 512]
+    drawn = [build_mixer(make_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0).draw(5, 0, 1) for num in (10, 48, 512)]
+    assert [len(each.lam) for each in drawn] == [5, 1, 1] and drawn[1].lam == drawn[2].lam
+
+
+def mixed_images(cfg) -> dict[int, tuple[bytes, bytes]]:
+    """Return images and targets of two steps of this process, as bytes by their position in the epoch."""
+    launch, found = detect_launch(), {}
+    loader = build_loader(cfg, launch, torch.device("cpu"), train=True)
+    plan, mix, batches = loader.plan, build_mixer(cfg, loader.plan, launch.rank), loader.batches_from(3, 1, 0)
+    for step in range(2):
+        for micro in range(plan.accum_steps):
+            first = step * plan.global_batch + (micro * plan.world_size + launch.rank) * plan.micro_batch
+            for place, (image, target) in enumerate(zip(*mix(*next(batches), 3, 1, step, micro), strict=True)):
+                found[first + place] = image.numpy().tobytes(), target.numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("num, batch_size", [(1, 2), slow(2, 2), slow(3, 4), slow(3, 2), slow(2, 6)])
+def test_processes_mix_groups_bit_for_bit_as_one_does(small_cfg, num, batch_size):
+    """Groups of 8 images in steps of 12: cut by the end of a step, of a micro-batch and of a process's share."""
+    words = ("AUG.MIXUP", 0.4, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.8, "AUG.MIX_GROUP", 8, "DATA.REPEATS", 2)
+    words += ("TRAIN.GLOBAL_BATCH_SIZE", 12)
+    alone = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12))
+    cfg = small_cfg(*words, "TRAIN.BATCH_SIZE", batch_size, "TRAIN.WORKERS", 2 * (num > 1))
+    parts = on_processes(num, mixed_images, cfg) if num > 1 else [mixed_images(cfg)]
+    together = {place: value for part in parts for place, value in part.items()}
+    assert together == alone and sorted(alone) == list(range(24)) and sum(map(len, parts)) == 24
+    pairs = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12, "AUG.MIX_GROUP", 0))
+    assert pairs != alone
 
 
 @pytest.mark.parametrize("key", ["MIXUP", "CUTMIX"])

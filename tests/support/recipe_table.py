@@ -24,8 +24,10 @@ TORCHVISION = {
     "resnet50_torchvision_v2": {
         "reported": ("80.858", "95.434"), "params": 25.557, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9,
         "OPTIM.NESTEROV": False, "OPTIM.MAX_EPOCH": 600, "TRAIN.GLOBAL_BATCH_SIZE": 1024, "TRAIN.BATCH_SIZE": 128,
-        "OPTIM.BASE_LR": 0.5, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.01,
-        "OPTIM.WEIGHT_DECAY": 2e-5, "OPTIM.NORM_WEIGHT_DECAY": 0, "LOSS.LABEL_SMOOTHING": 0.1, "AUG.MIXUP": 0.2,
+        "TRAIN.AMP": "none", "AUG.MIX_GROUP": 128, "EMA.EVERY_STEPS": 32, "EMA.START_EPOCH": 5, "EMA.RAMP_UP": 0,
+        "OPTIM.BASE_LR": 0.5, "OPTIM.LR_POLICY": "cos_after_warmup", "OPTIM.WARMUP_EPOCHS": 5,
+        "OPTIM.WARMUP_FACTOR": 0.01, "OPTIM.WEIGHT_DECAY": 2e-5, "OPTIM.NORM_WEIGHT_DECAY": 0,
+        "LOSS.LABEL_SMOOTHING": 0.1, "AUG.MIXUP": 0.2,
         "AUG.CUTMIX": 1.0, "AUG.POLICY": "trivialaugment", "AUG.ERASING": 0.1, "DATA.REPEATS": 4, "TRAIN.IM_SIZE": 176,
         "TEST.INTERPOLATION": "bilinear", **evaluated(232, 224),
     },
@@ -85,10 +87,12 @@ VIT = {
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(224, 224),
     },
     "plain_vit_small": {
-        "reported": ("76.5",), "params": 22.050, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 90,
+        "reported": ("76.5",), "params": 22.198, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 90,
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 1e-3, "decoupled_decay": 1e-4, "warmup_steps": 10_000,
-        "OPTIM.LR_POLICY": "cos", "OPTIM.CLIP_NORM": 1, "AUG.POLICY": "rand-m10-n2", "AUG.MIXUP": 0.2,
-        "TRAIN.IM_SIZE": 224, **evaluated(256, 224),
+        "OPTIM.LR_POLICY": "cos_after_warmup", "OPTIM.LR_UPDATE": "step", "OPTIM.CLIP_NORM": 1, **NO_DECAY,
+        "AUG.POLICY": "randaugment_big_vision", "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "DATA.CROP_SCALE": (0.05, 1),
+        "DATA.CROP_RATIO": (0.75, 1.33), "DATA.MEAN": (0.5,) * 3, "DATA.STD": (0.5,) * 3, "TRAIN.IM_SIZE": 224,
+        **evaluated(256, 224),
     },
 }  # fmt: skip
 
