@@ -120,8 +120,9 @@ _C.DATA.CROP = "auto"
 _C.DATA.CROP_SCALE = (0.08, 1.0)
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
-# Interpolation of random resized crops: bilinear or bicubic, antialiased; opencv_linear (bilinear without antialiasing)
-# or opencv_area (the mean of the area). AUG.POLICY rotates and shears with bicubic, or with bilinear for the others.
+# Interpolation of random resized crops: bilinear or bicubic, antialiased; random: one of both for each crop and each
+# operation; opencv_linear (bilinear without antialiasing) or opencv_area (the mean of the area). The rotation and shear
+# of AUG.POLICY use it too (random: not torchvision's policies), with bilinear for OpenCV's.
 _C.DATA.INTERPOLATION = "bilinear"
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4
@@ -144,8 +145,8 @@ _C.DATA.DOWNLOAD = True
 _C.DATA.CACHE_DIR = ""
 
 _C.AUG = CfgNode()
-# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment; or
-# a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+# Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
+# randaugment_big_vision; or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
@@ -159,12 +160,14 @@ _C.AUG.ERASING_MODE = "const"
 _C.AUG.MIXUP = 0.0
 # Alpha of CutMix; 0: off. If mixup is on as well, AUG.CUTMIX_SHARE selects between them.
 _C.AUG.CUTMIX = 0.0
-# Probability that a pair of images, or a step, is mixed at all, 0 to 1.
+# Probability that a pair, a group or a step of images is mixed at all, 0 to 1.
 _C.AUG.MIX_PROB = 1.0
 # Probability of CutMix instead of mixup if both are on, 0 to 1.
 _C.AUG.CUTMIX_SHARE = 0.5
 # Draw the mixing coefficient and the box per pair of images (pair) or once per step (step).
 _C.AUG.MIX_BY = "pair"
+# Draw them once per group of this many consecutive images of the global batch, an even number; 0: as MIX_BY says.
+_C.AUG.MIX_GROUP = 0
 
 _C.LOSS = CfgNode()
 # Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label
@@ -176,8 +179,8 @@ _C.LOSS.LABEL_SMOOTHING = 0.0
 _C.LOSS.CLASS_WEIGHTS = ()
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = "mean"
-# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: off.
-_C.LOSS.BCE_TARGET_THRESHOLD = 0.0
+# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
+_C.LOSS.BCE_TARGET_THRESHOLD = None
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = 2.0
 
@@ -216,21 +219,28 @@ _C.EMA.HALF_LIFE = 0.0
 _C.EMA.RAMP_UP = 0.1
 # Buffers of the averaged model, such as batch-norm statistics: average or copy.
 _C.EMA.BUFFERS = "average"
+# Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
+_C.EMA.EVERY_STEPS = 1
+# Epoch at which averaging starts; until its first step, updates copy the weights.
+_C.EMA.START_EPOCH = 0
 
 _C.OPTIM = CfgNode()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning-rate schedule; tri: linear, like lin, but from the end of the warm-up (a triangle).
+# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
+# warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
+# Epochs by which the schedule lags, as if the first epoch were repeated, 0 or more.
+_C.OPTIM.LR_LAG = 0
 # Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
 _C.OPTIM.BASE_LR = 0.2
 # Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
 _C.OPTIM.LR_SCALE = "none"
 # Images per step for which BASE_LR is given, with linear and sqrt.
 _C.OPTIM.LR_SCALE_BATCH = 256
-# Final factor of BASE_LR with cos, exp, lin and tri, 0 to 1; above 0 with exp.
+# Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
 _C.OPTIM.MIN_LR = 0.0
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
 _C.OPTIM.STEPS = ()

@@ -8,7 +8,7 @@ from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
-NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
+NULLABLE = {"MODEL.WEIGHTS": str, "LOSS.BCE_TARGET_THRESHOLD": float, "RNG_SEED": int}
 # Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
@@ -21,7 +21,7 @@ CHOICES = {
     "AUG.MIX_BY": ("pair", "step"),
     "DATA.CROP": ("auto", "resized", "pad"),
     "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
-    "DATA.INTERPOLATION": INTERPOLATIONS,
+    "DATA.INTERPOLATION": (*INTERPOLATIONS, "random"),
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
     "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
@@ -51,6 +51,7 @@ RANGES = {
     "AUG.ERASING": (0, 1),
     "AUG.MIXUP": (0, None),
     "AUG.CUTMIX": (0, None),
+    "AUG.MIX_GROUP": (0, None),
     "AUG.MIX_PROB": (0, 1),
     "AUG.CUTMIX_SHARE": (0, 1),
     "MODEL.NUM_CLASSES": (0, None),
@@ -59,6 +60,8 @@ RANGES = {
     "DISTILL.TEMPERATURE": (0.001, None),
     "EMA.HALF_LIFE": (0, None),
     "EMA.RAMP_UP": (0, 1),
+    "EMA.EVERY_STEPS": (1, None),
+    "EMA.START_EPOCH": (0, None),
     "TRAIN.BATCH_SIZE": (1, None),
     "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
     # torch's antialiased resize to a single pixel fails at random.
@@ -81,6 +84,7 @@ RANGES = {
     "LOSS.FOCAL_GAMMA": (0, None),
     "OPTIM.MAX_EPOCH": (0, None),
     "OPTIM.BASE_LR": (0, None),
+    "OPTIM.LR_LAG": (0, None),
     "OPTIM.LR_SCALE_BATCH": (1, None),
     "OPTIM.EPS": (0, None),
     "OPTIM.MIN_LR": (0, 1),
@@ -106,8 +110,9 @@ RANGES = {
     "RNG_SEED": (0, 2**63 - 1),
 }
 
-# First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings after them.
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "3augment",
+# First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
+_TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
+POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
@@ -172,6 +177,9 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
         yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
     if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
         yield Problem("DATA.CROP_RATIO", f"got {list(data.CROP_RATIO)}; expected two numbers, 0 < min <= max")
+    if data.INTERPOLATION == "random" and (_crop_of(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
+        message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
+        yield Problem("DATA.INTERPOLATION", message)
     for key in ("MEAN", "STD"):
         if len(data[key]) not in (0, 3):
             yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
@@ -205,6 +213,12 @@ def _check_augmentation(cfg: Config) -> Iterator[Problem]:
         yield Problem("AUG.POLICY", message)
     if (aug.MIXUP or aug.CUTMIX) and not aug.MIX_PROB:
         yield Problem("AUG.MIX_PROB", "0 disables AUG.MIXUP and AUG.CUTMIX; set both to 0, or this one above 0")
+    if aug.MIX_GROUP % 2:
+        message = f"got {aug.MIX_GROUP}; expected an even number, since images are mixed in pairs; fix: add 1"
+        yield Problem("AUG.MIX_GROUP", message)
+    if aug.MIX_GROUP and aug.MIX_BY == "step":
+        message = f"got {aug.MIX_GROUP} with AUG.MIX_BY step; expected one of them; fix: set it to 0, or MIX_BY to pair"
+        yield Problem("AUG.MIX_GROUP", message)
     if aug.MIXUP and aug.CUTMIX and aug.CUTMIX_SHARE in (0, 1):
         unused = "AUG.MIXUP" if aug.CUTMIX_SHARE else "AUG.CUTMIX"
         message = f"{aug.CUTMIX_SHARE:g} disables {unused}; set {unused} 0, or this one between 0 and 1"
@@ -237,8 +251,8 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
         yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
-    if optim.LR_POLICY == "tri" and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
-        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY tri expects less than OPTIM.MAX_EPOCH"
+    if optim.LR_POLICY in ("tri", "cos_after_warmup") and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
+        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY {optim.LR_POLICY} expects less than OPTIM.MAX_EPOCH"
         yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} {optim.MAX_EPOCH}")
     if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
         message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
@@ -254,16 +268,18 @@ def _check_loss(cfg: Config) -> Iterator[Problem]:
     if weights and (min(weights) < 0 or max(weights) == 0):
         message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
-    for_bce = {"BCE_TARGET_THRESHOLD": (threshold > 0, 0), "BCE_REDUCTION": (loss.BCE_REDUCTION == "sum", "mean")}
+    bce_sums = loss.BCE_REDUCTION == "sum"
+    for_bce = {"BCE_TARGET_THRESHOLD": (threshold is not None, "null"), "BCE_REDUCTION": (bce_sums, "mean")}
     for key, (is_on, default) in for_bce.items():
         if is_on and loss.NAME != "bce":
             message = f"needs LOSS.NAME bce, but it is {loss.NAME}; set LOSS.NAME bce, or this option to {default}"
             yield Problem(f"LOSS.{key}", message)
-    # With a threshold outside of these two every target would be 0, or every target 1.
+    # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
     lowest = loss.LABEL_SMOOTHING / max(1, num_classes)
     highest = 1 - loss.LABEL_SMOOTHING + lowest
-    if num_classes and loss.NAME == "bce" and threshold and not lowest < threshold < highest:
-        message = f"got {threshold:g}; expected 0, or between {lowest:g} and {highest:g}, the targets of an image"
+    is_between = threshold is None or lowest < threshold < highest or threshold == lowest == 0
+    if num_classes and loss.NAME == "bce" and not is_between:
+        message = f"got {threshold:g}; expected null, or between {lowest:g} and {highest:g}, the targets of an image"
         yield Problem("LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}")
 
 
@@ -358,7 +374,7 @@ def _distills_probabilities(cfg: Config) -> bool:
 
 # Options, whether a config uses them, and the condition in words.
 _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
-    (("AUG.MIX_PROB", "AUG.MIX_BY"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
+    (("AUG.MIX_PROB", "AUG.MIX_BY", "AUG.MIX_GROUP"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
     (("AUG.CUTMIX_SHARE",), lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX, "both AUG.MIXUP and AUG.CUTMIX above 0"),
     (("AUG.ERASING_MODE",), lambda cfg: cfg.AUG.ERASING, "AUG.ERASING above 0"),
     (("DATA.CROP_SCALE", "DATA.CROP_RATIO"), lambda cfg: _crop_of(cfg) != "pad", "DATA.CROP resized"),
@@ -366,7 +382,11 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("DIST.BUCKET_MB",), lambda cfg: cfg.DIST.SHARD != "fsdp", "DIST.SHARD none or zero1"),
     (("DISTILL.KIND", "DISTILL.ALPHA", "DISTILL.KWARGS"), lambda cfg: cfg.DISTILL.TEACHER, "a DISTILL.TEACHER"),
     (("DISTILL.TEMPERATURE",), _distills_probabilities, "a DISTILL.TEACHER and DISTILL.KIND soft"),
-    (("EMA.RAMP_UP", "EMA.BUFFERS"), lambda cfg: cfg.EMA.HALF_LIFE, "EMA.HALF_LIFE above 0"),
+    (
+        ("EMA.RAMP_UP", "EMA.BUFFERS", "EMA.EVERY_STEPS", "EMA.START_EPOCH"),
+        lambda cfg: cfg.EMA.HALF_LIFE,
+        "EMA.HALF_LIFE above 0",
+    ),
     (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
     (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
     (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),

@@ -1,7 +1,7 @@
 """Augmentation of a training image after its crop and flip: policy, color jitter, registered operations, erasing.
 
-Policies and jitter are torchvision's or timm's. They draw from global generators, which are seeded here from the
-random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
+Policies and jitter are torchvision's, timm's or big_vision's. They draw from global generators, which are seeded here
+from the random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
 import contextlib
@@ -16,18 +16,22 @@ from PIL import Image, ImageOps
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
+from distribuuuu.data.randaugment import randaugment
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import Transform, to_uint8
 
-# Least and greatest fraction of the image that an erased rectangle covers, and its height over its width.
+# Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
+# width, as in torchvision and in timm.
 ERASED_AREA = (0.02, 1 / 3)
-ERASED_RATIO = (0.3, 3.3)
+ERASED_RATIO = {"const": (0.3, 3.3), "pixel": (0.3, 1 / 0.3)}
 # torchvision's policies: class name and arguments.
 TORCHVISION_POLICIES = {
     "autoaugment": ("AutoAugment", {}),  # of ImageNet
     "randaugment": ("RandAugment", {"num_ops": 2, "magnitude": 9}),
     "trivialaugment": ("TrivialAugmentWide", {}),
 }
+# RandAugment as in big_vision's recipes.
+BIG_VISION = "randaugment_big_vision"
 # Checked here because timm ignores a setting without a number and an unknown set of operations.
 TIMM_SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
 TIMM_OPERATION_SETS = ("weights", "3a", "3aw")
@@ -42,7 +46,8 @@ PixelOp = Callable[[torch.Tensor], torch.Tensor]
 class Policy:
     """A random operation on an image, and the context that seeds its generators.
 
-    torchvision draws with torch, in many threads at a time; timm draws with numpy and random, one thread at a time.
+    torchvision and big_vision's policy draw with torch, in many threads at a time; timm draws with numpy and random,
+    one thread at a time.
     """
 
     operation: ImageOp
@@ -142,7 +147,8 @@ class Erasing:
         if torch.rand(()) >= self.probability:
             return pixels
         color = None if self.std else list(self.mean)
-        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ERASED_RATIO, color)
+        ratio = ERASED_RATIO["pixel" if self.std else "const"]
+        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ratio, color)
         if value is pixels:  # no rectangle fitted into the image
             return pixels
         if self.std:
@@ -166,7 +172,8 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     """
     aug = cfg.AUG
     try:
-        interpolation = "bicubic" if cfg.DATA.INTERPOLATION == "bicubic" else "bilinear"
+        interpolation = cfg.DATA.INTERPOLATION
+        interpolation = "bilinear" if interpolation.startswith("opencv") else interpolation
         policy = make_policy(aug.POLICY, interpolation, mean, cfg.TRAIN.IM_SIZE)
     except ValueError as error:
         raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
@@ -190,18 +197,21 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
 
     Args:
         text: the name, with the settings of a policy of timm.
-        interpolation: of rotations and shears, "bilinear" or "bicubic".
-        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black.
+        interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
+        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
+            big_vision's with gray.
         im_size: side of the image in pixels, for timm's translations.
 
     Raises:
         ValueError: it is not understood; says why.
     """
     name, *settings = text.split("-")
-    if settings and (name in ("none", "3augment") or name in TORCHVISION_POLICIES):
+    if settings and (name in ("none", "3augment", BIG_VISION) or name in TORCHVISION_POLICIES):
         raise ValueError(f"has settings, which {name} does not take")
     if name == "none":
         return None
+    if name == BIG_VISION:
+        return Policy(randaugment, LocalGenerator)
     if name in TORCHVISION_POLICIES:
         from torchvision.transforms import v2
 
@@ -229,9 +239,10 @@ def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_s
     hparams = {
         "translate_const": int(im_size * 0.45),
         "img_mean": tuple(round(255 * value) for value in mean),
-        "interpolation": Image.Resampling[interpolation.upper()],
         **({"translate_pct": 0.3} if name == "augmix" else {}),
     }
+    if interpolation != "random":  # timm's default
+        hparams["interpolation"] = Image.Resampling[interpolation.upper()]
     try:
         policy = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
     except (AssertionError, ValueError) as error:

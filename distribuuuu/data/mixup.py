@@ -2,7 +2,8 @@
 
 The image at position p of a step's global batch is mixed with the one at p ^ 1. The order of an epoch is random, so the
 pairs are; and the division into processes and micro-batches does not change them. Both images of a pair have the same
-lambda and the same box, each filled from the other.
+lambda and the same box, each filled from the other. Consecutive pairs may share them as a group; timm and torchvision
+share them within the batch of a GPU.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,12 @@ _STREAM = 0x6D69786564
 
 @dataclass(frozen=True)
 class MixParams:
-    """Random parameters of pairs: arrays (pairs,), or (1,) for all of them.
+    """Random parameters of groups of pairs: arrays (groups,).
 
     Attributes:
         lam: lambda, the fraction of an image that is kept.
         use_cutmix: replace a box (CutMix) instead of blending the full image (mixup).
-        mixed: whether the pair is mixed at all.
+        mixed: whether the group is mixed at all.
         row, column: center of the box, in [0, 1).
     """
 
@@ -40,7 +41,7 @@ class MixParams:
     column: np.ndarray
 
     def weights(self, height: int, width: int) -> np.ndarray:
-        """Return float32 (pairs, 6): the partner's weight in the box, the box's edges, the partner's total weight.
+        """Return float32 (groups, 6): the partner's weight in the box, the box's edges, the partner's total weight.
 
         The edges are top, bottom, left and right, in pixels; for mixup those of the image. A box is clipped at the
         borders, as in the paper's code, so the total weight is that of its clipped area.
@@ -68,9 +69,10 @@ class PairMixer:
         rank: this process's rank.
         num_classes: of the targets.
         mixup, cutmix: the alpha of each; 0: off.
-        probability: fraction of the pairs, or steps, that are mixed.
+        probability: fraction of the groups that are mixed.
         cutmix_share: fraction of CutMix when both are on.
-        by_step: draw parameters once per step instead of once per pair.
+        group: consecutive images of the global batch that share their parameters, an even number; the last group of a
+            step may have fewer.
     """
 
     plan: BatchPlan
@@ -80,7 +82,7 @@ class PairMixer:
     cutmix: float = 0.0
     probability: float = 1.0
     cutmix_share: float = 0.5
-    by_step: bool = False
+    group: int = 2
 
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, seed: int, epoch: int, step: int, micro: int
@@ -98,7 +100,8 @@ class PairMixer:
         height, width = images.shape[-2:]
         first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
         of_step = self.draw(seed, epoch, step).weights(height, width)
-        of_pairs = of_step if self.by_step else of_step[first : first + len(images) // 2]
+        groups = np.arange(first, first + len(images) // 2) // (self.group // 2)
+        of_pairs = of_step if len(of_step) == 1 else of_step[groups]
         weights = copy_to_device(torch.from_numpy(of_pairs), images.device)
         inside = _pixel_weights(weights, height, width) if self.cutmix else weights[:, :1, None, None]
         blend_pairs(images, inside.to(images.dtype))
@@ -107,9 +110,9 @@ class PairMixer:
         return images, targets
 
     def draw(self, seed: int, epoch: int, step: int) -> MixParams:
-        """Return the parameters of all pairs of a step, the same on every process."""
+        """Return the parameters of all groups of a step, the same on every process."""
         generator = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch, step, _STREAM)))
-        num = 1 if self.by_step else self.plan.global_batch // 2
+        num = -(-self.plan.global_batch // self.group)
         mixed, chosen, row, column = generator.random((4, num))
         by_mixup, by_cutmix = (
             generator.beta(alpha, alpha, num) if alpha else np.ones(num) for alpha in (self.mixup, self.cutmix)
@@ -143,7 +146,7 @@ def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
         aug.CUTMIX,
         aug.MIX_PROB,
         aug.CUTMIX_SHARE,
-        by_step=aug.MIX_BY == "step",
+        aug.MIX_GROUP or {"pair": 2, "step": plan.global_batch}[aug.MIX_BY],
     )
 
 

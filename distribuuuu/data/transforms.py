@@ -1,6 +1,6 @@
 """Transforms: crop, resize and flip, from an image to uint8 pixels; the cast and the normalization run on the device.
 
-Random transforms draw their numbers in a fixed order: the flip, the position of the crop, then its shape.
+Random transforms draw their numbers in a fixed order: the flip, the position of the crop, its shape, its interpolation.
 """
 
 import math
@@ -57,7 +57,7 @@ class ResizedCrop(Transform):
         scale: least and greatest fraction of the image's area.
         flip: probability of a horizontal flip.
         ratio: least and greatest width over height.
-        interpolation: see `resize`.
+        interpolation: see `resize`; or "random", one of them for each image, equally likely, which is timm's default.
     """
 
     size: int
@@ -70,7 +70,10 @@ class ResizedCrop(Transform):
         is_flipped = rng.uniform() < self.flip
         height, width = image.size
         box = random_resized_box(rng, height, width, self.scale, self.ratio)
-        pixels = resize(image.crop(box, self.size), self.size, self.size, self.interpolation)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
+        pixels = resize(image.crop(box, self.size), self.size, self.size, interpolation)
         return pixels.flip(-1) if is_flipped else pixels
 
 

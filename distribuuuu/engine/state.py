@@ -243,7 +243,7 @@ class TrainState:
         self.step += 1
         if self.ema:
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
-            self.ema.update(self.global_batch, images_seen)
+            self.ema.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
     def finish_epoch(self, values: dict[str, float]) -> list[str]:
         """Count the epoch as done; return the kinds of weights that are the best so far by the first metric."""

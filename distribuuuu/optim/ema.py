@@ -20,12 +20,24 @@ class Ema:
         ramp_up: maximum of the half-life as a share of the images seen, to forget the random initial weights soon
             (Karras et al., arXiv 2206.00364, appendix F); 0: no maximum.
         buffers: "average" or "copy".
+        every_steps: steps from one update to the next, counted from the first step of an epoch.
+        start_epoch: epoch at which averaging starts; until its first step, updates copy the weights.
     """
 
-    def __init__(self, model: nn.Module, half_life: float, ramp_up: float = 0.0, buffers: str = "average"):
+    def __init__(
+        self,
+        model: nn.Module,
+        half_life: float,
+        ramp_up: float = 0.0,
+        buffers: str = "average",
+        every_steps: int = 1,
+        start_epoch: int = 0,
+    ):
         self.half_life = half_life
         self.ramp_up = ramp_up
         self.buffers = buffers
+        self.every_steps = every_steps
+        self.start_epoch = start_epoch
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.pair_with(model)
 
@@ -48,10 +60,16 @@ class Ema:
         half_life = min(self.half_life, self.ramp_up * images_seen) if self.ramp_up else self.half_life
         return 0.5 ** (num_images / half_life)
 
+    def finish_step(self, epoch: int, step: int, images_seen: int, global_batch: int) -> None:
+        """Update the average if it is due after the step at (epoch, step), both from 0."""
+        if step % self.every_steps == 0:
+            copies = self.start_epoch > 0 and (epoch, step) <= (self.start_epoch, 0)
+            self.update(global_batch * self.every_steps, images_seen, copies)
+
     @torch.no_grad()
-    def update(self, num_images: int, images_seen: int) -> None:
-        """Update the average after a step; does not wait for the device."""
-        weight = 1 - self.decay(num_images, images_seen)
+    def update(self, num_images: int, images_seen: int, copies: bool = False) -> None:
+        """Update the average after `num_images`, or copy the weights; does not wait for the device."""
+        weight = 1.0 if copies else 1 - self.decay(num_images, images_seen)
         if self._averages:
             torch._foreach_lerp_(self._averages, self._currents, weight)
         if self._copies:
@@ -60,5 +78,7 @@ class Ema:
 
 def build_ema(cfg, model: nn.Module) -> Ema | None:
     """Return the average with EMA.HALF_LIFE; None if it is 0."""
-    settings = cfg.EMA
-    return Ema(model, settings.HALF_LIFE, settings.RAMP_UP, settings.BUFFERS) if settings.HALF_LIFE else None
+    ema = cfg.EMA
+    if not ema.HALF_LIFE:
+        return None
+    return Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)

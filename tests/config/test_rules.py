@@ -13,6 +13,7 @@ from distribuuuu.trainer import train_model
 CASES = {
     ("AUG.MIX_PROB", "0.5"): ("AUG.MIXUP", "1"),
     ("AUG.MIX_BY", "step"): ("AUG.CUTMIX", "1"),
+    ("AUG.MIX_GROUP", "8"): ("AUG.CUTMIX", "1"),
     ("AUG.CUTMIX_SHARE", "0.2"): ("AUG.CUTMIX", "1", "AUG.MIXUP", "1"),
     ("AUG.ERASING_MODE", "pixel"): ("AUG.ERASING", "0.1"),
     ("DATA.CROP_SCALE", "[0.5, 1]", "DATA.NAME", "cifar10"): ("DATA.CROP", "resized"),
@@ -25,6 +26,8 @@ CASES = {
     ("DISTILL.TEMPERATURE", "2"): ("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "pretrained"),
     ("EMA.RAMP_UP", "0"): ("EMA.HALF_LIFE", "10"),
     ("EMA.BUFFERS", "copy"): ("EMA.HALF_LIFE", "10"),
+    ("EMA.EVERY_STEPS", "2"): ("EMA.HALF_LIFE", "10"),
+    ("EMA.START_EPOCH", "1"): ("EMA.HALF_LIFE", "10"),
     ("FINETUNE.EMA", "False"): ("FINETUNE.WEIGHTS", "pretrained"),
     ("LOG.NUM_IMAGES", "3", "LOG.TENSORBOARD", "False"): ("LOG.TENSORBOARD", "True"),
     ("LOSS.FOCAL_GAMMA", "3"): ("LOSS.NAME", "focal"),

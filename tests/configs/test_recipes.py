@@ -59,7 +59,7 @@ def test_the_half_life_of_the_torchvision_recipe_matches_its_decay():
     cfg = recipe_cfg("resnet50_torchvision_v2")
     # The script updates every 32 steps, and multiplies 1 - decay by (images of 32 steps) / epochs.
     share = (1 - 0.99998) * 1024 * 32 / 600
-    assert cfg.EMA.HALF_LIFE == pytest.approx(32 * 1024 * math.log(2) / -math.log(1 - share), rel=2e-3)
+    assert cfg.EMA.HALF_LIFE == pytest.approx(32 * 1024 * math.log(2) / -math.log(1 - share), rel=1e-5)
 
 
 def test_schedules_reach_the_base_rate_and_decay():

@@ -5,10 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.processes import on_processes
+from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, no_mix
+from distribuuuu.launch.detect import detect_launch
 
 NUM_CLASSES = 7
 
@@ -35,14 +39,14 @@ def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
     height, width = arrays.shape[2:]
     results, targets = [], []
     for number, array in enumerate(arrays):
-        pair = 0 if mix.by_step else number // 2
-        partner, kept = number ^ 1, float(drawn.lam[pair])
+        group = number // mix.group
+        partner, kept = number ^ 1, float(drawn.lam[group])
         result = array.copy()
-        if not drawn.mixed[pair]:
+        if not drawn.mixed[group]:
             kept = 1.0
-        elif drawn.use_cutmix[pair]:
+        elif drawn.use_cutmix[group]:
             cut_height, cut_width = (int(side * math.sqrt(1 - kept)) for side in (height, width))
-            middle = int(drawn.row[pair] * height), int(drawn.column[pair] * width)
+            middle = int(drawn.row[group] * height), int(drawn.column[group] * width)
             top, bottom = max(middle[0] - cut_height // 2, 0), min(middle[0] + cut_height // 2, height)
             left, right = max(middle[1] - cut_width // 2, 0), min(middle[1] + cut_width // 2, width)
             result[:, top:bottom, left:right] = arrays[partner][:, top:bottom, left:right]
@@ -62,8 +66,10 @@ KINDS = {
     "cutmix": {"cutmix": 1.0},
     "both": {"mixup": 0.2, "cutmix": 1.0, "cutmix_share": 0.4},
     "some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6},
-    "by step": {"mixup": 0.8, "cutmix": 1.0, "by_step": True},
-    "by step, some": {"cutmix": 0.3, "probability": 0.5, "by_step": True},
+    "by step": {"mixup": 0.8, "cutmix": 1.0, "group": 24},
+    "by step, some": {"cutmix": 0.3, "probability": 0.5, "group": 24},
+    "groups of 10": {"mixup": 0.2, "cutmix": 1.0, "group": 10},  # the last one has 4 images
+    "groups of 8, some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6, "group": 8},
 }
 
 
@@ -150,7 +156,7 @@ def test_cutmix_and_mixup_and_what_is_not_mixed_have_their_shares():
 
 def test_a_pair_has_its_own_draw_and_a_step_has_one_for_all():
     assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
-    drawn = [mixer(mixup=0.8, by_step=True).draw(0, 0, step) for step in range(5)]
+    drawn = [mixer(mixup=0.8, group=24).draw(0, 0, step) for step in range(5)]
     assert all(len(each.lam) == 1 for each in drawn) and len({float(each.lam[0]) for each in drawn}) == 5
 
 
@@ -208,7 +214,42 @@ def test_without_mixing_the_batch_passes_through():
 def test_the_config_says_how_to_mix():
     words = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.9, "AUG.CUTMIX_SHARE", 0.3, "AUG.MIX_BY", "step")
     plan = BatchPlan(4, 1, 1)
-    assert build_mixer(make_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, by_step=True)
+    assert build_mixer(make_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, group=4)
+
+
+def test_a_group_is_as_large_as_the_config_says():
+    plan, words = BatchPlan(8, 2, 3), ("AUG.CUTMIX", 1)
+    groups = [build_mixer(make_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0).group for num in (0, 2, 10, 48, 512)]
+    assert groups == [2, 2, 10, 48, 512]
+    drawn = [build_mixer(make_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0).draw(5, 0, 1) for num in (10, 48, 512)]
+    assert [len(each.lam) for each in drawn] == [5, 1, 1] and drawn[1].lam == drawn[2].lam
+
+
+def mixed_images(cfg) -> dict[int, tuple[bytes, bytes]]:
+    """Return images and targets of two steps of this process, as bytes by their position in the epoch."""
+    launch, found = detect_launch(), {}
+    loader = build_loader(cfg, launch, torch.device("cpu"), train=True)
+    plan, mix, batches = loader.plan, build_mixer(cfg, loader.plan, launch.rank), loader.batches_from(3, 1, 0)
+    for step in range(2):
+        for micro in range(plan.accum_steps):
+            first = step * plan.global_batch + (micro * plan.world_size + launch.rank) * plan.micro_batch
+            for place, (image, target) in enumerate(zip(*mix(*next(batches), 3, 1, step, micro), strict=True)):
+                found[first + place] = image.numpy().tobytes(), target.numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("num, batch_size", [(1, 2), slow(2, 2), slow(3, 4), slow(3, 2), slow(2, 6)])
+def test_processes_mix_groups_bit_for_bit_as_one_does(small_cfg, num, batch_size):
+    """Groups of 8 images in steps of 12: cut by the end of a step, of a micro-batch and of a process's share."""
+    words = ("AUG.MIXUP", 0.4, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.8, "AUG.MIX_GROUP", 8, "DATA.REPEATS", 2)
+    words += ("TRAIN.GLOBAL_BATCH_SIZE", 12)
+    alone = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12))
+    cfg = small_cfg(*words, "TRAIN.BATCH_SIZE", batch_size, "TRAIN.WORKERS", 2 * (num > 1))
+    parts = on_processes(num, mixed_images, cfg) if num > 1 else [mixed_images(cfg)]
+    together = {place: value for part in parts for place, value in part.items()}
+    assert together == alone and sorted(alone) == list(range(24)) and sum(map(len, parts)) == 24
+    pairs = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12, "AUG.MIX_GROUP", 0))
+    assert pairs != alone
 
 
 @pytest.mark.parametrize("key", ["MIXUP", "CUTMIX"])
@@ -225,6 +266,9 @@ def test_an_odd_micro_batch_is_an_error_that_says_so(key):
         (("AUG.MIXUP", 0.2, "AUG.MIX_PROB", 0), "AUG.MIX_PROB .*disables"),
         (("AUG.MIXUP", -0.2), "AUG.MIXUP .* expected 0 or more"),
         (("AUG.MIX_BY", "batch"), "AUG.MIX_BY .*pair, step"),
+        (("AUG.MIXUP", 0.2, "AUG.MIX_GROUP", 5), "AUG.MIX_GROUP .*expected an even number"),
+        (("AUG.MIXUP", 0.2, "AUG.MIX_GROUP", -2), "AUG.MIX_GROUP .*expected 0 or more"),
+        (("AUG.MIXUP", 0.2, "AUG.MIX_GROUP", 8, "AUG.MIX_BY", "step"), "AUG.MIX_GROUP .*with AUG.MIX_BY step"),
     ],
 )
 def test_what_cannot_be_is_an_error(words, key):

@@ -430,6 +430,23 @@ def test_each_transform_resizes_as_it_is_reported():
                    for left in range(11))  # fmt: skip
 
 
+def test_random_interpolation_is_bilinear_or_bicubic_and_does_not_move_the_crop():
+    image, chosen = scene(90, 120), []
+    for index in range(60):
+        made = {kind: ResizedCrop(48, SCALE, interpolation=kind)(lazy_image_of(image), SampleRNG(5, index))
+                for kind in ("bilinear", "bicubic", "random")}  # fmt: skip
+        chosen.append(next(kind for kind, pixels in made.items() if torch.equal(pixels, made["random"])))
+    assert set(chosen) == {"bilinear", "bicubic"} and 15 < chosen.count("bicubic") < 45
+
+
+@pytest.mark.parametrize("words", [("DATA.CROP", "pad"), ("DATA.NAME", "packed"), ("AUG.POLICY", "trivialaugment")])
+def test_random_interpolation_needs_resized_crops_and_no_policy_of_torchvision(words):
+    random_one = ["DATA.INTERPOLATION", "random"]
+    with pytest.raises(ConfigError, match="DATA.INTERPOLATION .*got random; expected bilinear or bicubic, unless"):
+        load_cfg(None, [*random_one, *words])
+    load_cfg(None, [*random_one, "DATA.NAME", "packed", "DATA.CROP", "resized", "AUG.POLICY", "3augment"])
+
+
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])
 def test_boxes_keep_to_the_ratios_they_are_given(ratios):
     boxes = [random_resized_box(SampleRNG(0, index), 400, 400, (0.1, 0.3), ratios) for index in range(300)]

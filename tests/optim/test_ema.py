@@ -63,6 +63,26 @@ def test_the_average_follows_a_model_whose_weights_were_loaded():
     assert all((value == 1).all() for key, value in ema.model.state_dict().items())
 
 
+def test_it_is_updated_every_few_steps_of_an_epoch_and_copies_before_its_start():
+    net, batch, num_steps = nn.Linear(1, 1, bias=False), 4, 5
+    ema, expected = Ema(net, half_life=16, every_steps=2, start_epoch=1), net.weight.item()
+    for number, _ in enumerate(walk_weights(net, 3 * num_steps)):
+        epoch, step = divmod(number, num_steps)
+        ema.finish_step(epoch, step, (number + 1) * batch, batch)
+        if step in (0, 2, 4):
+            share = 1 if (epoch, step) <= (1, 0) else 1 - 2.0 ** (-8 / 16)
+            expected += share * (net.weight.item() - expected)
+        assert ema.model.weight.item() == pytest.approx(expected, abs=1e-6), (epoch, step)
+
+
+def walk_weights(net: nn.Module, num: int):
+    """Yield after each of `num` random values of a net's only weight."""
+    torch.manual_seed(2)
+    for _ in range(num):
+        nn.init.normal_(net.weight)
+        yield
+
+
 EMA = ("EMA.HALF_LIFE", 30, "EMA.RAMP_UP", 0)
 
 

@@ -24,25 +24,28 @@ TORCHVISION = {
     "resnet50_torchvision_v2": {
         "reported": ("80.858", "95.434"), "params": 25.557, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9,
         "OPTIM.NESTEROV": False, "OPTIM.MAX_EPOCH": 600, "TRAIN.GLOBAL_BATCH_SIZE": 1024, "TRAIN.BATCH_SIZE": 128,
-        "OPTIM.BASE_LR": 0.5, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.01,
-        "OPTIM.WEIGHT_DECAY": 2e-5, "OPTIM.NORM_WEIGHT_DECAY": 0, "LOSS.LABEL_SMOOTHING": 0.1, "AUG.MIXUP": 0.2,
+        "TRAIN.AMP": "none", "AUG.MIX_GROUP": 128, "EMA.EVERY_STEPS": 32, "EMA.START_EPOCH": 5, "EMA.RAMP_UP": 0,
+        "OPTIM.BASE_LR": 0.5, "OPTIM.LR_POLICY": "cos_after_warmup", "OPTIM.WARMUP_EPOCHS": 5,
+        "OPTIM.WARMUP_FACTOR": 0.01, "OPTIM.WEIGHT_DECAY": 2e-5, "OPTIM.NORM_WEIGHT_DECAY": 0,
+        "LOSS.LABEL_SMOOTHING": 0.1, "AUG.MIXUP": 0.2,
         "AUG.CUTMIX": 1.0, "AUG.POLICY": "trivialaugment", "AUG.ERASING": 0.1, "DATA.REPEATS": 4, "TRAIN.IM_SIZE": 176,
         "TEST.INTERPOLATION": "bilinear", **evaluated(232, 224),
     },
 }  # fmt: skip
 
 
-# --- ResNet strikes back (Wightman et al., arXiv 2110.00476), table 2 and appendix
+# --- ResNet strikes back (Wightman et al., arXiv 2110.00476), table 2; defaults of timm's train.py of October 2021
 def rsb(epochs, lr, decay, pixels, magnitude, mixup, smoothing, drop_path, repeats, reported) -> dict:
     """Return procedure A1, A2 or A3."""
     kwargs = {"MODEL.KWARGS.drop_path_rate": drop_path} if drop_path else {}
     return {
         "reported": (reported,), "params": 25.557, "OPTIM.NAME": "lamb", "TRAIN.GLOBAL_BATCH_SIZE": 2048,
-        "LOSS.NAME": "bce", "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 1e-4,
-        "OPTIM.MAX_EPOCH": epochs, "OPTIM.BASE_LR": lr, "min_lr": 1e-6, "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY,
+        "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0.2, "OPTIM.LR_POLICY": "cos_timm", "OPTIM.WARMUP_EPOCHS": 5,
+        "warmup_lr": 1e-4, "OPTIM.MAX_EPOCH": epochs, "OPTIM.BASE_LR": lr, "min_lr": 1e-6,
+        "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": 512,
         "TRAIN.IM_SIZE": pixels, "AUG.POLICY": f"rand-m{magnitude}-n2-mstd0.5-inc1", "AUG.MIXUP": mixup,
         "AUG.CUTMIX": 1.0, "AUG.CUTMIX_SHARE": 0.5, "LOSS.LABEL_SMOOTHING": smoothing, "DATA.REPEATS": repeats,
-        **BICUBIC, **kwargs, **evaluated(236, 224),
+        "DATA.INTERPOLATION": "random", "TEST.INTERPOLATION": "bicubic", **kwargs, **evaluated(235, 224),
     }  # fmt: skip
 
 
@@ -54,34 +57,42 @@ RSB = {
 
 
 # --- DeiT (Touvron et al., arXiv 2012.12877), DeiT-III (arXiv 2204.07118), plain ViT-S/16 (Beyer et al., 2205.01580)
-def deit(reported: str, params: float) -> dict:
-    """Return the recipe of a DeiT."""
+DEIT_SCHEDULE = {
+    "OPTIM.LR_POLICY": "cos_timm", "OPTIM.LR_LAG": 1, "OPTIM.WARMUP_EPOCHS": 5, "warmup_lr": 1e-6, "min_lr": 1e-5,
+}  # fmt: skip
+
+
+def deit(reported: str, params: float, images_per_gpu: int) -> dict:
+    """Return the recipe of a DeiT, whose script tracks an average of the weights but does not evaluate it."""
     return {
         "reported": (reported,), "params": params, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 300,
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 5e-4, "OPTIM.LR_SCALE": "linear", "OPTIM.LR_SCALE_BATCH": 512,
-        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, "OPTIM.WARMUP_EPOCHS": 5, "warmup_lr": 1e-6, "min_lr": 1e-5,
+        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, **DEIT_SCHEDULE, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": images_per_gpu,
         "AUG.POLICY": "rand-m9-mstd0.5-inc1", "AUG.ERASING": 0.25, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0,
-        "LOSS.LABEL_SMOOTHING": 0.1, "MODEL.KWARGS.drop_path_rate": 0.1, "DATA.REPEATS": 3, "ema_decay": 0.99996,
+        "LOSS.LABEL_SMOOTHING": 0.1, "MODEL.KWARGS.drop_path_rate": 0.1, "DATA.REPEATS": 3, "ema_decay": 0,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(256, 224),
     }  # fmt: skip
 
 
 VIT = {
-    "deit_tiny": deit("72.2", 5.717),
-    "deit_small": deit("79.9", 22.051),
-    "deit_base": deit("81.8", 86.568),
+    "deit_tiny": deit("72.2", 5.717, 256),
+    "deit_small": deit("79.9", 22.051, 256),
+    "deit_base": deit("81.8", 86.568, 64),
     "deit3_small": {
         "reported": ("81.4",), "params": 22.059, "OPTIM.NAME": "lamb", "OPTIM.MAX_EPOCH": 800,
         "TRAIN.GLOBAL_BATCH_SIZE": 2048, "OPTIM.BASE_LR": 4e-3, "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY,
-        "OPTIM.WARMUP_EPOCHS": 5, "LOSS.NAME": "bce", "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0,
+        **DEIT_SCHEDULE, "OPTIM.EPS": 1e-8, "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0,
+        "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.MIX_GROUP": 256, "TRAIN.AMP": "fp16",
         "AUG.POLICY": "3augment", "AUG.COLOR_JITTER": (0.3,), "DATA.REPEATS": 3, "MODEL.KWARGS.drop_path_rate": 0.05,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(224, 224),
     },
     "plain_vit_small": {
-        "reported": ("76.5",), "params": 22.050, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 90,
+        "reported": ("76.5",), "params": 22.198, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 90,
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 1e-3, "decoupled_decay": 1e-4, "warmup_steps": 10_000,
-        "OPTIM.LR_POLICY": "cos", "OPTIM.CLIP_NORM": 1, "AUG.POLICY": "rand-m10-n2", "AUG.MIXUP": 0.2,
-        "TRAIN.IM_SIZE": 224, **evaluated(256, 224),
+        "OPTIM.LR_POLICY": "cos_after_warmup", "OPTIM.LR_UPDATE": "step", "OPTIM.CLIP_NORM": 1, **NO_DECAY,
+        "AUG.POLICY": "randaugment_big_vision", "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "DATA.CROP_SCALE": (0.05, 1),
+        "DATA.CROP_RATIO": (0.75, 1.33), "DATA.MEAN": (0.5,) * 3, "DATA.STD": (0.5,) * 3, "TRAIN.IM_SIZE": 224,
+        **evaluated(256, 224),
     },
 }  # fmt: skip
 

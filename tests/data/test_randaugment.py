@@ -1,0 +1,187 @@
+"""RandAugment of big_vision: each operation against its formula, written out with numpy."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from distribuuuu.data import randaugment as module
+from distribuuuu.data.augment import make_policy
+from distribuuuu.data.randaugment import OPERATIONS, affine, cutout, randaugment
+from distribuuuu.data.seeding import LocalGenerator
+
+HEIGHT, WIDTH = 224, 208
+
+
+def scene(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    """Return smooth colors with some noise, uint8 (H, W, 3), of a limited range."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(20, 230, (7, 6, 3), dtype=np.uint8)).resize((width, height))
+    return np.clip(np.array(coarse) + rng.integers(-9, 10, (height, width, 3)), 3, 241).astype(np.uint8)
+
+
+def applied(name: str, pixels: np.ndarray, seed: int = 0) -> np.ndarray:
+    with LocalGenerator(seed):
+        return np.array(OPERATIONS[name](Image.fromarray(pixels)))
+
+
+def blend(degenerate: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Return the extrapolation by the factor 10 / 10 * 1.8 + 0.1, rounded down."""
+    degenerate = degenerate.astype(np.float64)
+    return np.clip(degenerate + 1.9 * (pixels - degenerate), 0, 255).astype(np.uint8)
+
+
+def gather(pixels: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the pixels nearest to coordinates (H, W), and 128 outside."""
+    x, y = np.floor(x + 0.5).astype(int), np.floor(y + 0.5).astype(int)
+    height, width = pixels.shape[:2]
+    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    return np.where(inside[..., None], pixels[np.clip(y, 0, height - 1), np.clip(x, 0, width - 1)], 128)
+
+
+def grid(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    height, width = pixels.shape[:2]
+    y, x = np.mgrid[:height, :width].astype(np.float64)
+    return x, y
+
+
+def equalized(pixels: np.ndarray) -> np.ndarray:
+    result = pixels.copy()
+    for channel in range(3):
+        counts = np.bincount(pixels[..., channel].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        table = np.concatenate([[0], (counts.cumsum() + step // 2)[:-1] // step])
+        result[..., channel] = np.clip(table, 0, 255)[pixels[..., channel]]
+    return result
+
+
+def stretched(pixels: np.ndarray) -> np.ndarray:
+    low, high = (part.astype(np.float64) for part in (pixels.min((0, 1)), pixels.max((0, 1))))
+    return np.clip((pixels - low) * (255 / (high - low)) + 1e-9, 0, 255).astype(np.uint8)
+
+
+def smoothed(pixels: np.ndarray) -> np.ndarray:
+    """Return the mean of 3 x 3 pixels, the middle one five-fold; borders as they are."""
+    result, wide = pixels.astype(np.float64), pixels.astype(np.float64)
+    height, width = pixels.shape[:2]
+    total = sum(wide[i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3))
+    result[1:-1, 1:-1] = (total + 4 * wide[1:-1, 1:-1]) / 13
+    return result
+
+
+FORMULAS = {
+    "AutoContrast": stretched,
+    "Equalize": equalized,
+    "Invert": lambda pixels: 255 - pixels,
+    "Posterize": lambda pixels: pixels // 16 * 16,  # 4 bits
+    "Solarize": lambda pixels: 255 - pixels,  # the threshold 256 is 0 in a byte
+    "SolarizeAdd": lambda pixels: np.where(pixels < 128, pixels.astype(int) + 110, pixels).clip(0, 255),
+    "Color": lambda pixels: blend((pixels @ [0.2989, 0.587, 0.114])[..., None], pixels),
+    "Contrast": lambda pixels: blend(np.array(HEIGHT * WIDTH // 256), pixels),
+    "Brightness": lambda pixels: blend(np.array(0), pixels),
+    "Sharpness": lambda pixels: blend(smoothed(pixels), pixels),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_operation_on_colors_is_its_formula(name):
+    pixels = scene()
+    found, expected = applied(name, pixels).astype(int), FORMULAS[name](pixels).astype(int)
+    rounds = 1 if name in ("Color", "Sharpness", "AutoContrast") else 0  # PIL rounds the degenerate image to a byte
+    assert np.abs(found - expected).max() <= rounds
+    assert np.abs(found - pixels).mean() > 2
+
+
+def rotated(pixels: np.ndarray, sign: int) -> np.ndarray:
+    x, y = grid(pixels)
+    height, width = pixels.shape[:2]
+    x, y, angle = x - (width - 1) / 2, y - (height - 1) / 2, sign * np.radians(30)
+    return gather(
+        pixels,
+        np.cos(angle) * x - np.sin(angle) * y + (width - 1) / 2,
+        np.sin(angle) * x + np.cos(angle) * y + (height - 1) / 2,
+    )
+
+
+def moved(pixels: np.ndarray, **offsets: float) -> np.ndarray:
+    x, y = grid(pixels)
+    shear_x, shear_y = offsets.get("shear_x", 0), offsets.get("shear_y", 0)
+    return gather(pixels, x + shear_x * y + offsets.get("x", 0), y + shear_y * x + offsets.get("y", 0))
+
+
+GEOMETRY = {
+    "Rotate": rotated,
+    "ShearX": lambda pixels, sign: moved(pixels, shear_x=sign * 0.3),
+    "ShearY": lambda pixels, sign: moved(pixels, shear_y=sign * 0.3),
+    "TranslateX": lambda pixels, sign: moved(pixels, x=sign * 100),
+    "TranslateY": lambda pixels, sign: moved(pixels, y=sign * 100),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_an_operation_on_positions_is_its_formula_in_both_directions(name):
+    pixels, signs = scene(), []
+    references = {sign: GEOMETRY[name](pixels, sign) for sign in (-1, 1)}
+    for seed in range(30):
+        found = applied(name, pixels, seed)
+        # Ties between two nearest pixels may be broken in another way.
+        same = [sign for sign, expected in references.items() if (found == expected).all(-1).mean() > 0.89]
+        assert len(same) == 1
+        signs += same
+    assert 7 <= signs.count(1) <= 23
+
+
+def test_coordinates_are_those_of_pixel_centers():
+    pixels = np.arange(16 * 3, dtype=np.uint8).reshape(4, 4, 3)
+    found = np.array(affine(Image.fromarray(pixels), (1, 0, 1), (0, 1, 0)))
+    assert (found[:, :3] == pixels[:, 1:]).all() and (found[:, 3] == 128).all()
+    doubled = np.array(affine(Image.fromarray(pixels), (2, 0, 0), (0, 1, 0)))
+    assert (doubled[:, :2] == pixels[:, ::2]).all() and (doubled[:, 2:] == 128).all()
+
+
+def test_cutout_is_a_gray_square_of_80_pixels_that_the_border_cuts_off():
+    white = Image.new("RGB", (200, 150), "white")
+    for x, y in ((0, 0), (100, 70), (199, 149), (20, 100)):
+        found = np.array(cutout(white, x, y))
+        expected = np.full((150, 200, 3), 255)
+        expected[max(0, y - 40) : y + 40, max(0, x - 40) : x + 40] = 128
+        assert (found == expected).all()
+    assert np.array(white).min() == 255  # the image itself is as before
+    corners = {tuple(np.argwhere(applied("Cutout", np.array(white), seed)[..., 0] == 128)[0]) for seed in range(20)}
+    assert len(corners) > 15
+
+
+def test_contrast_on_a_larger_image_blends_with_white():
+    pixels = scene(300, 300)
+    assert (applied("Contrast", pixels) == blend(np.array(255), pixels)).all()
+
+
+def test_two_of_sixteen_operations_are_drawn_and_always_applied(monkeypatch):
+    drawn = []
+    for name in OPERATIONS:
+        monkeypatch.setitem(OPERATIONS, name, lambda image, name=name: drawn.append(name) or image)
+    policy, image = make_policy("randaugment_big_vision", "bilinear", (0.5,) * 3, 224), Image.new("RGB", (4, 4))
+    for seed in range(2000):
+        policy(image, seed)
+    assert len(OPERATIONS) == 16 and len(drawn) == 4000
+    assert all(180 < count < 320 for count in Counter(drawn).values()) and len(Counter(drawn)) == 16
+    pairs = Counter(zip(drawn[::2], drawn[1::2], strict=True))
+    assert len(pairs) > 230 and any(first == second for first, second in pairs)
+
+
+def test_an_image_follows_from_its_seed_alone():
+    policy, image = make_policy("randaugment_big_vision", "bicubic", (0.5,) * 3, 64), Image.fromarray(scene(64, 64))
+    before = [np.array(policy(image, seed)) for seed in range(30)]
+    torch.manual_seed(7)
+    assert all((np.array(policy(image, seed)) == array).all() for seed, array in enumerate(before))
+    assert len({array.tobytes() for array in before}) > 20
+    assert policy.operation is randaugment and module.NUM_OPERATIONS == 2
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 500), (16, 16)])
+def test_small_and_flat_images_are_accepted(size):
+    policy, image = make_policy("randaugment_big_vision", "bilinear", (0.5,) * 3, 16), Image.new("RGB", size, "red")
+    for seed in range(150):
+        assert policy(image, seed).size == size
