@@ -16,6 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
+    entry_points={"console_scripts": ["distribuuuu = distribuuuu.cli.commands:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

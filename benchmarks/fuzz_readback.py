@@ -29,7 +29,7 @@ from distribuuuu.checkpoint.locate import find_weights_file
 from distribuuuu.cli.make_table import read_reported, write_block
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.folder_index import open_index
-from distribuuuu.data.datasets.multilabel import Multilabel
+from distribuuuu.data.datasets.image_list import Multilabel
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
 from distribuuuu.data.datasets.shapes import draw_shapes

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Pack a data set into a few large files: python tools/pack_dataset.py OUT [--cfg FILE] [flags] [KEY VALUE ...].
 
-DATA.NAME packed TRAIN.DATASET OUT reads OUT/train and OUT/val. Rerun the same command to resume it after a stop.
-python tools/pack_dataset.py --verify OUT reads every byte and reports each corrupt image.
+The same as `distribuuuu pack`.
 """
 
 import signal
@@ -10,6 +9,6 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
-    from distribuuuu.cli.pack_dataset import run_packer
+    from distribuuuu.cli.commands import start_command
 
-    sys.exit(run_packer(__doc__))
+    sys.exit(start_command("pack", "pack_dataset.py", sys.argv[1:]))

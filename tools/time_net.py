@@ -1,25 +1,14 @@
 #!/usr/bin/env python3
 """Measure the parts of a training step: python tools/time_net.py --cfg FILE [--nproc N] [KEY VALUE ...].
 
-Measures the model, the loader and both together for about a minute, and suggests how to make training faster. It reads
-and writes no checkpoint; the measurements are written to OUT_DIR/timing.json.
+The same as `distribuuuu time`.
 """
 
 import signal
 import sys
 
-
-def time_net(cfg) -> None:
-    """Check the model, then measure it."""
-    from distribuuuu.cli.time_net import time_model
-    from distribuuuu.models import check_model
-
-    check_model(cfg)
-    time_model(cfg)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
-    from distribuuuu.cli.main import run_tool
+    from distribuuuu.cli.commands import start_command
 
-    sys.exit(run_tool(__doc__, time_net, train=True))
+    sys.exit(start_command("time", "time_net.py", sys.argv[1:]))

@@ -1,21 +1,14 @@
 #!/usr/bin/env python3
-"""Train a model: python tools/train_net.py --cfg FILE [KEY VALUE ...], or the same under torchrun or srun."""
+"""Train a model: python tools/train_net.py --cfg FILE [KEY VALUE ...], or the same under torchrun or srun.
+
+The same as `distribuuuu train`.
+"""
 
 import signal
 import sys
 
-
-def train(cfg) -> None:
-    """Check the model, then train it."""
-    from distribuuuu.models import check_model
-    from distribuuuu.trainer import train_model
-
-    check_model(cfg)
-    train_model(cfg)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
-    from distribuuuu.cli.main import run_tool
+    from distribuuuu.cli.commands import start_command
 
-    sys.exit(run_tool(__doc__, train, train=True))
+    sys.exit(start_command("train", "train_net.py", sys.argv[1:]))

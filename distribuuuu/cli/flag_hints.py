@@ -4,9 +4,10 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from distribuuuu.config import Problem, get_cfg
-from distribuuuu.config.errors import near_matches
+from distribuuuu.config import ConfigError, Problem, get_cfg
+from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.tree import iter_options
 
@@ -63,7 +64,7 @@ EQUIVALENTS = {
     "smoothing label-smoothing": "LOSS.LABEL_SMOOTHING {}",
     "sync-bn syncbn": "MODEL.SYNCBN True",
     "teacher teacher-model": "DISTILL.TEACHER {}",
-    "e eval evaluate test test-only validate": "tools/test_net.py",
+    "e eval evaluate test test-only validate": "distribuuuu test",
     "val-batch-size test-batch-size validation-batch-size": "TEST.BATCH_SIZE {}",
     "val-resize-size": "TEST.IM_SIZE {}",
     "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
@@ -72,6 +73,35 @@ EQUIVALENTS = {
 _BY_FLAG = {flag.replace("_", "-"): args for flags, args in EQUIVALENTS.items() for flag in flags.split()}
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
+
+    The lines of the description are kept; `%(prog)s` in them is the name of the command.
+    """
+
+    def __init__(self, prog: str | None = None, **options: Any):
+        super().__init__(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(self, args=None, namespace=None):
+        """Return the parsed arguments.
+
+        Raises:
+            ConfigError: with each unknown flag, or the first other error.
+        """
+        parsed, rest = self.parse_known_args(args, namespace)
+        known = [option for action in self._actions for option in action.option_strings]
+        unknown = [arg.partition("=")[0] for arg in rest if _FLAG.match(arg)]
+        if rest:
+            problems = [f"no such flag: {flag}{did_you_mean(flag, known)}" for flag in unknown]
+            problems = problems or [f"too many arguments: {shlex.join(rest)}"]
+            raise ConfigError([Problem(COMMAND_LINE, problem) for problem in problems])
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError."""
+        raise ConfigError(Problem(COMMAND_LINE, message))
 
 
 def parse_flags(

@@ -1,4 +1,4 @@
-"""The command line of the tools: --cfg FILE, KEY VALUE arguments, and errors without a traceback."""
+"""The command line of training and evaluation: --cfg FILE, KEY VALUE arguments, and errors without a traceback."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.cli.flag_hints import parse_flags
+from distribuuuu.cli.flag_hints import CommandParser, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, defaults, get_cfg
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
@@ -35,15 +35,41 @@ from distribuuuu.launch.signals import (
     print_stacks_on_quit,
 )
 
-USAGE_ERROR = 2
 
+def run_on_config(
+    prog: str, args: Sequence[str], description: str, start: Callable[[Config], object], train: bool
+) -> int:
+    """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg), with --nproc in several processes.
 
-def run_tool(description: str, start: Callable[[Config], object], train: bool) -> int:
-    """Read the command line, check the run, then call start(cfg), with --nproc in several processes.
+    Args:
+        prog: the name in the usage text.
+        args: the arguments of the command.
+        description: text of --help.
+        start: called with the checked config.
+        train: check for training; else for an evaluation.
 
     Returns:
-        The exit status. 0: success; 2: an error that the user can fix, described on standard error; 130, 143 or 129:
-        stopped by SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py).
+        The exit status, see `run_guarded`.
+    """
+
+    def run() -> int:
+        cfg, nproc = parse_args(description, args, train, prog)
+        if nproc > 1:
+            return run_processes(nproc, without_nproc(own_command()))
+        if cfg is not None:
+            tune_malloc()
+            start(cfg)
+        return 0
+
+    return run_guarded(run)
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Call a function that returns an exit status; handle signals, and print the errors that the user can fix.
+
+    Returns:
+        The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
+        SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
     """
     open_standard_streams()
     print_stacks_on_quit()
@@ -56,12 +82,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
             return STATUS_OF[signal.SIGTERM]
     with handled_by(exit_now):
         try:
-            cfg, nproc = parse_args(description, sys.argv[1:], train)
-            if nproc > 1:
-                return run_processes(nproc, without_nproc(own_command()))
-            if cfg is not None:
-                tune_malloc()
-                start(cfg)
+            return run()
         except ConfigError as error:
             report(error)
             if SignalState.is_ending:  # an error of this process alone, which cannot leave the process group
@@ -74,7 +95,7 @@ def run_tool(description: str, start: Callable[[Config], object], train: bool) -
                 raise
             sys.excepthook(*sys.exc_info())
             end_process(1)
-    return 0
+            raise
 
 
 class _TolerantStream(io.TextIOWrapper):
@@ -117,13 +138,15 @@ def report(error: ConfigError) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def parse_args(description: str, args: Sequence[str], train: bool) -> tuple[Config | None, int]:
+def parse_args(
+    description: str, args: Sequence[str], train: bool, prog: str | None = None
+) -> tuple[Config | None, int]:
     """Return the checked config of a command line (None after printing only) and the number of processes.
 
     Raises:
         ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
     """
-    flags, overrides, problems = parse_flags(build_parser(description), args)
+    flags, overrides, problems = parse_flags(build_parser(description, prog), args)
     prints = flags.dump_config or flags.help_config is not None
     run_config = None
     if not flags.cfg and not train and flags.help_config is None:
@@ -179,13 +202,13 @@ def _find_nproc_problems(nproc: int | None) -> list[Problem]:
     return []
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        prog=prog,
         description=description,
-        allow_abbrev=False,
         usage="%(prog)s [--cfg FILE] [--nproc N] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4 TRAIN.BATCH_SIZE 64",
+        epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4",
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")

@@ -1,4 +1,4 @@
-"""Command line of tools/make_table.py: finding runs, reading reported results, updating a README."""
+"""The command line of result tables: finding runs, reading reported results, updating a README."""
 
 import argparse
 import contextlib
@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.cli.main import USAGE_ERROR, report
+from distribuuuu.cli.commands import USAGE_ERROR
+from distribuuuu.cli.flag_hints import CommandParser
+from distribuuuu.cli.main import report
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted, did_you_mean
@@ -24,32 +26,36 @@ REPORTED_KEYS = ("params", "global_batch", "top1", "top5", "source")
 _END = "<!-- /table -->"
 
 
-def run_table_tool(description: str, reported: Path, argv: Sequence[str] | None = None) -> int:
+def run_table_tool(description: str, reported: Path, args: Sequence[str], prog: str | None = None) -> int:
     """Print a table, or write it to a README; return the exit status: 2 if there are problems.
 
     Args:
         description: text of --help.
         reported: default of --reported.
-        argv: the command-line arguments; None: those of this process.
+        args: the command-line arguments.
+        prog: the name in the usage text.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser(description, reported).parse_args(argv)
-    if bool(args.readme) != bool(args.name):
+    try:
+        flags = build_parser(description, reported, prog).parse_args(args)
+    except ConfigError as error:
+        report(error)
+        return USAGE_ERROR
+    if bool(flags.readme) != bool(flags.name):
         report(ConfigError("--readme FILE and --name NAME must be given together"))
         return USAGE_ERROR
-    rows, notes, problems = collect_rows(args)
+    rows, notes, problems = collect_rows(flags)
     for note in notes:
         print(note, file=sys.stderr)
-    table = format_table(rows, args.by, args.epoch) if rows else ""
+    table = format_table(rows, flags.by, flags.epoch) if rows else ""
     if not rows and not problems:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")
-    if args.readme and not problems:
-        block = f"<!-- made by: python tools/make_table.py {shlex.join(argv)} -->\n\n{table}\n"
+    if flags.readme and not problems:
+        block = f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n\n{table}\n"
         with _collecting(problems):
-            write_block(Path(args.readme), args.name, block)
+            write_block(Path(flags.readme), flags.name, block)
     else:
         print(table, end="")
-        problems += [f"{args.readme}: not updated because of the other problems"] if args.readme else []
+        problems += [f"{flags.readme}: not updated because of the other problems"] if flags.readme else []
     if problems:
         report(ConfigError(problems))
     return USAGE_ERROR if problems else 0
@@ -64,11 +70,9 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         problems += map(str, error.problems)
 
 
-def build_parser(description: str, reported: Path) -> argparse.ArgumentParser:
+def build_parser(description: str, reported: Path, prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog=prog, description=description)
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, a folder of them, a .json file, a glob")
     parser.add_argument("--configs", metavar="YAML", nargs="+", default=[], help="also show these configs, measured or "
                         "not: files or folders of them")  # fmt: skip

@@ -1,16 +1,16 @@
-"""The command line of tools/pack_dataset.py: arguments, checks before an image is read, exit status."""
+"""The command line of packing: arguments, checks before an image is read, exit status."""
 
 import argparse
 import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from distribuuuu.cli.flag_hints import parse_flags
-from distribuuuu.cli.main import USAGE_ERROR, open_standard_streams, report
+from distribuuuu.cli.commands import USAGE_ERROR
+from distribuuuu.cli.flag_hints import CommandParser, parse_flags
+from distribuuuu.cli.main import open_standard_streams, report
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.reader import read_cfg
@@ -24,8 +24,13 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
 
 
-def run_packer(description: str) -> int:
+def run_packer(description: str, args: list[str], prog: str | None = None) -> int:
     """Read the command line, then pack or verify.
+
+    Args:
+        description: text of --help.
+        args: the command-line arguments.
+        prog: the name in the usage text.
 
     Returns:
         The exit status. 0: success; 2: an error that the user can fix, or a corrupt pack, described on standard error;
@@ -35,7 +40,7 @@ def run_packer(description: str) -> int:
     print_stacks_on_quit()
     with handled_by(_stop):
         try:
-            job = parse_args(description, sys.argv[1:])
+            job = parse_args(description, args, prog)
             if job.verify:
                 verify_packs(job.out, job.workers)
             else:
@@ -59,18 +64,18 @@ def _stop(signum: int) -> None:
     os._exit(STATUS_OF[signal.Signals(signum)])
 
 
-def parse_args(description: str, words: list[str]) -> Job:
+def parse_args(description: str, words: list[str], prog: str | None = None) -> Job:
     """Return the job that a command line describes.
 
     Raises:
         ConfigError: with every problem of the arguments, the config, the source and the output folder.
     """
-    parser = build_parser(description)
+    parser = build_parser(description, prog)
     args, rest, unknown = parse_flags(parser, words)
     if unknown:
         raise ConfigError(unknown)
     if not rest or rest[0] in dict(iter_options(get_cfg())):
-        raise ConfigError("command line: name the folder of the packed data first: tools/pack_dataset.py OUT ...")
+        raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_cfg(args.cfg, rest[1:])
     problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
     job = _job_of(args, Path(rest[0]), cfg)
@@ -82,19 +87,20 @@ def parse_args(description: str, words: list[str]) -> Job:
     return job
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        prog=prog,
         description=description,
-        allow_abbrev=False,
         usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]\n       %(prog)s --verify OUT [--workers N]",
-        epilog="KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images, or DATA.NAME cifar10",
+        epilog="KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images",
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
     add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
-    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where --shorter-side makes it necessary")
+    add("--longer-side", metavar="N", type=int, help="the same for the longer side, as ffcv does (mean over areas)")
+    add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where a new size makes it necessary")
     add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
     add("--workers", metavar="N", type=int, help="processes that read and encode (default: one per core); 0: none")
     add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
@@ -105,9 +111,11 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
-    encodes = args.format == "jpeg" and args.shorter_side is not None
+    encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
+    if args.longer_side is not None:
+        options["longer_side"] = args.longer_side
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
     workers = count_cores() if args.workers is None else args.workers
@@ -124,8 +132,11 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
     if args.quality is not None and not 1 <= args.quality <= 100:
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
-    if args.shorter_side is not None and args.shorter_side < 1:
-        yield f"--shorter-side {args.shorter_side} is outside the allowed range: 1 and up"
+    for flag, side in (("--shorter-side", args.shorter_side), ("--longer-side", args.longer_side)):
+        if side is not None and side < 1:
+            yield f"{flag} {side} is outside the allowed range: 1 and up"
+    if args.shorter_side is not None and args.longer_side is not None:
+        yield "--shorter-side and --longer-side exclude each other; remove one of them"
     if not 0 < args.shard_mb < 2**40:
         yield f"--shard-mb {args.shard_mb} must be above 0"
     if args.workers is not None and args.workers < 0:

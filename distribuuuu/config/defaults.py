@@ -11,6 +11,8 @@ _C.MODEL.ARCH = "resnet18"
 _C.MODEL.NUM_CLASSES = 1000
 # Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
 _C.MODEL.PRETRAINED = False
+# Initial weights: own (the constructor's), or fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1).
+_C.MODEL.INIT = "own"
 # Synchronized batch norm: statistics over the images of all processes instead of each process's own.
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
@@ -90,7 +92,7 @@ _C.TEST.IM_SIZE = 256
 _C.TEST.CROP_SIZE = 0
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
-# Interpolation when evaluation images are resized: bilinear or bicubic.
+# Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = "bilinear"
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
 # the best checkpoint. Empty: those of the task (top1 and topk, or map).
@@ -99,7 +101,8 @@ _C.TEST.METRICS = ()
 _C.TEST.PRINT_FREQ = 10
 
 _C.DATA = CfgNode()
-# Data set. multilabel: DATASET/SPLIT.csv with the columns image and labels, any number of classes per image.
+# Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
+# number of classes per image.
 _C.DATA.NAME = "imagefolder"
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = "host"
@@ -117,7 +120,9 @@ _C.DATA.CROP = "auto"
 _C.DATA.CROP_SCALE = (0.08, 1.0)
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
-# Interpolation of random resized crops, and of AUG.POLICY's rotation and shear: bilinear or bicubic.
+# Interpolation of random resized crops: bilinear or bicubic, antialiased; random: one of both for each crop and each
+# operation; opencv_linear (bilinear without antialiasing) or opencv_area (the mean of the area). The rotation and shear
+# of AUG.POLICY use it too (random: not torchvision's policies), with bilinear for OpenCV's.
 _C.DATA.INTERPOLATION = "bilinear"
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = 4
@@ -174,8 +179,8 @@ _C.LOSS.LABEL_SMOOTHING = 0.0
 _C.LOSS.CLASS_WEIGHTS = ()
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = "mean"
-# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: off.
-_C.LOSS.BCE_TARGET_THRESHOLD = 0.0
+# With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
+_C.LOSS.BCE_TARGET_THRESHOLD = None
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = 2.0
 
@@ -222,10 +227,13 @@ _C.EMA.START_EPOCH = 0
 _C.OPTIM = CfgNode()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = 100
-# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0.
+# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
+# warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
 _C.OPTIM.LR_POLICY = "cos"
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = "epoch"
+# Epochs by which the schedule lags, as if the first epoch were repeated, 0 or more.
+_C.OPTIM.LR_LAG = 0
 # Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
 _C.OPTIM.BASE_LR = 0.2
 # Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
@@ -260,6 +268,8 @@ _C.OPTIM.WEIGHT_DECAY = 5e-5
 _C.OPTIM.NORM_WEIGHT_DECAY = -1.0
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = -1.0
+# Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
+_C.OPTIM.NO_WEIGHT_DECAY = ()
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = 1.0
 # Gradient clipping: maximum norm of all gradients as one vector; 0: off.

@@ -8,25 +8,27 @@ from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
-NULLABLE = {"MODEL.WEIGHTS": str, "RNG_SEED": int}
+NULLABLE = {"MODEL.WEIGHTS": str, "LOSS.BCE_TARGET_THRESHOLD": float, "RNG_SEED": int}
 # Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
 # Options that are lists of strings; all other lists are lists of numbers.
-TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "TRAIN.METRICS", "TEST.METRICS")
+TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "OPTIM.NO_WEIGHT_DECAY", "TRAIN.METRICS", "TEST.METRICS")
 
+INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
     "AUG.MIX_BY": ("pair", "step"),
     "DATA.CROP": ("auto", "resized", "pad"),
     "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
-    "DATA.INTERPOLATION": ("bilinear", "bicubic"),
+    "DATA.INTERPOLATION": (*INTERPOLATIONS, "random"),
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
     "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
     "DATA.WORKER_KIND": ("process", "thread"),
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
+    "MODEL.INIT": ("own", "fan_out"),
     "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
     "TRAIN.AMP": ("none", "bf16", "fp16"),
     "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),
@@ -34,7 +36,7 @@ CHOICES = {
     "DIST.COMPRESS": ("none", "bf16", "fp16"),
     "DIST.SHARD": ("none", "zero1", "fsdp"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
-    "TEST.INTERPOLATION": ("bilinear", "bicubic"),
+    "TEST.INTERPOLATION": INTERPOLATIONS,
     "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
     "OPTIM.LR_UPDATE": ("epoch", "step"),
     "TRAIN.ON_NAN": ("stop", "rollback"),
@@ -82,6 +84,7 @@ RANGES = {
     "LOSS.FOCAL_GAMMA": (0, None),
     "OPTIM.MAX_EPOCH": (0, None),
     "OPTIM.BASE_LR": (0, None),
+    "OPTIM.LR_LAG": (0, None),
     "OPTIM.LR_SCALE_BATCH": (1, None),
     "OPTIM.EPS": (0, None),
     "OPTIM.MIN_LR": (0, 1),
@@ -108,7 +111,8 @@ RANGES = {
 }
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "randaugment_big_vision", "3augment",
+_TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
+POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
@@ -173,6 +177,9 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
         yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
     if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
         yield Problem("DATA.CROP_RATIO", f"got {list(data.CROP_RATIO)}; expected two numbers, 0 < min <= max")
+    if data.INTERPOLATION == "random" and (_crop_of(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
+        message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
+        yield Problem("DATA.INTERPOLATION", message)
     for key in ("MEAN", "STD"):
         if len(data[key]) not in (0, 3):
             yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
@@ -261,16 +268,18 @@ def _check_loss(cfg: Config) -> Iterator[Problem]:
     if weights and (min(weights) < 0 or max(weights) == 0):
         message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
-    for_bce = {"BCE_TARGET_THRESHOLD": (threshold > 0, 0), "BCE_REDUCTION": (loss.BCE_REDUCTION == "sum", "mean")}
+    bce_sums = loss.BCE_REDUCTION == "sum"
+    for_bce = {"BCE_TARGET_THRESHOLD": (threshold is not None, "null"), "BCE_REDUCTION": (bce_sums, "mean")}
     for key, (is_on, default) in for_bce.items():
         if is_on and loss.NAME != "bce":
             message = f"needs LOSS.NAME bce, but it is {loss.NAME}; set LOSS.NAME bce, or this option to {default}"
             yield Problem(f"LOSS.{key}", message)
-    # With a threshold outside of these two every target would be 0, or every target 1.
+    # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
     lowest = loss.LABEL_SMOOTHING / max(1, num_classes)
     highest = 1 - loss.LABEL_SMOOTHING + lowest
-    if num_classes and loss.NAME == "bce" and threshold and not lowest < threshold < highest:
-        message = f"got {threshold:g}; expected 0, or between {lowest:g} and {highest:g}, the targets of an image"
+    is_between = threshold is None or lowest < threshold < highest or threshold == lowest == 0
+    if num_classes and loss.NAME == "bce" and not is_between:
+        message = f"got {threshold:g}; expected null, or between {lowest:g} and {highest:g}, the targets of an image"
         yield Problem("LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}")
 
 
@@ -381,6 +390,7 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
     (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
     (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),
+    (("MODEL.INIT",), lambda cfg: not cfg.MODEL.PRETRAINED, "MODEL.PRETRAINED False"),
     (("OPTIM.STEPS", "OPTIM.LR_MULT"), lambda cfg: cfg.OPTIM.LR_POLICY == "steps", "OPTIM.LR_POLICY steps"),
     (("OPTIM.MIN_LR",), lambda cfg: cfg.OPTIM.LR_POLICY != "steps", "an OPTIM.LR_POLICY other than steps"),
     (("OPTIM.LR_SCALE_BATCH",), lambda cfg: cfg.OPTIM.LR_SCALE != "none", "OPTIM.LR_SCALE linear or sqrt"),

@@ -18,11 +18,12 @@ from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.randaugment import randaugment
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
-from distribuuuu.data.transforms import Transform
+from distribuuuu.data.transforms import Transform, to_uint8
 
-# Least and greatest fraction of the image that an erased rectangle covers, and its height over its width.
+# Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
+# width, as in torchvision and in timm.
 ERASED_AREA = (0.02, 1 / 3)
-ERASED_RATIO = (0.3, 3.3)
+ERASED_RATIO = {"const": (0.3, 3.3), "pixel": (0.3, 1 / 0.3)}
 # torchvision's policies: class name and arguments.
 TORCHVISION_POLICIES = {
     "autoaugment": ("AutoAugment", {}),  # of ImageNet
@@ -110,6 +111,21 @@ def grayscale(pixels: torch.Tensor) -> torch.Tensor:
     return functional.rgb_to_grayscale(pixels, 3) if torch.rand(()) < 0.2 else pixels
 
 
+# Principal components of ImageNet's colors: in the rows red, green and blue, each column scaled by its deviation.
+_COLOR_AXES = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+_COLOR_AXES = _COLOR_AXES * torch.tensor([0.2175, 0.0188, 0.0045])
+
+
+@AUGMENTATIONS.register
+def pca_noise(pixels: torch.Tensor) -> torch.Tensor:
+    """Add normal noise of deviation 0.1 along the principal components of the colors, one draw for an image.
+
+    Krizhevsky et al., NeurIPS 2012; deviation and components as in pycls and fb.resnet.torch.
+    """
+    noise = _COLOR_AXES @ torch.randn(3) * 0.1 * 255
+    return to_uint8(pixels + noise.view(3, 1, 1))
+
+
 @dataclass(frozen=True)
 class Erasing:
     """Random erasing (Zhong et al., arXiv 1708.04896); torchvision draws the rectangle.
@@ -131,14 +147,15 @@ class Erasing:
         if torch.rand(()) >= self.probability:
             return pixels
         color = None if self.std else list(self.mean)
-        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ERASED_RATIO, color)
+        ratio = ERASED_RATIO["pixel" if self.std else "const"]
+        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ratio, color)
         if value is pixels:  # no rectangle fitted into the image
             return pixels
         if self.std:
             mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
         erased = pixels.clone()
-        Box(*box).crop(erased)[:] = (value * 255).round().clamp(0, 255).to(torch.uint8)
+        Box(*box).crop(erased)[:] = to_uint8(value * 255)
         return erased
 
 
@@ -155,7 +172,9 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     """
     aug = cfg.AUG
     try:
-        policy = make_policy(aug.POLICY, cfg.DATA.INTERPOLATION, mean, cfg.TRAIN.IM_SIZE)
+        interpolation = cfg.DATA.INTERPOLATION
+        interpolation = "bilinear" if interpolation.startswith("opencv") else interpolation
+        policy = make_policy(aug.POLICY, interpolation, mean, cfg.TRAIN.IM_SIZE)
     except ValueError as error:
         raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None
@@ -178,7 +197,7 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
 
     Args:
         text: the name, with the settings of a policy of timm.
-        interpolation: of rotations and shears, "bilinear" or "bicubic".
+        interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
         mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
             big_vision's with gray.
         im_size: side of the image in pixels, for timm's translations.
@@ -220,9 +239,10 @@ def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_s
     hparams = {
         "translate_const": int(im_size * 0.45),
         "img_mean": tuple(round(255 * value) for value in mean),
-        "interpolation": Image.Resampling[interpolation.upper()],
         **({"translate_pct": 0.3} if name == "augmix" else {}),
     }
+    if interpolation != "random":  # timm's default
+        hparams["interpolation"] = Image.Resampling[interpolation.upper()]
     try:
         policy = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
     except (AssertionError, ValueError) as error:

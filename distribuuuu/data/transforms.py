@@ -1,6 +1,6 @@
 """Transforms: crop, resize and flip, from an image to uint8 pixels; the cast and the normalization run on the device.
 
-Random transforms draw their numbers in a fixed order: the flip, the position of the crop, then its shape.
+Random transforms draw their numbers in a fixed order: the flip, the position of the crop, its shape, its interpolation.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import embedding_bag, interpolate, pad
 
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import BatchRNG, SampleRNG
@@ -57,7 +57,7 @@ class ResizedCrop(Transform):
         scale: least and greatest fraction of the image's area.
         flip: probability of a horizontal flip.
         ratio: least and greatest width over height.
-        interpolation: see `resize`.
+        interpolation: see `resize`; or "random", one of them for each image, equally likely, which is timm's default.
     """
 
     size: int
@@ -70,7 +70,10 @@ class ResizedCrop(Transform):
         is_flipped = rng.uniform() < self.flip
         height, width = image.size
         box = random_resized_box(rng, height, width, self.scale, self.ratio)
-        pixels = resize(image.crop(box, self.size), self.size, self.size, self.interpolation)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
+        pixels = resize(image.crop(box, self.size), self.size, self.size, interpolation)
         return pixels.flip(-1) if is_flipped else pixels
 
 
@@ -159,17 +162,41 @@ def random_padded_corner(rng: SampleRNG | BatchRNG, height: int, width: int, siz
 
 
 def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Return uint8 (..., C, height, width), "bilinear" or "bicubic", with antialiasing."""
+    """Return uint8 (..., C, height, width).
+
+    The interpolation is "bilinear" or "bicubic", with antialiasing, or one of OpenCV: "opencv_linear" (INTER_LINEAR) or
+    "opencv_area" (INTER_AREA).
+    """
     if tuple(pixels.shape[-2:]) == (height, width):
         return pixels
+    if interpolation == "opencv_area":
+        return to_uint8(_average(_average(pixels.float(), height, -2), width, -1))
     # The batch is built as (H, W, C): only then torch uses the adjacent channels; otherwise it takes 1.6 times as long.
     batch = pixels if pixels.ndim == 4 else pixels.movedim(0, -1).unsqueeze(0).movedim(-1, 1)
-    if batch.device.type == "cpu":
+    if interpolation == "opencv_linear":  # torch would round uint8 down
+        resized = to_uint8(interpolate(batch.float(), (height, width), mode="bilinear"))
+    elif batch.device.type == "cpu":
         resized = interpolate(batch, (height, width), mode=interpolation, antialias=True)
     else:  # torch resizes uint8 on the CPU only
-        resized = interpolate(batch.float(), (height, width), mode=interpolation, antialias=True)
-        resized = resized.round_().clamp_(0, 255).to(torch.uint8)
+        resized = to_uint8(interpolate(batch.float(), (height, width), mode=interpolation, antialias=True))
     return resized if pixels.ndim == 4 else resized[0]
+
+
+def to_uint8(values: torch.Tensor) -> torch.Tensor:
+    """Return float values, which may be overwritten, as uint8."""
+    return values.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return float32 with `size` means along a dimension, each over an equal part, to which pixels count in part."""
+    num = values.shape[dim]
+    edges = torch.arange(size + 1, dtype=torch.float64) * num / size
+    first, last = edges[:-1, None], edges[1:, None]
+    index = first.floor() + torch.arange(num // size + 2)
+    shares = (torch.minimum(last, index + 1) - torch.maximum(first, index)).clamp_(min=0) * size / num
+    rows, index = values.movedim(dim, 0), index.long().clamp_(max=num - 1).to(values.device)
+    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares.to(values))
+    return means.view(size, *rows.shape[1:]).movedim(0, dim)
 
 
 def resize_shorter_side(pixels: torch.Tensor, size: int, interpolation: str = "bilinear") -> torch.Tensor:

@@ -5,7 +5,7 @@
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
-- botnet.py, cifar_resnet.py, plain_vit.py, torchvision_nets.py: one family per file.
+- blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: one family per file.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
 its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
@@ -23,7 +23,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.constructor import Architecture, ModelSpec, find_architecture, make_model_spec
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published, find_resized_layers
-from distribuuuu.optim.param_groups import lr_multipliers
+from distribuuuu.optim.param_groups import exempt_parameters, lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -41,16 +41,34 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
         spec = _model_spec(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
         model = build_pretrained(spec) if pretrained else spec.build()
+        if cfg.MODEL.INIT == "fan_out" and not pretrained:
+            initialize(model)
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
+
+
+def initialize(model: nn.Module) -> None:
+    """Initialize as pycls does (models/blocks.py): N(0, 2 / fan-out) and N(0, 0.01) for linear layers, scales of 1.
+
+    The groups of a convolution do not divide its fan-out, unlike in timm. Biases of convolutions start as in torch.
+    """
+    for layer in model.modules():
+        if isinstance(layer, (nn.Conv2d, nn.BatchNorm2d)):
+            layer.reset_parameters()
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
 
 
 def check_model(cfg) -> None:
     """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
 
     Raises:
-        ConfigError: as `build_model`; or a pattern of FINETUNE.FREEZE or FINETUNE.LR_MULT does not match the model.
+        ConfigError: as `build_model`; or a pattern does not match the model (FINETUNE.FREEZE, FINETUNE.LR_MULT,
+            OPTIM.NO_WEIGHT_DECAY).
     """
     try:
         spec = _model_spec(cfg)
@@ -70,7 +88,9 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             find_published(arch)
     except ConfigError as error:
         yield from as_finetune_problems(error)
-    for check, patterns in ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT)):
+    checks = ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT),
+              (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
+    for check, patterns in checks:
         try:
             if model is not None:
                 check(model, patterns)

@@ -41,11 +41,11 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
 
     Raises:
         ConfigError: an unknown name, an option that the optimizer does not have, a model without layers for
-            OPTIM.LAYER_DECAY, or a pattern of FINETUNE.LR_MULT without parameters.
+            OPTIM.LAYER_DECAY, or a pattern of FINETUNE.LR_MULT or OPTIM.NO_WEIGHT_DECAY without parameters.
     """
     optim = cfg.OPTIM
     decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
-    groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT)
+    groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT, optim.NO_WEIGHT_DECAY)
     lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
     registered = OPTIMIZERS.get(optim.NAME) if optim.NAME in OPTIMIZERS else None
 

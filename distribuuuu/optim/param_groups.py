@@ -10,7 +10,7 @@ Each parameter is of one of three kinds with a weight decay of its own:
 With 0 for norms and biases this is the split of timm, BEiT, DeiT and ConvNeXt.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,6 +31,7 @@ def parameter_groups(
     bias_decay: float = -1,
     layer_decay: float = 1,
     lr_mult: Mapping[str, float] | None = None,
+    no_decay: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return one group of trainable parameters for each learning-rate factor and weight decay.
 
@@ -43,6 +44,7 @@ def parameter_groups(
             et al., arXiv 2106.08254). Unless it is 1, groups have an `lr_scale`.
         lr_mult: learning-rate factors by name pattern (see `lr_multipliers`), which multiply those of `layer_decay`;
             if there are any, groups have an `lr_scale`.
+        no_decay: name patterns of parameters without weight decay, whatever their kind.
 
     Raises:
         ConfigError: `layer_decay` for a model that does not define its layers, or a pattern without parameters.
@@ -54,10 +56,12 @@ def parameter_groups(
         factors = lr_multipliers(model, lr_mult)
         scales = {name: scales.get(name, 1.0) * factors.get(name, 1.0) for name, _ in model.named_parameters()}
     kinds = parameter_kinds(model) if len(set(decays.values())) > 1 else {}
+    exempt = exempt_parameters(model, no_decay)
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            key = (decays[kinds.get(name, "weight")], scales.get(name, 1.0))
+            decay = 0.0 if name in exempt else decays[kinds.get(name, "weight")]
+            key = (decay, scales.get(name, 1.0))
             groups.setdefault(key, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, **({"lr_scale": scale} if scales else {})}
@@ -118,6 +122,19 @@ def no_match(pattern: str, names: Iterable[str]) -> str:
     children = list(dict.fromkeys(name.split(".")[0] for name in names))
     hint = did_you_mean(pattern, prefixes) or f"; the model has {', '.join(children[:8])}"
     return f"{pattern!r} is the name of no parameter or module{hint}{', ...' if len(children) > 8 else ''}"
+
+
+def exempt_parameters(model: nn.Module, patterns: Collection[str]) -> set[str]:
+    """Return the names of the parameters that a pattern of OPTIM.NO_WEIGHT_DECAY matches.
+
+    Raises:
+        ConfigError: with a message for each pattern without parameters.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    matched = {pattern: {name for name in names if is_match(name, pattern)} for pattern in patterns}
+    if missing := [pattern for pattern in patterns if not matched[pattern]]:
+        raise ConfigError([Problem("OPTIM.NO_WEIGHT_DECAY", no_match(pattern, names)) for pattern in missing])
+    return set().union(*matched.values())
 
 
 def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:

@@ -20,6 +20,12 @@ def cos_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
     return (1.0 - min_lr) * 0.5 * (1.0 + math.cos(math.pi * epoch / max_epoch)) + min_lr
 
 
+@SCHEDULES.register("cos_timm")
+def cos_timm_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
+    """Return 1 until the epoch `peak`, then the cosine of that epoch: in timm the warm-up replaces the cosine."""
+    return cos_factor(epoch, max_epoch=max_epoch, min_lr=min_lr) if epoch >= peak else 1.0
+
+
 @SCHEDULES.register("cos_after_warmup")
 def cos_after_warmup_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
     """Return 1 until the epoch `peak`, then half a cosine to `min_lr`, as in torchvision's training and big_vision."""
@@ -64,7 +70,8 @@ def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float
 def build_schedule(cfg) -> Callable[[float], float]:
     """Return lr_at(epoch): the learning rate at an epoch, from 0, e.g. 3.25.
 
-    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3).
+    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3). With OPTIM.LR_LAG n the epochs
+    up to n have the rate of epoch 0.
     """
     optim = cfg.OPTIM
     factor_at, hold = SCHEDULES.get(optim.LR_POLICY), optim.LR_UPDATE == "epoch"
@@ -73,7 +80,7 @@ def build_schedule(cfg) -> Callable[[float], float]:
     settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
 
     def lr_at(epoch: float) -> float:
-        epoch = math.floor(epoch) if hold else epoch
+        epoch = max(0.0, (math.floor(epoch) if hold else epoch) - optim.LR_LAG)
         warmup = warmup_factor(epoch, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
         return optim.BASE_LR * factor_at(epoch, **settings) * warmup
 

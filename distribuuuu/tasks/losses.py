@@ -72,7 +72,8 @@ class BinaryCrossEntropy(Loss):
     Args:
         smoothing: see `Loss`; applied before the threshold.
         weights: see `Loss`.
-        threshold: targets above it become 1 and all others 0; 0: targets are not changed.
+        threshold: targets above it become 1 and all others 0, e.g. all classes of a mixture with 0, as in DeiT-III;
+            None: targets are not changed.
         sum_classes: sum over the classes, as in Composer, instead of their mean, as in timm. The sum is larger by the
             number of classes, which matters for optimizers whose step depends on the gradient's scale, e.g. SGD.
     """
@@ -81,7 +82,7 @@ class BinaryCrossEntropy(Loss):
         self,
         smoothing: float = 0.0,
         weights: Sequence[float] = (),
-        threshold: float = 0.0,
+        threshold: float | None = None,
         sum_classes: bool = False,
     ):
         super().__init__(smoothing, weights)
@@ -92,7 +93,7 @@ class BinaryCrossEntropy(Loss):
         """Return the mean loss ()."""
         logits = self.upcast(logits)
         targets = self.smooth_targets(targets, logits)
-        if self.threshold:
+        if self.threshold is not None:
             targets = targets.gt(self.threshold).to(logits.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, targets, self.weights, reduction="none")
         return losses.sum(dim=1).mean() if self.sum_classes else losses.mean()

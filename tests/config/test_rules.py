@@ -29,6 +29,7 @@ CASES = {
     ("EMA.EVERY_STEPS", "2"): ("EMA.HALF_LIFE", "10"),
     ("EMA.START_EPOCH", "1"): ("EMA.HALF_LIFE", "10"),
     ("FINETUNE.EMA", "False"): ("FINETUNE.WEIGHTS", "pretrained"),
+    ("MODEL.INIT", "fan_out", "MODEL.PRETRAINED", "True"): ("MODEL.PRETRAINED", "False"),
     ("LOG.NUM_IMAGES", "3", "LOG.TENSORBOARD", "False"): ("LOG.TENSORBOARD", "True"),
     ("LOSS.FOCAL_GAMMA", "3"): ("LOSS.NAME", "focal"),
     ("OPTIM.STEPS", "[30]"): ("OPTIM.LR_POLICY", "steps"),

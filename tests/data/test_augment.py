@@ -22,6 +22,7 @@ from distribuuuu.data.augment import (
     grayscale,
     make_jitter,
     make_policy,
+    pca_noise,
 )
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import Normalizer, build_loader
@@ -67,14 +68,17 @@ def states() -> tuple:
 # What the policies do
 
 
+@pytest.mark.parametrize("interpolation", ["bicubic", "random"])
 @pytest.mark.parametrize("text", ["rand-m7-mstd0.5-inc1", "augmix-m5-w4-d2", "original"])
-def test_timms_text_gives_what_timm_gives(text):
+def test_timms_text_gives_what_timm_gives(text, interpolation):
     made = {"r": auto_augment.rand_augment_transform, "a": auto_augment.augment_and_mix_transform}
-    hparams = {"translate_const": 21, "img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    hparams = {"translate_const": 21, "img_mean": (124, 116, 104)}
+    if interpolation != "random":  # timm's own default
+        hparams["interpolation"] = Image.Resampling.BICUBIC
     theirs = made.get(text[0], auto_augment.auto_augment_transform)(
         text, {**hparams, **({"translate_pct": 0.3} if text[0] == "a" else {})}
     )
-    mine, image, changed = policy(text, interpolation="bicubic"), image_of(scene()), 0
+    mine, image, changed = policy(text, interpolation=interpolation), image_of(scene()), 0
     for seed in range(40):
         random.seed(seed)
         np.random.seed(seed)
@@ -304,6 +308,20 @@ def test_grayscale_converts_one_image_in_five():
     is_gray = [bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all()) for pixels in images]
     assert 70 <= sum(is_gray) <= 130
     assert all(torch.equal(pixels, scene()) for pixels, gray in zip(images, is_gray, strict=True) if not gray)
+
+
+def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
+    gray = torch.full((3, 4, 4), 128, dtype=torch.uint8)
+    transform = AugmentedCrop(whole(), operations=(pca_noise,))
+    shifts = torch.stack([transform(LazyImage(gray), SampleRNG(0, index)).double() - 128 for index in range(4000)])
+    assert (shifts == shifts[:, :, :1, :1]).all(), "one shift for an image"
+    # Deviations in gray levels and correlations, from the eigenvalues and eigenvectors of pycls; rounding adds 0.3.
+    assert shifts[:, :, 0, 0].mean(0).abs().max() < 0.2
+    assert torch.allclose(shifts[:, :, 0, 0].std(0), torch.tensor([3.167, 3.223, 3.255]).double(), rtol=0.05)
+    correlations = torch.corrcoef(shifts[:, :, 0, 0].T)[[0, 0, 1], [1, 2, 2]]
+    assert torch.allclose(correlations, torch.tensor([0.993, 0.978, 0.994]).double(), atol=0.012)
+    black = transform(LazyImage(torch.zeros(3, 4, 4, dtype=torch.uint8)), SampleRNG(0, 1))
+    assert black.max() < 20, "clipped, not wrapped"
 
 
 @pytest.mark.parametrize("value", ["grayscal", "[grayscale, grayscal]"])

@@ -371,6 +371,50 @@ def test_bicubic_is_torchvisions_and_near_pils():
             assert difference(expected, tensor_of(image.resize(size[::-1], Image.Resampling.BICUBIC))) <= 0.3
 
 
+# cv2.resize of OpenCV 5.0.0, float32, of the image of 5 x 7 pixels (37 y y + 53 x + 11 x y) mod 256.
+OPENCV = {
+    "opencv_linear": [
+        [[68.583, 211.5, 98.417], [136.917, 88, 167.083]],
+        [[25.016, 120.172, 187.328, 54.484], [104.172, 127.391, 106.609, 109.828],
+         [134.328, 161.609, 164.891, 112.172], [115.484, 54.828, 194.172, 117.516]],
+    ],
+    "opencv_area": [
+        [[81.229, 149.343, 85.8], [133.457, 130.257, 127.057]],
+        [[31.057, 125.686, 154.486, 58.943], [110.714, 140.2, 118.486, 104.086],
+         [140.371, 148.6, 149.514, 113.857], [120.029, 92.371, 159.8, 117.514]],
+        [[0, 37.857, 75.714, 113.571, 159, 204.429, 96, 24.143, 62],
+         [14.8, 55.8, 96.8, 137.8, 187, 148.429, 87.029, 62.2, 103.2],
+         [37, 82.714, 128.429, 174.143, 229, 64.429, 73.571, 119.286, 165],
+         [125.8, 177.8, 142.029, 77, 139.4, 157.914, 85.571, 49.8, 101.8],
+         [133.8, 188.943, 156.314, 87.114, 109.4, 175.571, 113.686, 66.429, 85],
+         [77, 138.429, 199.857, 224.714, 79, 152.714, 214.143, 202.429, 81],
+         [78.8, 144.943, 145.257, 109, 100.6, 179.971, 158.343, 129.4, 122.4],
+         [80, 149.286, 108.857, 31.857, 115, 198.143, 121.143, 80.714, 150]],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("interpolation", OPENCV)
+def test_opencvs_interpolations_are_opencvs(interpolation):
+    y, x = np.mgrid[:5, :7]
+    image = Image.fromarray(((37 * y * y + 53 * x + 11 * x * y) % 256).astype(np.uint8)).convert("RGB")
+    for figures in OPENCV[interpolation]:
+        expected = torch.tensor(figures).expand(3, -1, -1)
+        for name, pixels in layouts(image).items():
+            found = resize(pixels, *expected.shape[1:], interpolation)
+            assert found.dtype == torch.uint8 and (found - expected).abs().max() <= 0.501, name
+            batch = resize(torch.stack([pixels, pixels.flip(-1)]), *expected.shape[1:], interpolation)
+            assert torch.equal(batch[0], found) and torch.equal(resize(found, *found.shape[1:], interpolation), found)
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (1, 900), (333, 2)])
+def test_the_mean_of_an_area_keeps_the_mean_of_the_image(height, width):
+    pixels = tensor_of(scene(height, width))
+    for size in ((2, 3), (1, 1), (60, 7), (400, 950)):
+        resized = resize(pixels, *size, "opencv_area")
+        assert torch.allclose(resized.float().mean((1, 2)), pixels.float().mean((1, 2)), atol=0.51)
+
+
 def test_each_transform_resizes_as_it_is_reported():
     image = scene(90, 120)
     box = random_resized_box(_after_flip(3), 90, 120, SCALE)
@@ -384,6 +428,23 @@ def test_each_transform_resizes_as_it_is_reported():
         assert not torch.equal(one, other) and torch.equal(other, together)
         assert any(torch.equal(other, resize(tensor_of(image), 32, 42, "bicubic")[:, :, left : left + 32])
                    for left in range(11))  # fmt: skip
+
+
+def test_random_interpolation_is_bilinear_or_bicubic_and_does_not_move_the_crop():
+    image, chosen = scene(90, 120), []
+    for index in range(60):
+        made = {kind: ResizedCrop(48, SCALE, interpolation=kind)(lazy_image_of(image), SampleRNG(5, index))
+                for kind in ("bilinear", "bicubic", "random")}  # fmt: skip
+        chosen.append(next(kind for kind, pixels in made.items() if torch.equal(pixels, made["random"])))
+    assert set(chosen) == {"bilinear", "bicubic"} and 15 < chosen.count("bicubic") < 45
+
+
+@pytest.mark.parametrize("words", [("DATA.CROP", "pad"), ("DATA.NAME", "packed"), ("AUG.POLICY", "trivialaugment")])
+def test_random_interpolation_needs_resized_crops_and_no_policy_of_torchvision(words):
+    random_one = ["DATA.INTERPOLATION", "random"]
+    with pytest.raises(ConfigError, match="DATA.INTERPOLATION .*got random; expected bilinear or bicubic, unless"):
+        load_cfg(None, [*random_one, *words])
+    load_cfg(None, [*random_one, "DATA.NAME", "packed", "DATA.CROP", "resized", "AUG.POLICY", "3augment"])
 
 
 @pytest.mark.parametrize("ratios", [(1.0, 1.0), (0.5, 2.0), (2.0, 3.0)])

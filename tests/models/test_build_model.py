@@ -1,6 +1,7 @@
 """Models by name: the tables, the arguments, the published weights."""
 
 import logging
+import math
 import subprocess
 import sys
 import urllib.error
@@ -124,10 +125,11 @@ def test_errors_say_where_the_key_was_set():
 
 def test_patterns_of_fine_tuning_are_checked_before_anything_is_built_and_all_at_once():
     words = ["FINETUNE.FREEZE", "layr1,conv1", "FINETUNE.LR_MULT.layer4.*", "2", "FINETUNE.LR_MULT.head", "9"]
-    problems = problems_of(check_model, load_cfg(None, words))
+    problems = problems_of(check_model, load_cfg(None, [*words, "OPTIM.NO_WEIGHT_DECAY", "*norm*"]))
     assert [problem.partition(": ")[0] for problem in problems] == [
         "FINETUNE.FREEZE (command line)",
         "FINETUNE.LR_MULT.head (command line)",
+        "OPTIM.NO_WEIGHT_DECAY (command line)",
     ]
     assert "did you mean layer1" in problems[0]
     words = ["MODEL.ARCH", "resnet8", "FINETUNE.WEIGHTS", "pretrained", "FINETUNE.LR_MULT.fc", "9"]
@@ -275,3 +277,44 @@ def test_weights_that_do_not_fit_the_kwargs_are_an_error(monkeypatch):
     cfg = make_cfg("resnet18", pretrained=True, norm_layer=nn.InstanceNorm2d)
     (problem,) = problems_of(build_model, cfg)
     assert problem.startswith("MODEL.PRETRAINED: ") and "does not fit resnet18 with MODEL.KWARGS" in problem
+
+
+# ------------------------------------------------------------------------------- initial weights
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "timm/test_efficientnet", "timm/regnety_002", "timm/test_vit"])
+def test_initial_weights_by_fan_out_are_those_of_pycls(arch):
+    words = ["MODEL.ARCH", arch, "MODEL.NUM_CLASSES", "9", "RNG_SEED", "0"]
+    torch.manual_seed(0)
+    model = build_model(load_cfg(None, [*words, "MODEL.INIT", "fan_out"]))
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Conv2d):  # pycls: fan-out = kernel area x output channels, whatever the groups
+            std, num = math.sqrt(2 / (math.prod(layer.kernel_size) * layer.out_channels)), layer.weight.numel()
+            assert layer.weight.detach().std().item() == pytest.approx(std, rel=4 / math.sqrt(num)), name
+            bound = 1 / math.sqrt(layer.weight[0].numel())
+            assert layer.bias is None or 0 < layer.bias.abs().max() <= bound, name
+        elif isinstance(layer, torch.nn.Linear):
+            num = layer.weight.numel()
+            assert layer.weight.detach().std().item() == pytest.approx(0.01, rel=4 / math.sqrt(num)), name
+            assert not layer.bias.any(), name
+        elif isinstance(layer, torch.nn.BatchNorm2d):
+            assert (layer.weight == 1).all() and not layer.bias.any(), name
+
+
+def test_initial_weights_are_the_constructors_by_default():
+    torch.manual_seed(0)
+    own = build_model(make_cfg("resnet18", 9)).state_dict()
+    torch.manual_seed(0)
+    expected = torchvision.models.resnet18(num_classes=9).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
+
+
+def test_published_weights_are_not_initialized_again(monkeypatch):
+    published = torchvision.models.resnet18(num_classes=9)
+    monkeypatch.setattr("distribuuuu.models.build_pretrained", lambda spec: published)
+    cfg = make_cfg("resnet18", 9, pretrained=True)
+    cfg.MODEL.INIT = "fan_out"
+    before = published.fc.weight.clone()
+    assert torch.equal(build_model(cfg).fc.weight, before)
+    cfg.MODEL.PRETRAINED = False
+    assert not torch.equal(build_model(cfg).fc.weight, before)

@@ -108,6 +108,17 @@ def test_layer_decay_gives_the_groups_of_timm(name):
     assert settings_of(model, groups) == settings_of(model, expected)
 
 
+def test_patterns_exempt_parameters_from_the_decay_whatever_their_kind():
+    model, words = tiny("test_resnet"), ("OPTIM.WEIGHT_DECAY", 0.3, "OPTIM.BIAS_WEIGHT_DECAY", 0.1)
+    optimizer = build_optimizer(make_cfg(*words, "OPTIM.NO_WEIGHT_DECAY", "*bn*,layer1,fc.bias"), model)
+    for name, (decay, _) in settings_of(model, optimizer.param_groups).items():
+        exempt = "bn" in name or name.startswith("layer1.") or name == "fc.bias"
+        assert decay == (0 if exempt else 0.3), name
+    assert settings_of(model, build_optimizer(make_cfg(*words), model).param_groups)["fc.bias"] == (0.1, 1.0)
+    with pytest.raises(ConfigError, match="OPTIM.NO_WEIGHT_DECAY: 'conv9' is the name of no .*did you mean conv1"):
+        build_optimizer(make_cfg("OPTIM.NO_WEIGHT_DECAY", "*bn*,conv9"), model)
+
+
 def test_the_layers_of_a_vit_decay_from_the_head_down():
     model = tiny(depth=3)
     optimizer = build_optimizer(make_cfg("OPTIM.LAYER_DECAY", 0.5), model)

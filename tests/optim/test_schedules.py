@@ -45,6 +45,20 @@ def test_without_warmup_the_first_rate_is_the_base_rate():
     assert schedule("OPTIM.WARMUP_EPOCHS", 0)(0) == 0.2
 
 
+def test_in_timm_the_warmup_replaces_the_cosine():
+    lr_at = schedule("OPTIM.BASE_LR", 1, "OPTIM.LR_POLICY", "cos_timm", "OPTIM.WARMUP_FACTOR", 0.2)
+    assert [lr_at(epoch) for epoch in range(5)] == pytest.approx([0.2, 0.36, 0.52, 0.68, 0.84], rel=1e-12)
+    assert [lr_at(epoch) for epoch in range(5, 100)] == [schedule("OPTIM.BASE_LR", 1)(epoch) for epoch in range(5, 100)]
+
+
+@pytest.mark.parametrize("update", ["epoch", "step"])
+def test_with_a_lag_the_first_epochs_are_repeated(update):
+    words = ("OPTIM.LR_UPDATE", update)
+    lagged, plain = schedule(*words, "OPTIM.LR_LAG", 2), schedule(*words)
+    assert [lagged(epoch) for epoch in (0, 0.5, 1, 2)] == [plain(0)] * 4
+    assert [lagged(epoch / 4) for epoch in range(9, 400)] == [plain(epoch / 4 - 2) for epoch in range(9, 400)]
+
+
 def test_a_cosine_after_the_warmup_takes_the_rest_of_the_epochs():
     words = ("OPTIM.LR_POLICY", "cos_after_warmup", "OPTIM.LR_UPDATE", "step", "OPTIM.WARMUP_EPOCHS", 2.5)
     lr_at = schedule(*words, "OPTIM.MIN_LR", 0.01, "OPTIM.MAX_EPOCH", 12, "OPTIM.BASE_LR", 2)

@@ -14,6 +14,7 @@ from distribuuuu.config import Config, load_cfg
 from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.loader import build_transform
+from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.transforms import CenterCrop, Transform
 from distribuuuu.models import build_model
 from distribuuuu.optim.ema import build_ema
@@ -203,3 +204,17 @@ def evaluation(cfg: Config) -> Evaluation:
     crop = _transform(cfg, train=False)
     assert isinstance(crop, CenterCrop)
     return Evaluation(crop.resize_to, crop.size, crop.interpolation, cfg.TEST.FLIP)
+
+
+# --------------------------------------------------------------------------------------------------- loss
+
+
+def mixed_targets(first: torch.Tensor, second: torch.Tensor, lam: float, num_classes: int) -> torch.Tensor:
+    """Return the targets (2 N, classes) of N pairs, ordered as [first, reversed second], each its own label by `lam`.
+
+    The second half mixes the images in reverse, which is the order of timm's batches.
+    """
+    pairs = torch.stack([first, second], dim=1).flatten()
+    targets = soften(pairs, num_classes)
+    blend_pairs(targets, torch.full((len(first), 1), 1 - lam))
+    return torch.cat([targets[0::2], targets[1::2].flip(0)])

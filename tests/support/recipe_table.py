@@ -34,17 +34,18 @@ TORCHVISION = {
 }  # fmt: skip
 
 
-# --- ResNet strikes back (Wightman et al., arXiv 2110.00476), table 2 and appendix
+# --- ResNet strikes back (Wightman et al., arXiv 2110.00476), table 2; defaults of timm's train.py of October 2021
 def rsb(epochs, lr, decay, pixels, magnitude, mixup, smoothing, drop_path, repeats, reported) -> dict:
     """Return procedure A1, A2 or A3."""
     kwargs = {"MODEL.KWARGS.drop_path_rate": drop_path} if drop_path else {}
     return {
         "reported": (reported,), "params": 25.557, "OPTIM.NAME": "lamb", "TRAIN.GLOBAL_BATCH_SIZE": 2048,
-        "LOSS.NAME": "bce", "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 1e-4,
-        "OPTIM.MAX_EPOCH": epochs, "OPTIM.BASE_LR": lr, "min_lr": 1e-6, "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY,
+        "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0.2, "OPTIM.LR_POLICY": "cos_timm", "OPTIM.WARMUP_EPOCHS": 5,
+        "warmup_lr": 1e-4, "OPTIM.MAX_EPOCH": epochs, "OPTIM.BASE_LR": lr, "min_lr": 1e-6,
+        "OPTIM.WEIGHT_DECAY": decay, **NO_DECAY, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": 512,
         "TRAIN.IM_SIZE": pixels, "AUG.POLICY": f"rand-m{magnitude}-n2-mstd0.5-inc1", "AUG.MIXUP": mixup,
         "AUG.CUTMIX": 1.0, "AUG.CUTMIX_SHARE": 0.5, "LOSS.LABEL_SMOOTHING": smoothing, "DATA.REPEATS": repeats,
-        **BICUBIC, **kwargs, **evaluated(236, 224),
+        "DATA.INTERPOLATION": "random", "TEST.INTERPOLATION": "bicubic", **kwargs, **evaluated(235, 224),
     }  # fmt: skip
 
 
@@ -56,26 +57,32 @@ RSB = {
 
 
 # --- DeiT (Touvron et al., arXiv 2012.12877), DeiT-III (arXiv 2204.07118), plain ViT-S/16 (Beyer et al., 2205.01580)
-def deit(reported: str, params: float) -> dict:
-    """Return the recipe of a DeiT."""
+DEIT_SCHEDULE = {
+    "OPTIM.LR_POLICY": "cos_timm", "OPTIM.LR_LAG": 1, "OPTIM.WARMUP_EPOCHS": 5, "warmup_lr": 1e-6, "min_lr": 1e-5,
+}  # fmt: skip
+
+
+def deit(reported: str, params: float, images_per_gpu: int) -> dict:
+    """Return the recipe of a DeiT, whose script tracks an average of the weights but does not evaluate it."""
     return {
         "reported": (reported,), "params": params, "OPTIM.NAME": "adamw", "OPTIM.MAX_EPOCH": 300,
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 5e-4, "OPTIM.LR_SCALE": "linear", "OPTIM.LR_SCALE_BATCH": 512,
-        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, "OPTIM.WARMUP_EPOCHS": 5, "warmup_lr": 1e-6, "min_lr": 1e-5,
+        "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY, **DEIT_SCHEDULE, "TRAIN.AMP": "fp16", "AUG.MIX_GROUP": images_per_gpu,
         "AUG.POLICY": "rand-m9-mstd0.5-inc1", "AUG.ERASING": 0.25, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0,
-        "LOSS.LABEL_SMOOTHING": 0.1, "MODEL.KWARGS.drop_path_rate": 0.1, "DATA.REPEATS": 3, "ema_decay": 0.99996,
+        "LOSS.LABEL_SMOOTHING": 0.1, "MODEL.KWARGS.drop_path_rate": 0.1, "DATA.REPEATS": 3, "ema_decay": 0,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(256, 224),
     }  # fmt: skip
 
 
 VIT = {
-    "deit_tiny": deit("72.2", 5.717),
-    "deit_small": deit("79.9", 22.051),
-    "deit_base": deit("81.8", 86.568),
+    "deit_tiny": deit("72.2", 5.717, 256),
+    "deit_small": deit("79.9", 22.051, 256),
+    "deit_base": deit("81.8", 86.568, 64),
     "deit3_small": {
         "reported": ("81.4",), "params": 22.059, "OPTIM.NAME": "lamb", "OPTIM.MAX_EPOCH": 800,
         "TRAIN.GLOBAL_BATCH_SIZE": 2048, "OPTIM.BASE_LR": 4e-3, "OPTIM.WEIGHT_DECAY": 0.05, **NO_DECAY,
-        "OPTIM.WARMUP_EPOCHS": 5, "LOSS.NAME": "bce", "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0,
+        **DEIT_SCHEDULE, "OPTIM.EPS": 1e-8, "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0,
+        "LOSS.LABEL_SMOOTHING": 0, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.MIX_GROUP": 256, "TRAIN.AMP": "fp16",
         "AUG.POLICY": "3augment", "AUG.COLOR_JITTER": (0.3,), "DATA.REPEATS": 3, "MODEL.KWARGS.drop_path_rate": 0.05,
         "TRAIN.IM_SIZE": 224, **BICUBIC, **evaluated(224, 224),
     },
@@ -91,21 +98,22 @@ VIT = {
 
 
 # --- ffcv-imagenet (https://github.com/libffcv/ffcv-imagenet)
-def ffcv(epochs, batch, lr, decay, params, reported) -> dict:
+def ffcv(epochs, batch, lr, decay, params, *reported) -> dict:
     """Return a recipe of ffcv-imagenet."""
     return {
-        "reported": (reported,), "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
+        "reported": reported, "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
         "LOSS.LABEL_SMOOTHING": 0.1, "TRAIN.IM_SIZE_START": 160, "TRAIN.IM_SIZE": 192, "TEST.FLIP": True, "crop": 256,
-        "OPTIM.LR_POLICY": "tri", "OPTIM.WARMUP_EPOCHS": 2, "OPTIM.MAX_EPOCH": epochs, "TRAIN.BATCH_SIZE": batch[0],
+        "OPTIM.LR_POLICY": "tri", "OPTIM.WARMUP_EPOCHS": 2, "OPTIM.WARMUP_FACTOR": 1e-4, "OPTIM.MAX_EPOCH": epochs,
+        "OPTIM.NO_WEIGHT_DECAY": ("*bn*",), "OPTIM.NESTEROV": False, "TRAIN.BATCH_SIZE": batch[0],
         "TRAIN.GLOBAL_BATCH_SIZE": batch[1], "OPTIM.BASE_LR": lr, "OPTIM.WEIGHT_DECAY": decay,
     }  # fmt: skip
 
 
 FFCV = {
-    "resnet50_ffcv_16": ffcv(16, (512, 4096), 1.7, 1e-4, 25.557, "73.8"),
-    "resnet50_ffcv_88": ffcv(88, (512, 4096), 1.7, 1e-4, 25.557, "78.4"),
-    "resnet18_ffcv_16": ffcv(16, (1024, 1024), 0.5, 5e-5, 11.690, "66.9"),
-    "resnet18_ffcv_88": ffcv(88, (1024, 1024), 0.5, 5e-5, 11.690, "72.4"),
+    "resnet50_ffcv_16": ffcv(16, (512, 4096), 1.7, 1e-4, 25.557, "73.8", "90.8"),
+    "resnet50_ffcv_88": ffcv(88, (512, 4096), 1.7, 1e-4, 25.557, "78.4", "94.1"),
+    "resnet18_ffcv_16": ffcv(16, (1024, 1024), 0.5, 5e-5, 11.690, "66.9", "86.8"),
+    "resnet18_ffcv_88": ffcv(88, (1024, 1024), 0.5, 5e-5, 11.690, "72.4", "90.3"),
 }
 
 
@@ -116,6 +124,7 @@ def pycls(batch: int, lr: float, reported: str, params: float, decay: float = 5e
         "reported": (reported,), "params": params, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9, "OPTIM.NESTEROV": True,
         "OPTIM.MAX_EPOCH": 100, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.1,
         "TRAIN.GLOBAL_BATCH_SIZE": batch, "OPTIM.BASE_LR": lr, "OPTIM.WEIGHT_DECAY": decay, "AUG.POLICY": "none",
+        "AUG.OPERATIONS": ("pca_noise",), "MODEL.PRECISE_BN": 8192,
     }  # fmt: skip
 
 

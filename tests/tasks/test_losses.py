@@ -18,7 +18,7 @@ NUM, CLASSES = 12, 5
 WEIGHTS = (0.5, 2, 1.0, 0.0, 3.0)
 OPTIONS = {
     "cross_entropy": [{}],
-    "bce": [{"threshold": at, "sum_classes": total} for at in (0.0, 0.2) for total in (False, True)],
+    "bce": [{"threshold": at, "sum_classes": total} for at in (None, 0.0, 0.2) for total in (False, True)],
     "focal": [{"gamma": gamma} for gamma in (0.0, 0.5, 2.0)],
 }
 CASES = [
@@ -38,7 +38,7 @@ def batch(soft: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
     return logits.to(dtype), mixed if soft else labels
 
 
-def naive(name, logits, targets, smoothing, weights, threshold=0.0, sum_classes=False, gamma=0.0) -> float:
+def naive(name, logits, targets, smoothing, weights, threshold=None, sum_classes=False, gamma=0.0) -> float:
     """Compute the mean loss image by image and class by class, in float64."""
     total = 0.0
     for row, target in zip(logits.double().numpy(), targets.numpy(), strict=True):
@@ -48,7 +48,7 @@ def naive(name, logits, targets, smoothing, weights, threshold=0.0, sum_classes=
             t = t * (1 - smoothing) + smoothing / CLASSES
             factor = weights[index] if weights else 1.0
             if name == "bce":
-                t = float(t > threshold) if threshold else t
+                t = t if threshold is None else float(t > threshold)
                 yes = 1 / (1 + np.exp(-row[index]))
                 term = -(t * np.log(yes) + (1 - t) * np.log(1 - yes)) / (1 if sum_classes else CLASSES)
             else:
@@ -123,7 +123,7 @@ def test_class_weights_match_torch_except_for_the_divisor():
 
 def test_the_threshold_makes_both_classes_of_a_mixture_positive():
     logits, targets = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.3, 0.7, 0.0]])
-    for threshold, present in ((0.2, [1.0, 1.0, 0.0]), (0.5, [0.0, 1.0, 0.0])):
+    for threshold, present in ((0, [1.0, 1.0, 0.0]), (0.2, [1.0, 1.0, 0.0]), (0.5, [0.0, 1.0, 0.0])):
         expected = F.binary_cross_entropy_with_logits(logits, torch.tensor([present]))
         assert torch.equal(BinaryCrossEntropy(threshold=threshold)(logits, targets), expected)
 
@@ -136,6 +136,8 @@ def test_the_config_selects_the_loss_and_its_options():
     assert LOSSES.names() == ["bce", "cross_entropy", "focal"]
     bce = build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.BCE_TARGET_THRESHOLD", 0.2))
     assert (type(bce), bce.threshold, bce.sum_classes, bce.weights) == (BinaryCrossEntropy, 0.2, True, None)
+    for value in (0, None):
+        assert build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", value)).threshold == value
     overrides = ("LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
     focal = build_loss(configured("LOSS.NAME", "focal", *overrides))
     assert (type(focal), focal.gamma, focal.smoothing, focal.weights.tolist()) == (Focal, 3.0, 0.1, [1, 2, 0])
@@ -155,7 +157,7 @@ def test_the_evaluation_loss_is_plain_cross_entropy_for_any_training_loss():
         (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "needs LOSS.NAME bce, but it is cross_entropy")),
         (
             ("LOSS.NAME", "focal", "LOSS.BCE_TARGET_THRESHOLD", 0.2),
-            ("LOSS.BCE_TARGET_THRESHOLD", "this option to 0"),
+            ("LOSS.BCE_TARGET_THRESHOLD", "this option to null"),
         ),
         (("LOSS.LABEL_SMOOTHING", 1.1), ("LOSS.LABEL_SMOOTHING", "0 to 1")),
         (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 or more")),
@@ -163,9 +165,14 @@ def test_the_evaluation_loss_is_plain_cross_entropy_for_any_training_loss():
         (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
         (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
         (("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 1), ("LOSS.BCE_TARGET_THRESHOLD", "0 and 1")),
+        (("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", "high"), ("LOSS.BCE_TARGET_THRESHOLD", "number or null")),
         (
             ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 0.02, "LOSS.LABEL_SMOOTHING", 0.3),
             ("LOSS.BCE_TARGET_THRESHOLD", "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3"),
+        ),
+        (  # every target would be 1
+            ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 0, "LOSS.LABEL_SMOOTHING", 0.1),
+            ("LOSS.BCE_TARGET_THRESHOLD", "got 0; expected null, or between 0.0333333"),
         ),
     ],
 )

@@ -85,7 +85,7 @@ class ImageFolder(SplitDataset):
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images, counted up to `most`."""
         folder = cls.split_path(cfg.TRAIN)
-        return _count(chain.from_iterable(_walk_images(folder / name) for name in list_classes(folder)), most)
+        return _count(chain.from_iterable(walk_images(folder / name) for name in list_classes(folder)), most)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -111,7 +111,7 @@ class ImageFolder(SplitDataset):
         return self._index.path(self._firsts[label] + index - before)
 
 
-def _walk_images(folder: Path) -> Iterator[str]:
+def walk_images(folder: Path) -> Iterator[str]:
     """Yield the images in a folder at any depth."""
     waiting, seen = [os.fspath(folder)], set()
     while waiting:
@@ -144,7 +144,7 @@ def _missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str,
 
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
-    empty = [name for name in list_classes(folder) if not _count(_walk_images(folder / name), most=1)]
+    empty = [name for name in list_classes(folder) if not _count(walk_images(folder / name), most=1)]
     closed = {name: reason for name in empty if (reason := _access_problem(folder / name))}
     if closed:
         named = first_few([f"{name} ({reason})" for name, reason in closed.items()])

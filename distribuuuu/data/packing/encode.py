@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 # The decoder imports it at its first call; importing it here does so once, before the workers are forked.
 import torchvision.io  # noqa: F401
@@ -19,6 +20,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.packed_format import COLUMNS, describe_image, shard_name
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.packing.writer import Record
+from distribuuuu.data.transforms import resize
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Encoder:
         root: the folder to remove from the image names.
         raw: store pixels instead of files.
         shorter_side: the size in pixels that larger images are scaled down to; None: keep the size.
+        longer_side: the same for the longer side.
         quality: of the JPEGs (1 to 100); None: keep the files unchanged.
         check: decode the files that are kept.
         options: see `decode`.
@@ -39,6 +42,7 @@ class Encoder:
     root: str
     raw: bool
     shorter_side: int | None
+    longer_side: int | None
     quality: int | None
     check: bool
     options: DecodeOptions
@@ -65,7 +69,7 @@ class Encoder:
                 decode(image, options=self.options)
             return bytes(image), 0, 0
         pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
-        pixels = scale_down(pixels, self.shorter_side)
+        pixels = limit_longer_side(scale_down(pixels, self.shorter_side), self.longer_side)
         if self.raw or self.quality is None:
             return pixels.tobytes(), *pixels.shape[:2]
         return encode_jpeg(pixels, self.quality), 0, 0
@@ -87,6 +91,17 @@ def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:
     size = [max(1, round(side * shorter_side / least)) for side in (width, height)]
     # Antialiased bicubic: sharper than bilinear, with less ringing than Lanczos.
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def limit_longer_side(pixels: np.ndarray, longer_side: int | None) -> np.ndarray:
+    """Return uint8 (H, W, 3) with the longer side scaled down as in ffcv: OpenCV's INTER_AREA, sizes rounded down."""
+    height, width = pixels.shape[:2]
+    ratio = 1.0 if longer_side is None else longer_side / max(height, width)
+    if ratio >= 1:
+        return pixels
+    planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+    resized = resize(planes, max(1, int(ratio * height)), max(1, int(ratio * width)), "opencv_area")
+    return resized.permute(1, 2, 0).contiguous().numpy()
 
 
 def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:

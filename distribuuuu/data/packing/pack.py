@@ -37,7 +37,7 @@ class Job:
         out: the folder of the packs, one sub-folder per split.
         verify: only verify the existing packs.
         cfg: the source, and the handling of broken images.
-        options: format, shorter_side, quality and shard_mb as stored in the index, and exif_rotate if it applies.
+        options: format, shorter_side, quality and shard_mb as stored in the index; longer_side and exif_rotate if set.
         trains: True for the training images, False for the evaluation images.
         workers: worker processes; 0: none.
         overwrite: delete existing packs.
@@ -133,7 +133,8 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
             raise ConfigError(f"--format jpeg: {name} has pixels but no files to keep unchanged; {fix}")
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(getattr(images, "folder", Path()).parent)
-    return Encoder(images, root, is_raw, options["shorter_side"], quality, job.check, build_decode_options(job.cfg))
+    sides = options["shorter_side"], options.get("longer_side")
+    return Encoder(images, root, is_raw, *sides, quality, job.check, build_decode_options(job.cfg))
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, int]:

@@ -17,7 +17,7 @@ from distribuuuu.data.datasets import folder_index
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.base import EXTENSIONS
 from distribuuuu.data.datasets.folder_index import KIND, VERSION, FolderIndex, open_index
-from distribuuuu.data.datasets.imagefolder import ImageFolder, _walk_images
+from distribuuuu.data.datasets.imagefolder import ImageFolder, walk_images
 
 FILES = [
     "b/2.jpg", "b/10.jpg", "b/1.JPEG", "b/sub/deep/er/x.png", "b/sub space/y.webp", "b/sub!/z.bmp", "b/sub.jpg/w.tif",
@@ -124,11 +124,11 @@ def test_links_in_circles_end(tmp_path):
     (folder / "a" / "circle.jpg").symlink_to("circle.jpg")
     index = open_(tmp_path)
     assert files_of(index) == ["a/1.jpg", "a/circle.jpg", "a/b/2.jpg", "b/2.jpg", "b/a/1.jpg", "b/a/circle.jpg"]
-    assert len(list(_walk_images(folder / "a"))) == 3
+    assert len(list(walk_images(folder / "a"))) == 3
     (tmp_path / "none").mkdir()
     for name in ("one", "two"):
         (tmp_path / "none" / name).symlink_to(tmp_path / "none")
-    assert list(_walk_images(tmp_path / "none")) == []
+    assert list(walk_images(tmp_path / "none")) == []
 
 
 def test_classes_can_be_given(root):

@@ -28,7 +28,9 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.decode import DecodeOptions, decode
 from distribuuuu.data.packing import writer as pack_writer
+from distribuuuu.data.packing.encode import encode_jpeg
 from distribuuuu.data.packing.pack import pack_split, verify_packs
+from distribuuuu.data.transforms import resize
 
 # A shard of it holds a few of the images below.
 TINY_MB = 0.004
@@ -146,6 +148,21 @@ def test_smaller_jpegs_can_be_decoded_by_rows(folder, tmp_path):
         wanted = Image.open(folder / "train/ant/000.jpg").resize((20, 18), Image.Resampling.BICUBIC)
         assert np.abs(np.asarray(image, int) - np.asarray(wanted, int)).mean() < 8
     assert b"\xff\xdd\x00\x04\x00\x02" in data, "a restart marker after each row of two blocks"
+
+
+def test_the_longer_side_is_scaled_down_as_ffcv_does(folder, tmp_path):
+    # ffcv/fields/rgb_image.py, resizer: INTER_AREA, sides times N / longer side, rounded down; JPEGs of quality 90.
+    pack(tmp_path / "raw", "--format", "raw", "--longer-side", 27, *source(folder))
+    pack(tmp_path / "jpeg", "--longer-side", 27, *source(folder))
+    original = decode((folder / "train/ant/000.jpg").read_bytes())
+    assert original.shape == (3, 36, 40)
+    expected = resize(original, 24, 27, "opencv_area").permute(1, 2, 0).numpy()
+    assert np.array_equal(Packed(tmp_path / "raw", "train").read(0), expected)
+    data = bytes(Packed(tmp_path / "jpeg", "train").read(0))
+    assert data == encode_jpeg(np.ascontiguousarray(expected), 90)
+    pack(tmp_path / "large", "--format", "raw", "--longer-side", 40, *source(folder))
+    assert np.array_equal(Packed(tmp_path / "large", "train").read(0), original.permute(1, 2, 0).numpy())
+    assert "longer side 27, now none" in message_of(pack, tmp_path / "raw", "--format", "raw", *source(folder))
 
 
 def test_quality_alone_encodes_again_and_nothing_is_enlarged(folder, tmp_path):
@@ -617,6 +634,8 @@ WRONG = {
     "an unknown set": (["OUT", "DATA.NAME", "cifar"], "did you mean cifar10"),
     "a quality of pixels": (["OUT", "--format", "raw", "--quality", "90"], "stores pixels"),
     "a quality above 100": (["OUT", "--quality", "101"], "1 to 100"),
+    "two sizes": (["OUT", "--shorter-side", "9", "--longer-side", "12"], "exclude each other"),
+    "no longer side": (["OUT", "--longer-side", "0"], "--longer-side 0 is outside the allowed range"),
     "no size": (["OUT", "--shorter-side", "0", "--shard-mb", "0", "--workers", "-1"], "3 problems to solve first"),
     "a missing source": (["OUT", "TRAIN.DATASET", "/no/such"], "no such folder: /no/such"),
     "a file for a folder": (["/etc/hostname/x"], "/etc/hostname is a file"),
@@ -633,7 +652,7 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(case, folder, t
         words = [words[0], *source(folder), *words[1:]]
     code = (
         "import sys; from distribuuuu.cli.pack_dataset import run_packer\n"
-        "status = run_packer('')\n"
+        "status = run_packer('', sys.argv[1:])\n"
         "sys.exit(99 if 'torch' in sys.modules else status)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Multi-label data: valid and invalid CSV files, and runs that are evaluated by mean average precision."""
+"""Lists of images: valid and invalid CSV files, and multi-label runs, evaluated by mean average precision."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ from support.runs import (
 
 from distribuuuu.cli.make_table import run_table_tool
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets.multilabel import Multilabel, read_table
+from distribuuuu.data.datasets.image_list import ImageList, Multilabel, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.report.results import read_results
@@ -91,14 +91,47 @@ def test_what_a_csv_may_say(image_folder, tmp_path):
     assert [images.label(index).tolist() for index in range(2)] == [[1, 1], [0, 1]]
 
 
+def test_a_list_trains_as_the_folder_with_the_same_images(small_cfg, image_folder, tmp_path):
+    for split in ("train", "val"):
+        images = sorted((image_folder / split).rglob("*.jpg"))
+        write_csv(tmp_path / f"{split}.csv", [f"{path},{path.parent.name}" for path in images], "path,label")
+    options = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path, "MODEL.NUM_CLASSES", 0)
+    cfg = resolve_num_classes(small_cfg(*options))
+    assert find_run_problems(cfg, train=True) == []
+    assert train_model(cfg) == train_model(small_cfg("OUT_DIR", tmp_path / "folder"))
+    assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (["a.jpg,cat;dog", "b.jpg,"], "train.csv has images without a label: line 3, 'b.jpg'"),
+        (["a.jpg,cat", "./a.jpg,dog"], "names an image again: line 3, './a.jpg' as in line 2"),
+    ],
+)
+def test_an_image_of_a_list_has_one_label(lines, message, tmp_path):
+    write_csv(tmp_path / "train.csv", lines, "path,label")
+    with pytest.raises(ConfigError, match=message):
+        ImageList(tmp_path / "train.csv")
+    write_csv(tmp_path / "train.csv", lines, "image,labels")
+    with pytest.raises(ConfigError, match="has no column path and no column label; .* must be path,label"):
+        ImageList(tmp_path / "train.csv")
+
+
+def test_a_label_of_a_list_may_contain_a_semicolon(tmp_path):
+    write_csv(tmp_path / "train.csv", ["a.jpg, b;c "], "path,label")
+    images = ImageList(tmp_path / "train.csv")
+    assert (images.classes, images.label(0)) == (("b;c",), 0)
+
+
 def test_a_million_images_are_a_handful_of_objects(tmp_path):
     write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
-    table = read_table(tmp_path / "train.csv")
+    table = read_table(tmp_path / "train.csv", Multilabel.columns)
     parts = (table.paths, table.path_ends, table.labels, table.label_ends, table.lines)
     assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
-    assert read_table(tmp_path / "train.csv") is table
+    assert read_table(tmp_path / "train.csv", Multilabel.columns) is table
     write_csv(tmp_path / "train.csv", ["0.jpg,a"])
-    assert len(read_table(tmp_path / "train.csv")) == 1
+    assert len(read_table(tmp_path / "train.csv", Multilabel.columns)) == 1
 
 
 WRONG = {

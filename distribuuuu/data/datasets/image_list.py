@@ -1,13 +1,14 @@
-"""Images with any number of classes: DATASET/SPLIT.csv lists the images and their labels.
+"""Lists of images: DATASET/SPLIT.csv names the images and their class (`list`), or any number of them (`multilabel`).
 
-A CSV in UTF-8 with a header; columns other than these two are ignored:
+A CSV in UTF-8 with a header; other columns are ignored:
 
-    image,labels
-    beach/001.jpg,person;surf board;sea
-    beach/002.jpg,
+    path,label                  image,labels
+    beach/001.jpg,sea           beach/001.jpg,person;surf board;sea
+    town/002.jpg,street         beach/002.jpg,
 
-`image` is a path, absolute or relative to the folder of the CSV; `labels` are class names separated by semicolons, as
-names may contain spaces. An image without labels has no class. The classes are the sorted names of the training CSV.
+The first column is a path, absolute or relative to the folder of the CSV. `labels` are class names separated by
+semicolons, as names may contain spaces; an image without labels has no class. The classes are the sorted names of the
+training CSV.
 """
 
 import csv
@@ -27,7 +28,8 @@ from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few, 
 if TYPE_CHECKING:
     import numpy as np
 
-COLUMNS = ("image", "labels")
+# Names of the two columns.
+Columns = tuple[str, str]
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
 Problems = dict[str, list[str]]
 
@@ -77,27 +79,33 @@ class Table:
         self.lines.append(line)
 
 
-def read_table(path: str | os.PathLike) -> Table:
-    """Return the contents of a CSV, with its problems; an unchanged file is read once."""
-    return _read_table(os.fspath(path), file_stamp(path))
+def read_table(path: str | os.PathLike, columns: Columns) -> Table:
+    """Return the contents of a CSV, with its problems; an unchanged file is read once.
+
+    The second of `columns` is "labels" for any number of class names per image, and "label" for exactly one.
+    """
+    return _read_table(os.fspath(path), columns, file_stamp(path))
 
 
 @functools.lru_cache(maxsize=4)
-def _read_table(path: str, stamp: tuple[int, ...]) -> Table:
+def _read_table(path: str, columns: Columns, stamp: tuple[int, ...]) -> Table:
     problems: Problems = {}
     table = Table()
     numbers: dict[str, int] = {}
     first_lines: dict[str, int] = {}
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for line, image, labels in _read_rows(file, problems):
+            for line, image, labels in _read_rows(file, columns, problems):
                 key = os.path.normpath(image)
                 if key in first_lines:
                     place = f"line {line}, {image!r} as in line {first_lines[key]}"
                     problems.setdefault("names an image again", []).append(place)
                     continue
                 first_lines[key] = line
-                names = dict.fromkeys(name for name in map(str.strip, labels.split(";")) if name)
+                names = dict.fromkeys(_split_labels(columns, labels))
+                if columns[1] == "label" and not names:
+                    problems.setdefault("has images without a label", []).append(f"line {line}, {image!r}")
+                    continue
                 table.add(image, [numbers.setdefault(name, len(numbers)) for name in names], line)
     except OSError as error:
         return Table(problems=(f"{path} cannot be read: {error.strerror}",))
@@ -115,15 +123,21 @@ def _read_table(path: str, stamp: tuple[int, ...]) -> Table:
     return table
 
 
-def _read_rows(file, problems: Problems) -> Iterator[tuple[int, str, str]]:
+def _split_labels(columns: Columns, text: str) -> list[str]:
+    """Return the class names in a field of the second column."""
+    fields = text.split(";") if columns[1] == "labels" else [text]
+    return [name for name in map(str.strip, fields) if name]
+
+
+def _read_rows(file, columns: Columns, problems: Problems) -> Iterator[tuple[int, str, str]]:
     """Yield line, image and labels; add invalid lines and headers to `problems`."""
     reader = csv.reader(file, strict=True)
     header = [name.strip() for name in next(reader, [])]
-    if missing := [name for name in COLUMNS if name not in header]:
-        kind = f"has no column {' and no column '.join(missing)}; its header, line 1, must be {','.join(COLUMNS)}"
+    if missing := [name for name in columns if name not in header]:
+        kind = f"has no column {' and no column '.join(missing)}; its header, line 1, must be {','.join(columns)}"
         problems[kind] = [f"it is {','.join(header)!r}" if header else "it is empty"]
         return
-    image_at, labels_at = (header.index(name) for name in COLUMNS)
+    image_at, labels_at = (header.index(name) for name in columns)
     for row in reader:
         line = reader.line_num
         if not row:  # an empty line
@@ -143,9 +157,9 @@ def _sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -
     return tuple(f"{path} {kind}: {first_few(places, '; ')}" for kind, places in problems.items() if places)
 
 
-@DATASETS.register("multilabel")
-class Multilabel(SplitDataset):
-    """The images of a CSV.
+@DATASETS.register("list")
+class ImageList(SplitDataset):
+    """The images of a CSV with one class each.
 
     Args:
         path: the CSV.
@@ -155,17 +169,19 @@ class Multilabel(SplitDataset):
         ConfigError: the CSV is invalid, or has labels that are not in `classes`.
     """
 
-    multilabel = has_files = True
+    has_files = True
+    columns: Columns = ("path", "label")
 
     def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None):
         import numpy as np
 
         self.folder, self._path = Path(path).parent, Path(path)
-        self._table = read_table(path)
+        self._table = read_table(path, self.columns)
         self.classes = self._table.names if classes is None else classes
         problems = [*self._table.problems, *_sentences(path, _unknown_labels(self._table, self.classes))]
         if problems:
-            raise ConfigError([f"DATA.NAME multilabel: {problem}" for problem in problems])
+            name = "multilabel" if self.multilabel else "list"
+            raise ConfigError([f"DATA.NAME {name}: {problem}" for problem in problems])
         numbers = {name: number for number, name in enumerate(self.classes)}
         # From the index of a name in the table to its class.
         self._class_of = np.array([numbers[name] for name in self._table.names], dtype=np.int64)
@@ -178,10 +194,10 @@ class Multilabel(SplitDataset):
     @classmethod
     def read_classes(cls, path: Path) -> tuple[str, ...]:
         """Return the sorted labels of a CSV."""
-        return read_table(path).names
+        return read_table(path, cls.columns).names
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "Multilabel":
+    def from_cfg(cls, cfg, train: bool) -> "ImageList":
         """Return the set; classes without evaluation images are allowed."""
         return cls(cls.split_path(cfg.TRAIN)) if train else cls(cls.split_path(cfg.TEST), cls.training_classes(cfg))
 
@@ -197,9 +213,10 @@ class Multilabel(SplitDataset):
             hint = did_you_mean(path.stem, existing)
             yield f"{name}.SPLIT", f"no file {path.name} in {path.parent}; {has}{hint}"
         else:
-            table = read_table(path)
+            table = read_table(path, cls.columns)
             found = _unknown_labels(table, trained) if trained else {}
-            found |= {"names images that do not exist": _missing_images(path.parent, table), **_odd_labels(table)}
+            found |= {"names images that do not exist": _missing_images(path.parent, table)}
+            found |= _odd_labels(table) if cls.multilabel else {}
             yield from ((f"{name}.SPLIT", problem) for problem in (*table.problems, *_sentences(path, found)))
             if len(table) and not table.names:
                 yield f"{name}.SPLIT", f"{path} has no label on any line"
@@ -207,7 +224,7 @@ class Multilabel(SplitDataset):
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images; 0 if the CSV cannot be read."""
-        return len(read_table(cls.split_path(cfg.TRAIN)))
+        return len(read_table(cls.split_path(cfg.TRAIN), cls.columns))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -216,6 +233,22 @@ class Multilabel(SplitDataset):
         """Return a path in a folder beside the CSV, and the stamp of the CSV."""
         return self.folder / ".distribuuuu" / self._path.name, str(file_stamp(self._path))
 
+    def label(self, index: int) -> "int | np.ndarray":
+        """Return the class of image `index`."""
+        return int(self._class_of[self._table.labels_of(index)[0]])
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`."""
+        return os.path.join(self.folder, self._table.path(index))
+
+
+@DATASETS.register("multilabel")
+class Multilabel(ImageList):
+    """The images of a CSV with any number of classes each."""
+
+    multilabel = True
+    columns = ("image", "labels")
+
     def label(self, index: int) -> "np.ndarray":
         """Return the float32 multi-hot vector (classes,) of image `index`."""
         import numpy as np
@@ -223,10 +256,6 @@ class Multilabel(SplitDataset):
         target = np.zeros(len(self.classes), dtype=np.float32)
         target[self._class_of[self._table.labels_of(index)]] = 1
         return target
-
-    def describe(self, index: int) -> str:
-        """Return the file of image `index`."""
-        return os.path.join(self.folder, self._table.path(index))
 
 
 def _unknown_labels(table: Table, classes: tuple[str, ...]) -> Problems:

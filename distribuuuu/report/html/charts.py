@@ -1,0 +1,349 @@
+"""Charts as SVG: lines over time, bars, parts of a whole, heat maps. Colors are those of the style sheet."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distribuuuu.report.html.page import escape
+
+# Size of a chart in its own units, and the margins for the numbers on its axes.
+_WIDTH, _HEIGHT = 420, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
+# Points of a curve at most; more are averaged, because they would have less than a pixel each.
+_MAX_POINTS = 400
+# Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
+MAX_LABELED, _MAX_CELLS = 40, 200
+# Number of series colors in the style sheet.
+_NUM_COLORS = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve of a chart.
+
+    Attributes:
+        name: its entry in the legend.
+        x, y: its points; a NaN in y is a gap.
+        is_dashed: whether the line is dashed.
+        has_dots: whether the points are drawn too.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    is_dashed: bool = False
+    has_dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at `x`, with a text that appears under the pointer."""
+
+    x: float
+    text: str
+
+
+def find_ticks(low: float, high: float, num: int = 5) -> list[float]:
+    """Return about `num` round numbers from `low` to `high`, at distances of 1, 2 or 5 times a power of ten."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / num))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= num)
+    return [
+        round(step * number, 12) for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
+
+
+def format_tick(value: float) -> str:
+    """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-05'."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.6g}k"
+    return f"{value:.4g}"
+
+
+class _Axes:
+    """The map from values to positions, with the axes and grid of a chart."""
+
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], height: int = _HEIGHT):
+        self.x_range, self.y_range, self.height = x_range, y_range, height
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
+
+    def to_svg(self, x_label: str, y_label: str) -> str:
+        bottom, parts = self.height - _BOTTOM, []
+        for tick in find_ticks(*self.y_range):
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
+        for tick in find_ticks(*self.x_range, num=6):
+            parts.append(
+                f'<text x="{self.x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{format_tick(tick)}</text>'
+            )
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        parts.append(f'<text x="{middle}" y="{self.height - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        if y_label:
+            place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
+            parts.append(f'<text {place} text-anchor="middle">{escape(y_label)}</text>')
+        return "".join(parts)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str = "",
+    y_range: tuple[float, float] | None = None,
+    marks: Sequence[Mark] = (),
+) -> str:
+    """Return a chart of curves with a legend; an empty text if no curve has a point.
+
+    Args:
+        title: the title, shown above the chart.
+        series: the curves.
+        x_label, y_label: texts on the axes.
+        y_range: the values at the bottom and at the top; None: so that every point is seen.
+        marks: vertical lines.
+    """
+    series = [_shorten(curve) for curve in series]
+    points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
+    if not points:
+        return ""
+    x_values = [x for x, _ in points]
+    axes = _Axes(_widen(min(x_values), max(x_values), 0), y_range or _widen(*_spread([y for _, y in points])))
+    parts = [axes.to_svg(x_label, y_label)]
+    for mark in marks:
+        x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
+        line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{axes.height - _BOTTOM}"/>'
+        parts.append(f"<g><title>{escape(mark.text)}</title>{line}</g>")
+    parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
+    return figure(title, "".join(parts), _WIDTH, axes.height, [curve.name for curve in series if len(series) > 1])
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of values without the few that would hide the others, e.g. the loss of a failed step."""
+    low, high = min(values), max(values)
+    usual = float(np.quantile(values, 0.98))
+    return low, usual if len(values) >= 50 and high - low > 5 * (usual - low) > 0 else high
+
+
+def _widen(low: float, high: float, margin: float = 0.05) -> tuple[float, float]:
+    """Return a range with a margin; it never crosses zero, and is never empty."""
+    if high <= low:
+        return low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
+    space = margin * (high - low)
+    return max(0.0, low - space) if low >= 0 else low - space, high + space
+
+
+def _shorten(curve: Series) -> Series:
+    """Return a curve of at most `_MAX_POINTS` points; each is the mean of its neighbors."""
+    if len(curve.x) <= _MAX_POINTS:
+        return curve
+    parts = [np.array_split(np.asarray(values, dtype=float), _MAX_POINTS) for values in (curve.x, curve.y)]
+    x, y = ([float(part.mean()) for part in parts_of] for parts_of in parts)
+    return Series(curve.name, x, y, curve.is_dashed, curve.has_dots)
+
+
+def _draw(curve: Series, axes: _Axes, color: str) -> str:
+    low, high = axes.y_range
+    path, is_gap, dots = "", True, ""
+    for x, y in zip(curve.x, curve.y, strict=True):
+        if not math.isfinite(y):
+            is_gap = True
+            continue
+        place = f"{axes.x(x):.1f} {axes.y(min(max(y, low), high)):.1f}"
+        path, is_gap = f"{path}{'M' if is_gap else 'L'}{place}", False
+        if curve.has_dots or len(curve.x) == 1:
+            cx, cy = place.split()
+            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}"><title>{x:.4g}: {y:.4g}</title></circle>'
+    dash = ' stroke-dasharray="5 4"' if curve.is_dashed else ""
+    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"{dash}/>{dots}'
+
+
+def color_of(number: int) -> str:
+    """Return the color of a series, by its number from 0."""
+    return f"var(--c{number % _NUM_COLORS + 1})"
+
+
+def figure(title: str, content: str, width: float, height: float, legend: Sequence[str] = (), note: str = "") -> str:
+    """Return an SVG with a title, a legend and a note in small print.
+
+    Args:
+        title: the title, also its description for screen readers.
+        content: the elements of the SVG.
+        width, height: the size of its coordinate system; it fills the width that it is given.
+        legend: names of the series, in the order of their colors.
+        note: a note below.
+    """
+    entries = (f'<span><i style="background:{color_of(n)}"></i>{escape(name)}</span>' for n, name in enumerate(legend))
+    names = f'<div class="legend">{"".join(entries)}</div>' if legend else ""
+    svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{content}</svg>'
+    below = f"<figcaption>{escape(note)}</figcaption>" if note else ""
+    return f"<figure><figcaption><b>{escape(title)}</b></figcaption>{names}{svg}{below}</figure>"
+
+
+def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
+    """Return parts of a whole as one bar.
+
+    Args:
+        title: the title.
+        parts: (name, amount, text of the amount), amounts above 0 in any unit.
+    """
+    total = sum(amount for _, amount, _ in parts) or 1.0
+    x, content = 0.0, ""
+    for number, (name, amount, text) in enumerate(parts):
+        width = 1000 * amount / total
+        box = f'<rect x="{x:.1f}" width="{max(0.5, width - 2):.1f}" height="24" rx="3" fill="{color_of(number)}"/>'
+        content += f"<g><title>{escape(f'{name}: {text}')}</title>{box}</g>"
+        x += width
+    legend = [f"{name} {text} ({amount / total:.0%})" for name, amount, text in parts]
+    return figure(title, content, 1000, 24, legend)
+
+
+def bar_chart(
+    title: str, bars: Sequence[tuple[str, float, str]], limit: float | None = None, colors: Sequence[str] = ()
+) -> str:
+    """Return horizontal bars, each with its name and its amount.
+
+    Args:
+        title: the title.
+        bars: (name, amount, text of the amount).
+        limit: the amount that fills the width; None: the largest.
+        colors: the color of each bar, e.g. "var(--bad)"; empty: the same for all.
+    """
+    limit, content = limit or max((abs(amount) for _, amount, _ in bars), default=1.0) or 1.0, ""
+    for number, (name, amount, text) in enumerate(bars):
+        y, width = 22 * number, 200 * abs(amount) / limit
+        color = colors[number] if colors else "var(--c1)"
+        content += (
+            f'<text class="strong" x="138" y="{y + 14}" text-anchor="end">{escape(_clip(name, 22))}'
+            f"<title>{escape(name)}</title></text>"
+            f'<rect x="146" y="{y + 3}" width="{width:.1f}" height="15" rx="2" fill="{color}"/>'
+            f'<text x="{152 + width:.1f}" y="{y + 14}">{escape(text)}</text>'
+        )
+    return figure(title, content, _WIDTH, max(22, 22 * len(bars)))
+
+
+def _clip(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, counts: np.ndarray, note: str) -> str:
+    """Return the accuracy of each bin of confidence as bars, against the diagonal of perfect calibration.
+
+    Args:
+        title: the title.
+        confidence, accuracy: the means of each bin (bins,), 0 to 1; NaN in empty bins.
+        counts: the images of each bin (bins,).
+        note: a note below.
+    """
+    axes, num, content = _Axes((0, 1), (0, 1), 300), len(counts), ""
+    content += axes.to_svg("confidence", "accuracy")
+    width = axes.x(1 / num) - axes.x(0) - 2
+    for number in np.flatnonzero(counts):
+        x, top, expected = axes.x(number / num) + 1, axes.y(accuracy[number]), axes.y(confidence[number])
+        text = f"{counts[number]:,} images: confidence {confidence[number]:.1%}, accuracy {accuracy[number]:.1%}"
+        share = 0.35 + 0.65 * math.sqrt(counts[number] / counts.max())
+        gap = f'<rect x="{x:.1f}" y="{min(top, expected):.1f}" width="{width:.1f}" height="{abs(top - expected):.1f}" '
+        content += (
+            f"<g><title>{escape(text)}</title>"
+            f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
+            f'opacity="{share:.2f}"/>{gap}fill="var(--c2)" opacity=".45"/></g>'
+        )
+    ends = f'x1="{axes.x(0)}" y1="{axes.y(0)}" x2="{axes.x(1)}" y2="{axes.y(1)}"'
+    return figure(
+        title, f'{content}<line class="mark" {ends}/>', _WIDTH, 300, ["accuracy", "gap to the confidence"], note
+    )
+
+
+# --------------------------------------------------------------------------------------- heat maps
+
+
+def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "") -> str:
+    """Return a confusion matrix: a row for each label, a column for each prediction.
+
+    Up to `MAX_LABELED` classes, every cell is drawn with its count. Of more classes, the map is a picture, in which a
+    pixel may stand for several neighboring classes.
+
+    Args:
+        title: the title.
+        counts: int64 (classes, classes).
+        names: the names of the classes.
+        note: a note below.
+    """
+    if len(names) > MAX_LABELED:
+        return _picture_map(title, counts, note)
+    num = len(names)
+    size = 30 if num <= 20 else 18
+    margin = min(150, 16 + 6.2 * max(len(_clip(name, 20)) for name in names))
+    shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    content = ""
+    for row, name in enumerate(names):
+        middle, label = margin + size * (row + 0.5), escape(_clip(name, 20))
+        content += f'<text class="strong" x="{margin - 6}" y="{middle + 4:.1f}" text-anchor="end">{label}</text>'
+        place = f'transform="translate({middle + 4:.1f} {margin - 6:.1f}) rotate(-90)"'
+        content += f'<text class="strong" {place}>{label}</text>'
+        for column in range(num):
+            content += _cell(margin, size, row, column, int(counts[row, column]), float(shares[row, column]), names)
+    side = margin + size * num + 2
+    limited = figure(title, content, side, side, ["right", "wrong"], note)
+    return limited.replace("<figure>", f'<figure style="max-width:{max(340, min(880, 1.25 * side)):.0f}px">', 1)
+
+
+def _cell(margin: float, size: float, row: int, column: int, count: int, share: float, names: Sequence[str]) -> str:
+    x, y = margin + size * column, margin + size * row
+    kind = "heat" if row == column else "miss"
+    alpha = 0.05 if not count else 0.12 + 0.88 * share if row == column else min(1.0, 0.2 + 1.6 * share)
+    fill = f"rgba(var(--{kind}),{alpha:.2f})" if count else "var(--grid)"
+    text = f"{names[row]} → {names[column]}: {count:,} ({share:.1%})"
+    rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 1}" height="{size - 1}" rx="2" style="fill:{fill}"/>'
+    number = ""
+    if count and len(str(count)) * 6 < size:
+        style = f"fill:var({'--on-heat' if alpha > 0.6 else '--ink'});font-size:{10 if size > 20 else 8}px"
+        place = f'x="{x + size / 2 - 0.5:.1f}" y="{y + size / 2 + 3.5:.1f}" text-anchor="middle"'
+        number = f'<text {place} style="{style}">{count}</text>'
+    return f"<g><title>{escape(text)}</title>{rect}{number}</g>"
+
+
+def bin_matrix(counts: np.ndarray, num: int) -> np.ndarray:
+    """Return the sums over blocks of neighboring rows and columns: (at most num, at most num)."""
+    block = -(-len(counts) // num)
+    starts = np.arange(0, len(counts), block)
+    return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
+
+
+def _picture_map(title: str, counts: np.ndarray, note: str) -> str:
+    """Return a heat map as a picture whose opacity is the logarithm of the share of a row."""
+    from PIL import Image
+
+    binned = bin_matrix(counts, _MAX_CELLS)
+    shares = binned / np.maximum(1, binned.sum(axis=1, keepdims=True))
+    visible = np.where(binned > 0, 0.15 + 0.85 * np.clip(1 + np.log10(np.maximum(shares, 1e-3)) / 3, 0, 1), 0.0)
+    is_diagonal = np.eye(len(binned), dtype=bool)
+    pixels = np.zeros((*binned.shape, 4), dtype=np.uint8)
+    pixels[..., :3] = np.where(is_diagonal[..., None], (47, 129, 247), (229, 100, 40))
+    pixels[..., 3] = np.round(255 * visible)
+    file = io.BytesIO()
+    Image.fromarray(pixels, "RGBA").save(file, "PNG", optimize=True)
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = (
+        '<rect x="22" y="22" width="576" height="576" style="fill:var(--grid)"/>'
+        f'<image x="22" y="22" width="576" height="576" href="{uri}" style="image-rendering:pixelated"/>'
+        '<text x="310" y="15" text-anchor="middle">predicted class</text>'
+        '<text transform="translate(14 310) rotate(-90)" text-anchor="middle">label</text>'
+    )
+    block = -(-len(counts) // _MAX_CELLS)
+    if block > 1:
+        note = f"{note} A point stands for {block} x {block} neighboring classes.".strip()
+    return figure(title, content, 600, 600, ["right", "wrong"], note).replace("<figure>", '<figure class="limited">', 1)

@@ -1,0 +1,1 @@
+"""Preparation of many runs: splits of a data set."""

@@ -1,0 +1,166 @@
+"""Splits of a folder: shares, groups, duplicates, folds, the command and its errors."""
+
+import csv
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from distribuuuu.cli.split import split
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.sweep.split import Images, assign, keep_classes_in_training, merge_groups, plan_split, write_split
+
+COUNTS = {"ant": 31, "bee": 20, "cat": 7, "dog": 2, "one": 1}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Files that differ in content and size, in an order of creation that is not that of their names."""
+    paths = [(name, number) for name, count in COUNTS.items() for number in range(count)]
+    random.Random(0).shuffle(paths)
+    for name, number in paths:
+        path = tmp_path / "images" / name / f"p{number // 3}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{name} {number}".encode() * (1 + number % 3))
+    return tmp_path / "images"
+
+
+def rows_of(path: Path) -> list[tuple[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return [(row["path"], row["label"]) for row in csv.DictReader(file)]
+
+
+def run(*args) -> int:
+    return split("distribuuuu split", [str(arg) for arg in args])
+
+
+def test_the_classes_keep_their_shares(folder, tmp_path):
+    plan = plan_split(folder, tmp_path / "out", val=0.25, test=0.15)
+    write_split(plan)
+    found = {name: rows_of(tmp_path / "out" / f"{name}.csv") for name in ("train", "val", "test")}
+    names = [row for rows in found.values() for row in rows]
+    assert len(set(names)) == len(names) == sum(COUNTS.values())
+    for name, share in {"train": 0.6, "val": 0.25, "test": 0.15}.items():
+        counts = Counter(label for _, label in found[name])
+        for label, total in COUNTS.items():
+            assert abs(counts[label] - share * total) <= 1, (name, label)
+        assert abs(len(found[name]) - share * len(names)) <= 2
+    assert {label for _, label in found["train"]} == set(COUNTS)
+
+
+def test_the_lists_are_read_as_a_data_set(folder, tmp_path):
+    write_split(plan_split(folder, folder.parent / "lists", val=0.3))
+    root = folder.parent / "lists"
+    cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {root} TEST.DATASET {root} MODEL.NUM_CLASSES 0".split())
+    cfg = resolve_num_classes(cfg)
+    assert find_run_problems(cfg, train=True) == []
+    train = build_images(cfg, train=True)
+    assert train.classes == tuple(sorted(COUNTS)) and rows_of(root / "train.csv")[0][0].startswith("../images/")
+    for index in range(len(train)):
+        assert Path(train.describe(index)).parts[-3] == train.classes[train.label(index)]
+
+
+def test_a_split_depends_on_names_and_seed_alone(folder, tmp_path):
+    files = plan_split(folder, tmp_path / "a", val=0.3, seed=4).files
+    copied = tmp_path / "elsewhere"
+    for path in sorted(folder.rglob("*.jpg"), reverse=True):
+        target = copied / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    assert plan_split(copied, tmp_path / "b", val=0.3, seed=4).files == files
+    assert plan_split(folder, tmp_path / "c", val=0.3, seed=5).files != files
+
+
+def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
+    (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "001.jpg").read_bytes())
+    plan = plan_split(folder, tmp_path / "out", val=0.3, test=0.2, pattern=r"(p\d+)/")
+    names, part_of = plan.images.names, {}
+    for file, indices in plan.files.items():
+        part_of |= {names[index]: file for index in indices}
+    parts = {}
+    for name, file in part_of.items():
+        if "/p" in name:
+            parts.setdefault(name.split("/")[1], set()).add(file)
+    assert len(parts) == 11 and all(len(files) == 1 for files in parts.values())
+    assert part_of["ant/copy.jpg"] == part_of["bee/p0/001.jpg"]
+    assert any("equal files in several classes: ant/copy.jpg = bee/p0/001.jpg" in note for note in plan.notes)
+    assert all(len(indices) > 0.1 * len(names) for indices in plan.files.values())
+
+
+def test_each_image_is_validated_in_one_fold(folder, tmp_path):
+    plan = plan_split(folder, tmp_path / "out", val=0, folds=4, test=0.1)
+    write_split(plan)
+    test = rows_of(tmp_path / "out" / "test.csv")
+    validated = []
+    for number in range(1, 5):
+        train, val = (rows_of(tmp_path / "out" / f"fold_{number}" / f"{name}.csv") for name in ("train", "val"))
+        assert not {*train} & {*val} and not {*train, *val} & {*test}
+        assert {label for _, label in train} == set(COUNTS)
+        assert len(train) + len(val) + len(test) == sum(COUNTS.values())
+        validated += val
+    assert len(set(validated)) == len(validated) == sum(COUNTS.values()) - len(test) - 1  # `one` only trains
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_groups_and_shares(seed):
+    rng = random.Random(seed)
+    labels = sorted(rng.choices(range(5), k=300))
+    images = Images(Path("x"), [f"{label}/{number}" for number, label in enumerate(labels)], labels, tuple("abcde"))
+    groups = merge_groups(300, [rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
+    shares = {"train": 0.7, "val": 0.2, "test": 0.1}
+    parts = assign(images, shares, groups, seed)
+    keep_classes_in_training(images, parts, groups)
+    assert set(parts) == set(shares)
+    assert all(len({parts[index] for index in group}) == 1 for group in groups)
+    for part, share in shares.items():
+        assert abs(parts.count(part) - 300 * share) <= 12
+        if not groups:
+            for label in range(5):
+                count = sum(parts[index] == part for index in range(300) if labels[index] == label)
+                assert abs(count - share * labels.count(label)) <= 1
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    assert "61 images of 5 classes" in text and "val.csv" in text
+    assert f"distribuuuu train DATA.NAME list TRAIN.DATASET {tmp_path / 'out'} TEST.DATASET" in text
+    before = (tmp_path / "out" / "val.csv").read_bytes()
+    assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
+    assert "train.csv and" not in (error := capsys.readouterr().err) and "exists already" in error
+    assert (tmp_path / "out" / "val.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--val", "1.5"), "--val: got 1.5; expected a share above 0 and below 1"),
+        ((), "--val: is missing"),
+        (("--val", "0.5", "--folds", "3"), "--val, --folds: both are given"),
+        (("--folds", "1"), "--folds: got 1; expected 2 or more"),
+        (("--val", "0.6", "--test", "0.4"), "--val, --test: got 0.6 and 0.4"),
+        (("--val", "0.2", "--group-by", "("), "expected a regular expression"),
+        (("--val", "0.2", "--group-by", "patient"), "'patient' matches no name; the first is 'p0/000.jpg'"),
+        (("--val", "0.2", "--vall", "0.2"), "no such flag: --vall; did you mean --val"),
+    ],
+)
+def test_wrong_flags(folder, tmp_path, args, message, capsys):
+    assert run(folder, "--out", tmp_path / "out", *args) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_cannot_be_split(tmp_path, capsys):
+    assert run(tmp_path / "non", "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "empty" / "cat").mkdir(parents=True)
+    assert run(tmp_path / "empty", "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert "has no images in class folders" in capsys.readouterr().err
+    (tmp_path / "empty" / "cat" / "a .jpg ").with_suffix(".jpg").write_bytes(b"1")
+    (tmp_path / "empty" / " dog").mkdir()
+    (tmp_path / "empty" / " dog" / "b.jpg").write_bytes(b"2")
+    with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: ' dog/b.jpg'"):
+        plan_split(tmp_path / "empty", tmp_path / "out", val=0.5)
