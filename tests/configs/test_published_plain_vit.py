@@ -201,6 +201,7 @@ def test_the_crop_and_the_range_of_values_are_big_visions():
     cfg = recipe(NAME)
     crop = train_crop(cfg)
     assert (crop.size, tuple(crop.scale), tuple(crop.ratio), crop.flip) == (224, (0.05, 1), (0.75, 1.33), 0.5)
+    assert crop.interpolation == "opencv_linear"  # get_resize: bilinear, antialias False
     images = torch.tensor([0, 51, 255], dtype=torch.uint8).expand(1, 3, 1, 3)
     statistics = statistics_of(cfg, get_dataset(cfg.DATA.NAME))
     values = Normalizer(torch.device("cpu"), *statistics, channels_last=False)(images)
@@ -209,5 +210,5 @@ def test_the_crop_and_the_range_of_values_are_big_visions():
 
 def test_evaluation_is_big_visions():
     cfg = recipe(NAME)
-    assert evaluation(cfg) == Evaluation(256, 224, "bilinear", False)  # resize_small(256), central_crop(224)
+    assert evaluation(cfg) == Evaluation(256, 224, "opencv_area", False)  # resize_small(256), central_crop(224)
     assert reported_weights(cfg) == "raw"

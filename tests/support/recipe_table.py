@@ -91,6 +91,7 @@ VIT = {
         "TRAIN.GLOBAL_BATCH_SIZE": 1024, "OPTIM.BASE_LR": 1e-3, "decoupled_decay": 1e-4, "warmup_steps": 10_000,
         "OPTIM.LR_POLICY": "cos_after_warmup", "OPTIM.LR_UPDATE": "step", "OPTIM.CLIP_NORM": 1, **NO_DECAY,
         "AUG.POLICY": "randaugment_big_vision", "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "DATA.CROP_SCALE": (0.05, 1),
+        "DATA.INTERPOLATION": "opencv_linear", "TEST.INTERPOLATION": "opencv_area",
         "DATA.CROP_RATIO": (0.75, 1.33), "DATA.MEAN": (0.5,) * 3, "DATA.STD": (0.5,) * 3, "TRAIN.IM_SIZE": 224,
         **evaluated(256, 224),
     },
