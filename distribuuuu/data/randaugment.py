@@ -39,11 +39,6 @@ def affine(image: Image.Image, row: tuple[float, float, float], column: tuple[fl
     return image.transform(image.size, Image.Transform.AFFINE, data, Image.Resampling.NEAREST, fillcolor=(GRAY,) * 3)
 
 
-def rotate(image: Image.Image, degrees: float) -> Image.Image:
-    """Return the image rotated about its center."""
-    return image.rotate(degrees, Image.Resampling.NEAREST, fillcolor=(GRAY,) * 3)
-
-
 def contrast(image: Image.Image) -> Image.Image:
     """Return the image with its distance from a gray of (number of pixels) / 256 enlarged."""
     level = min(255, image.width * image.height // 256)
@@ -84,7 +79,7 @@ OPERATIONS: dict[str, ImageOp] = {
     "AutoContrast": ImageOps.autocontrast,
     "Equalize": ImageOps.equalize,
     "Invert": ImageOps.invert,
-    "Rotate": lambda image: rotate(image, _sign() * ROTATION),
+    "Rotate": lambda image: image.rotate(_sign() * ROTATION, Image.Resampling.NEAREST, fillcolor=(GRAY,) * 3),
     "Posterize": lambda image: ImageOps.posterize(image, POSTERIZE_BITS),
     "Solarize": ImageOps.invert,
     "Color": lambda image: ImageEnhance.Color(image).enhance(ENHANCEMENT),
