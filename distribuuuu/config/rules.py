@@ -268,8 +268,8 @@ def _check_loss(cfg: Config) -> Iterator[Problem]:
     if weights and (min(weights) < 0 or max(weights) == 0):
         message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
-    bce_sums = loss.BCE_REDUCTION == "sum"
-    for_bce = {"BCE_TARGET_THRESHOLD": (threshold is not None, "null"), "BCE_REDUCTION": (bce_sums, "mean")}
+    # 0 was once the default, so configs of older runs have it with any loss.
+    for_bce = {"BCE_TARGET_THRESHOLD": (threshold, "null"), "BCE_REDUCTION": (loss.BCE_REDUCTION == "sum", "mean")}
     for key, (is_on, default) in for_bce.items():
         if is_on and loss.NAME != "bce":
             message = f"needs LOSS.NAME bce, but it is {loss.NAME}; set LOSS.NAME bce, or this option to {default}"

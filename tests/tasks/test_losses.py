@@ -138,6 +138,7 @@ def test_the_config_selects_the_loss_and_its_options():
     assert (type(bce), bce.threshold, bce.sum_classes, bce.weights) == (BinaryCrossEntropy, 0.2, True, None)
     for value in (0, None):
         assert build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", value)).threshold == value
+    assert type(build_loss(configured("LOSS.BCE_TARGET_THRESHOLD", 0))) is CrossEntropy  # as older runs have saved it
     overrides = ("LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
     focal = build_loss(configured("LOSS.NAME", "focal", *overrides))
     assert (type(focal), focal.gamma, focal.smoothing, focal.weights.tolist()) == (Focal, 3.0, 0.1, [1, 2, 0])

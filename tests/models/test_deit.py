@@ -1,0 +1,32 @@
+"""DeiT and DeiT-III: timm's layers with the initial class token and the drop path of the authors."""
+
+import pytest
+import timm
+import torch
+
+from distribuuuu.config.registry import MODELS
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "deit_small", "deit3_small"])
+def test_with_the_same_weights_the_outputs_are_those_of_timm(name):
+    mine = MODELS.get(name)(num_classes=5, im_size=32).eval()
+    theirs = timm.create_model(f"{name}_patch16_224", num_classes=5, img_size=32).eval()
+    theirs.load_state_dict(mine.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(mine(images), theirs(images))
+
+
+def test_drop_path_can_be_switched_off():
+    for name in ("deit_tiny", "deit3_small"):
+        model = MODELS.get(name)(num_classes=5, im_size=32, drop_path_rate=0.0)
+        assert all(isinstance(block.drop_path1, torch.nn.Identity) for block in model.blocks)
+        assert all(isinstance(block.drop_path2, torch.nn.Identity) for block in model.blocks)
+
+
+def test_training_drops_a_path_of_any_block_of_deit3():
+    model = MODELS.get("deit3_small")(num_classes=5, im_size=32, drop_path_rate=0.5).train()
+    first, tokens = model.blocks[0], torch.randn(64, 5, 384)
+    with torch.no_grad():
+        dropped = (first.drop_path1(tokens) == 0).flatten(1).all(1)
+    assert 16 < int(dropped.sum()) < 48  # no path of the first block is dropped in timm's model
