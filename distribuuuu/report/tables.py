@@ -1,14 +1,15 @@
-"""Markdown tables of results: mean and standard deviation over the seeds of each config."""
+"""Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.report.results import config_name, describe_evaluation, hash_config, list_metrics
+from distribuuuu.report.statistics import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
 EMPTY = "–"
@@ -20,6 +21,25 @@ _COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
 # Columns of metrics whose title is not their display name.
 _METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
 _DIGITS_OF_HASH = 8
+# Mark of a result that does not differ significantly from the best one on the same data.
+_AS_GOOD = " ≈"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What the accuracies of two rows are compared by.
+
+    Attributes:
+        data: rows with the same data are compared.
+        column: the column of the metric.
+        values: the metric of each seed in percent, higher is better.
+        num_images: evaluated images.
+    """
+
+    data: tuple
+    column: str
+    values: tuple[float, ...]
+    num_images: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,7 @@ class Row:
         config_hash: distinguishes rows with the same name.
         cells: text of each column; a missing column is empty.
         has_ema: the accuracy is that of averaged weights.
+        accuracy: the top-1 accuracies or mAP of its runs; None: not measured.
     """
 
     name: str
@@ -49,6 +70,7 @@ class Row:
     config_hash: str
     cells: dict[str, str]
     has_ema: bool = False
+    accuracy: Accuracy | None = None
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
@@ -149,6 +171,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         config_hash=first["config_hash"],
         cells=cells,
         has_ema=kind == "ema",
+        accuracy=_accuracy_of(first, evaluations),
     )
 
 
@@ -181,10 +204,53 @@ def _measured_cells(record: dict, evaluations: Sequence[dict], count: str) -> di
     cells: dict[str, str] = {}
     k = record["evaluation"].get("k")
     for name, label in list_metrics(record).items():
-        cell = _spread([result[name] for result in evaluations])
+        values = [result[name] for result in evaluations]
+        num_images = record["evaluation"]["count"] if name in ("top1", "topk") else 0
         suffix = f" (top-{k})" if name == "topk" and k != 5 else ""
-        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell + suffix + ("" if cells else f" {count}")
+        cell = (
+            _spread(values) + suffix if cells else f"{_spread(values)}{_interval(values, num_images)}{suffix} {count}"
+        )
+        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell
     return cells
+
+
+def _accuracy_of(record: dict, evaluations: Sequence[dict]) -> Accuracy | None:
+    """Return the values of the first metric, if it is one to compare rows by and all seeds have it."""
+    name = next(iter(list_metrics(record)), "")
+    values = [result[name] for result in evaluations] if name in ("top1", "map") else []
+    if not values or None in values:
+        return None
+    data = record["data"]
+    key = (data["name"], data["folder"], data["num_train"], data["num_val"])
+    num_images = record["evaluation"]["count"] if name == "top1" else 0
+    return Accuracy(key, _METRIC_COLUMNS[name], tuple(values), num_images)
+
+
+def mark_similar(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows; those not significantly worse than the best one on the same data are marked, and it is too."""
+    marked = []
+    for row in rows:
+        peers = [other.accuracy for other in rows if _is_comparable(row, other)]
+        if row.accuracy and len(peers) > 1:
+            best = max(peers, key=lambda peer: statistics.fmean(peer.values) if peer else 0.0)
+            is_alone = best is row.accuracy and not any(peer is not best and _is_similar(best, peer) for peer in peers)
+            if not is_alone and _is_similar(best, row.accuracy):
+                column = row.accuracy.column
+                row = replace(row, cells={**row.cells, column: row.cells[column] + _AS_GOOD})
+        marked.append(row)
+    return marked
+
+
+def _is_comparable(row: Row, other: Row) -> bool:
+    """Return whether two rows have the same metric on the same data."""
+    a, b = row.accuracy, other.accuracy
+    return bool(a and b and a.data == b.data and a.column == b.column)
+
+
+def _is_similar(best: Accuracy | None, other: Accuracy | None) -> bool:
+    if best is None or other is None:
+        return False
+    return best is other or not differs_significantly(best.values, other.values, best.num_images)
 
 
 def _image_sizes(train: int, evaluation: dict) -> str:
@@ -213,6 +279,21 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{mean} ± {statistics.stdev(known):.2f}" if len(known) > 1 else mean
 
 
+def _interval(values: Sequence[float | None], num_images: int) -> str:
+    """Return the 95 % interval of the mean over seeds, or of the accuracy of one run on so many images, with a space.
+
+    Empty if it is unknown, as that of one run by a metric that is no share of the images (`num_images` 0).
+    """
+    known = [value for value in values if value is not None]
+    if len(known) > 1:
+        low, high = mean_interval(known)
+    elif known and num_images:
+        low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
+    else:
+        return ""
+    return f" [{low:.2f}, {min(high, 100):.2f}]"
+
+
 def _mean(values: Sequence[float | None], digits: str) -> str:
     known = [value for value in values if value is not None]
     return format(statistics.fmean(known), digits) if known else EMPTY
@@ -220,7 +301,7 @@ def _mean(values: Sequence[float | None], digits: str) -> str:
 
 def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
     """Return a Markdown table of the rows, without empty columns, and a legend below it."""
-    rows = sorted(rows, key=lambda row: (row.order, row.name, row.config_hash))
+    rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.config_hash)))
     names = [row.name for row in rows]
     duplicates = {name for name in names if names.count(name) > 1}
     known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
@@ -239,6 +320,9 @@ def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):
         legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n seeds."]
+        legend += ["In brackets: the 95 % interval, over seeds by Student's t, with n = 1 over images by Wilson."]
+    if any(_AS_GOOD in cell for row in rows for cell in row.cells.values()):
+        legend += ["≈: the rows with this mark do not differ significantly from the best one on the same data (5 %)."]
     if any(row.has_ema for row in rows):
         legend += ["EMA: of the averaged weights."]
     return table + (f"\n{' '.join(legend)}\n" if legend else "")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from distribuuuu.report.statistics import (
+    differs_significantly,
     holm_adjusted,
     mcnemar_p,
     mean_interval,
@@ -92,6 +93,20 @@ def test_the_interval_of_a_mean():
     assert mean_interval(values) == pytest.approx(expected)
     with pytest.raises(ValueError, match="got 1 values; expected 2 or more"):
         mean_interval([93.1])
+
+
+@pytest.mark.parametrize("shift", [0.05, 0.15, 0.2, 0.25, 0.3, 0.5])
+def test_groups_differ_as_in_students_test(shift):
+    a, b = [93.1, 93.4, 93.0], [93.2 + shift, 93.3 + shift, 93.0 + shift, 93.1 + shift]
+    assert differs_significantly(a, b) == differs_significantly(b, a) == (stats.ttest_ind(a, b).pvalue < 0.05)
+
+
+@pytest.mark.parametrize("correct", [9310, 9340, 9360, 9400, 9450])
+def test_single_runs_differ_as_two_proportions(correct):
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    expected = proportion.proportions_ztest([9300, correct], [10_000, 10_000])[1] < 0.05
+    assert differs_significantly([93.0], [correct / 100], 10_000) == expected
+    assert not differs_significantly([93.0], [99.0])
 
 
 def test_holm_adjusts_the_smallest_most():
