@@ -1,12 +1,34 @@
-"""Package metadata; `pip install -e .` is all there is to installing."""
+"""Package metadata. `pip install -e .` installs the checkout; a wheel also contains the files of `SHIPPED`."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
+# `distribuuuu export --to onnx` writes and runs ONNX files.
+ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
+# Copied to distribuuuu/files/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
+SHIPPED = ("configs/**/*.yaml", "tools/slurm/*.sbatch", "benchmarks/reported.yaml")
+
+
+class BuildWithFiles(build_py):
+    """Build of the package, with the files of `SHIPPED` unless the checkout itself is installed."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "distribuuuu", "files")
+        shutil.rmtree(target, ignore_errors=True)  # of an earlier build
+        for path in (path for pattern in SHIPPED for path in sorted(HERE.glob(pattern))):
+            copy = target / path.relative_to(HERE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
 
 setup(
     name="distribuuuu",
@@ -16,6 +38,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
+    cmdclass={"build_py": BuildWithFiles},
     entry_points={"console_scripts": ["distribuuuu = distribuuuu.cli.commands:main"]},
     python_requires=">=3.10",
     install_requires=[
@@ -30,12 +53,14 @@ setup(
     ],
     extras_require={
         "simplejpeg": ["simplejpeg>=1.7"],
+        "onnx": [*ONNX],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
+            *ONNX,
             # The references that our metrics and statistics are tested against.
-            *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14"),
+            *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
         ],
     },
 )

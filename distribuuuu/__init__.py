@@ -1,3 +1,26 @@
-"""distribuuuu: config-driven image-classification training."""
+"""distribuuuu: config-driven image-classification training.
+
+The Python API: `train`, `evaluate`, `load_run`, and the exceptions `ConfigError` and `RunStopped`.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Imported on first use, because they import torch.
+_MODULE_OF = {
+    "train": "distribuuuu.cli.api",
+    "evaluate": "distribuuuu.cli.api",
+    "load_run": "distribuuuu.deploy",
+    "ConfigError": "distribuuuu.config",
+    "RunStopped": "distribuuuu.launch.signals",
+}
+__all__ = [*_MODULE_OF, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a member of the API."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -75,6 +76,14 @@ _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
 
 
+class _WrappedLines(argparse.RawDescriptionHelpFormatter):
+    """A format of help texts that keeps the lines of a description unless the terminal is narrower."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (textwrap.wrap(line, width, subsequent_indent="  ") or [""] for line in text.splitlines())
+        return "\n".join(indent + part for parts in lines for part in parts)
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
 
@@ -82,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str | None = None, **options: Any):
-        super().__init__(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
 
     def parse_args(self, args=None, namespace=None):
         """Return the parsed arguments.

@@ -19,6 +19,7 @@ from distribuuuu.cli.main import report
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.locate import find_config, shipped_file
 from distribuuuu.report.results import FILE_NAME, config_name, read_results
 from distribuuuu.report.tables import Row, Run, format_table, group_runs, make_config_row, make_row
 
@@ -133,11 +134,13 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
 
 
 def read_configs(patterns: Sequence[str], problems: list[str]) -> list[Config]:
-    """Return the configs in files and folders; append what cannot be read to `problems`."""
+    """Return the configs in files and folders, or of shipped names; append what cannot be read to `problems`."""
     configs = []
     for pattern in patterns:
+        shipped = shipped_file("configs") / pattern
+        found = str(shipped) if shipped.is_dir() and not Path(pattern).exists() else find_config(pattern)
         with _collecting(problems):
-            configs += [load_cfg(str(path)) for path in find_files(pattern, ("*.yaml",))]
+            configs += [load_cfg(str(path)) for path in find_files(found, ("*.yaml",))]
     return configs
 
 

@@ -93,7 +93,7 @@ def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
     is_small = name in _IN_MEMORY or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _MAX_DEVICE_BYTES
     is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
     applicable = {
-        "a packed data set (tools/pack_dataset.py)": name not in (*_IN_MEMORY, "packed"),
+        "a packed data set (distribuuuu pack)": name not in (*_IN_MEMORY, "packed"),
         "DATA.DECODER simplejpeg": name not in _IN_MEMORY and not is_raw and data.DECODER != "simplejpeg",
         "DATA.LOADER device": is_small and name != "dummy",
         "DATA.WORKER_KIND thread": num_workers > 0 and data.WORKER_KIND != "thread",

@@ -32,9 +32,9 @@ OUT/train and OUT/val. Rerun the same command to resume it after a stop.
 _TABLE = """Make a Markdown table of runs. Each config has one row: the mean and standard
 deviation over its seeds, beside published results. Unfinished runs are omitted.
 
-  %(prog)s exp                                  every run in a folder
+  %(prog)s exp
   %(prog)s 'exp/*/resnet*' --epoch best
-  %(prog)s exp --readme README.md --name small  replace a block of a file
+  %(prog)s exp --readme README.md --name small
 """
 
 
@@ -87,6 +87,6 @@ def pack(prog: str, args: list[str]) -> int:
 def table(prog: str, args: list[str]) -> int:
     """Print a table of runs, or write it to a file."""
     from distribuuuu.cli.make_table import run_table_tool
-    from distribuuuu.config.shipped import shipped_file
+    from distribuuuu.config.locate import shipped_file
 
     return run_table_tool(_TABLE, shipped_file("benchmarks/reported.yaml"), args, prog)

@@ -14,14 +14,14 @@ import re
 import reprlib
 import shlex
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 
 import yaml
 
 from distribuuuu.config import yaml_file
 from distribuuuu.config.defaults import _C
-from distribuuuu.config.errors import ConfigError, Problem, did_you_mean, near_matches
+from distribuuuu.config.errors import ConfigError, Problem, near_matches
+from distribuuuu.config.locate import find_config, suggest_configs
 from distribuuuu.config.rules import NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
 from distribuuuu.config.tree import Config, get_cfg, get_value, iter_options
 
@@ -46,11 +46,13 @@ def load_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> Conf
     return cfg
 
 
-def read_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
-    """Return the frozen tree of all valid settings, and every problem."""
+def read_cfg(cfg_file: str | Config | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
+    """Return the frozen tree of all valid settings of a file, or of a tree set in Python, and every problem."""
     problems: list[Problem] = []
     cfg = get_cfg()
-    if cfg_file:
+    if isinstance(cfg_file, Config):
+        _merge(cfg, _read_tree(cfg_file), problems)
+    elif cfg_file:
         _merge(cfg, _read_yaml(cfg_file, problems), problems)
     folder_of_file = cfg.TRAIN.DATASET
     _merge(cfg, _read_overrides(overrides, problems), problems)
@@ -87,6 +89,7 @@ def _same_folder(path: str, other: str) -> bool:
 
 def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
     """Return the settings in a YAML file; append its problems to `problems`."""
+    path = find_config(path)
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml_file.compose(file.read(yaml_file.MAX_CHARACTERS + 1))
@@ -95,7 +98,7 @@ def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
         message = "expected `SECTION:` lines with `KEY: value` lines beneath" if root else ""
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         message = "cannot be read: it is a folder" if isinstance(error, IsADirectoryError) else "no such file"
-        message += _similar_files(path)
+        message += suggest_configs(path)
     except (OSError, UnicodeDecodeError) as error:
         message = f"cannot be read: {error}"
     except (yaml.YAMLError, ValueError) as error:
@@ -136,37 +139,13 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
                 problems.append(Problem(key, _one_line(error), {key: origin}))
 
 
-def _similar_files(path: str, num: int = 4) -> str:
-    """Return '; did you mean FILE?' for a missing config file, or an empty string.
-
-    Searched are the folder of the path (the path itself, if it is a folder), then ./configs or else this project's.
-    """
-    folder, name = os.path.split(os.path.normpath(path))
-    stem = _stem_of(name)
-    project = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    root = next((root for root in ("configs", os.path.join(project, "configs")) if os.path.isdir(root)), "")
-    files = found = [os.path.join(path, name) for name in _list_folder(path) if name.endswith(".yaml")]
-    if not found:
-        files = [os.path.join(folder, name) for name in _list_folder(folder or ".") if name.endswith(".yaml")]
-        files += [os.path.join(parent, name) for parent, _, names in os.walk(root) for name in sorted(names)]
-        same = [file for file in dict.fromkeys(files) if _stem_of(file) == stem]
-        found = [file for file in same if os.path.basename(os.path.dirname(file)) == os.path.basename(folder)]
-        found = found or sorted(same, key=lambda file: -SequenceMatcher(None, path, file).ratio())
-    if not found:
-        if near := did_you_mean(name, _list_folder(folder or ".")):
-            return near
-        stems = near_matches(stem, map(_stem_of, files))
-        found = [file for file in files if _stem_of(file) in stems]
-        found.sort(key=lambda file: -SequenceMatcher(None, path, file).ratio())
-    return f"; did you mean {', '.join(found[:num])}?" if found else ""
-
-
-def _list_folder(folder: str) -> list[str]:
-    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def _stem_of(file: str) -> str:
-    return os.path.splitext(os.path.basename(file))[0]
+def _read_tree(tree: Config) -> list[Setting]:
+    """Return the settings of a tree whose options may have been set in Python, to values of any type."""
+    known, unset = dict(iter_options(_C)), object()
+    items = [item for item in iter_options(tree) if item[1] != known.get(item[0], unset)]
+    items = [(key, value) for key, value in items if not key.startswith(OPEN_SECTIONS)]
+    items += [(f"{key}.{name}", value) for key in OPEN_SECTIONS for name, value in get_value(tree, key).items()]
+    return [(key, value, tree.origins.get(key, "config")) for key, value in items]
 
 
 # ------------------------------------------------------------------------------------- command line

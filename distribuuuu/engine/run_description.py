@@ -74,15 +74,13 @@ def describe_end(run: Run, started: float) -> None:
     """
     cfg, state, bests = run.cfg, run.state, run.checkpoints.bests
     script = Path(sys.argv[0]).with_name("test_net.py")
-    script = script if script.exists() else Path("tools/test_net.py")
+    test = ["python", str(script)] if script.exists() else ["distribuuuu", "test"]
     metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
         if dist.is_main() and path.exists():
-            command = shlex.join(
-                ["python", str(script), "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)]
-            )
+            command = shlex.join([*test, "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)])
             logger.info("best %s%s: %s; weights: %s", name, label, best, path)
             logger.info("to evaluate: %s", command)
     if state.seconds > time.perf_counter() - started:

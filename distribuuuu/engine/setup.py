@@ -15,7 +15,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.tree import iter_options
-from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
@@ -169,6 +169,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         parallelize(ema.model)
         ema.pair_with(model)
     best_metric, higher_is_better = task.primary_metric
+    mean, std = (tuple(values) for values in statistics_of(cfg, loader.images))
     return TrainState(
         model=model,
         optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
@@ -178,7 +179,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         global_batch=loader.plan.global_batch,
         precision=precision,
         ema=ema,
-        config=dict(iter_options(cfg)),
+        config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
         higher_is_better=higher_is_better,
@@ -229,7 +230,7 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     """
     checkpoints.remove_temporary_files()
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl"))):
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl", "predictions.npz"))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 

@@ -170,11 +170,13 @@ class SignalState:
         has_begun: whether a run in this process has had something to save.
         is_ending: whether this process has an error to print and exits by itself; the launcher's signals are ignored.
         stacks_file: the file for this process's stacks.
+        on_second_signal: called with the number of a second signal.
     """
 
     has_begun = False
     is_ending = False
     stacks_file: Path | None = None
+    on_second_signal: Callable[[int], None] = staticmethod(exit_now)
 
     def __init__(self):
         SignalState.has_begun = True
@@ -187,7 +189,7 @@ class SignalState:
         if self.first is None:
             self.first, self._received_at = signum, now
         elif now - self._received_at > ECHO_S:
-            exit_now(signum)
+            SignalState.on_second_signal(signum)
 
 
 def die_with_parent(signum: int) -> None:

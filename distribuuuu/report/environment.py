@@ -1,12 +1,13 @@
 """Environment of a run: hardware, versions, git commit, peak memory."""
 
+import json
 import os
 import platform
 import socket
 import subprocess
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import torch
@@ -69,7 +70,8 @@ def list_versions() -> dict[str, str | None]:
 def find_commit(folder: Path = PACKAGE) -> str | None:
     """Return the git commit of the package's code, with '+changes' if the code has uncommitted changes.
 
-    None: git is not installed, does not track the code, or takes longer than `GIT_TIMEOUT_S`.
+    If git does not track the code, is not installed or takes longer than `GIT_TIMEOUT_S`: the commit that pip has
+    installed it from (`pip install git+https://...`), else None.
     """
     # In a hook of another repository, GIT_* would point to that one. Without optional locks, `status` locks no index.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -84,9 +86,20 @@ def find_commit(folder: Path = PACKAGE) -> str | None:
     try:
         # The package may be installed inside another repository that does not track it, e.g. in a virtual environment.
         if not run_git("ls-files", "."):
-            return None
+            return _find_installed_commit(folder)
         return run_git("rev-parse", "HEAD") + ("+changes" if run_git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return _find_installed_commit(folder)
+
+
+def _find_installed_commit(folder: Path) -> str | None:
+    """Return the commit in the record of pip's installation of a package folder; None: there is none."""
+    try:
+        installed = distribution(folder.name)
+        if Path(str(installed.locate_file(folder.name))).resolve() != folder.resolve():
+            return None  # another copy of the code is installed
+        return json.loads(installed.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
+    except (PackageNotFoundError, OSError, ValueError, LookupError, TypeError):
         return None
 
 

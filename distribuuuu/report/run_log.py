@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.report.record_files import EventFile, RecordFile, drop_records_after
@@ -125,8 +125,10 @@ def close_logging() -> None:
 
 
 def has_progress_bar() -> bool:
-    """Return whether this process draws a progress bar: the main process, on a terminal."""
-    return dist.is_main() and sys.stderr is not None and sys.stderr.isatty()
+    """Return whether this process draws a progress bar: the main process, on a terminal or in a notebook."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    is_notebook = kernel is not None and kernel.IPKernelApp.initialized()
+    return dist.is_main() and sys.stderr is not None and (is_notebook or sys.stderr.isatty())
 
 
 def supports_color() -> bool:
@@ -148,21 +150,13 @@ def progress(items: Iterable, label: str, total: int | None = None, initial: int
     )
 
 
-class SizedIterable(Protocol):
-    """An iterable with a length, such as a loader."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator: ...
-
-
-def evaluation_bar(every: int) -> Callable[[SizedIterable], Iterator]:
+def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
     """Return a function that iterates over an evaluation loader, logs its position by time and shows a progress bar.
 
     The bar is updated every `every` batches.
     """
 
-    def iterate(loader: SizedIterable) -> Iterator:
+    def iterate(loader: Any) -> Iterator:
         shown_at = time.perf_counter()
         for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
             yield batch
@@ -379,7 +373,7 @@ class RunLog:
         fraction, self._checked_s, self._data_time_s = min(1.0, self._data_time_s / self._checked_s), 0.0, 0.0
         if fraction > MAX_DATA_FRACTION and dist.is_main() and not self._has_warned:
             self._has_warned = True
-            message = "%.0f %% of the time is spent waiting for data; fix: see the diagnosis of tools/time_net.py"
+            message = "%.0f %% of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"
             logger.warning(message, 100 * fraction)
 
     def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
     "a wrong type": (["TRAIN.BATCH_SIZE", "many"], "expected an integer"),
     "an odd number of words": (["OUT_DIR"], "'OUT_DIR' has no value"),
-    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean resnet50.yaml"),
+    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean configs/imagenet/resnet50.yaml"),
     "an unknown flag": (["--config", "x.yaml"], "no such flag: --config"),
     "an unknown section of help": (["--help-config", "OPTIMS"], "did you mean OPTIM"),
     "a missing data folder": (["TRAIN.DATASET", "/no/such/folder"], "no such folder: /no/such/folder"),

@@ -25,7 +25,7 @@ LINES = (
     "model: forward in evaluation", "loader: uint8 batches", "loader: normalized", "loader + model", "waiting for data",
     "all-reduce", "parameters", "peak per process", "diagnosis: ",
 )  # fmt: skip
-REMEDIES = ("a packed data set (tools/pack_dataset.py)", "DATA.DECODER simplejpeg")
+REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER simplejpeg")
 
 
 def hurry(monkeypatch=None) -> None:
@@ -168,21 +168,21 @@ def test_a_broken_image_is_named(tmp_path):
          "model-bound: the model processes 38, the loader provides 410 images/s"),
         (Speeds(3100, 2400, 2390, 0.25), 4, 8, REMEDIES,
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; fix: 2 more workers per process"
-         " (TRAIN.WORKERS 6) or a packed data set (tools/pack_dataset.py)"),
+         " (TRAIN.WORKERS 6) or a packed data set (distribuuuu pack)"),
         (Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES,
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; TRAIN.WORKERS 5, one per core,"
-         " would provide about 3,000 images/s; beyond that: a packed data set (tools/pack_dataset.py) or DATA.DECODER"
+         " would provide about 3,000 images/s; beyond that: a packed data set (distribuuuu pack) or DATA.DECODER"
          " simplejpeg"),
         (Speeds(3100, 2400, 2390, 0.25), 8, 8, REMEDIES,
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
-         " (TRAIN.WORKERS 8 on 8 cores per process); fix: a packed data set (tools/pack_dataset.py) or DATA.DECODER"
+         " (TRAIN.WORKERS 8 on 8 cores per process); fix: a packed data set (distribuuuu pack) or DATA.DECODER"
          " simplejpeg"),
         (Speeds(3100, 2400, 2390, 0.25), 1, 1, (),
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
          " (TRAIN.WORKERS 1 on 1 core per process); fix: more cores per process"),
         (Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES[:1],
          "loader-bound: the model processes 3,100, the loader provides 1,000 images/s, in the same process; fix:"
-         " 4 workers per process (TRAIN.WORKERS 4) or a packed data set (tools/pack_dataset.py)"),
+         " 4 workers per process (TRAIN.WORKERS 4) or a packed data set (distribuuuu pack)"),
         (Speeds(500, 1000, 333, 0.33), 0, 8, (),
          "loader-bound: the model processes 500, the loader provides 1,000 images/s, in the same process; fix:"
          " 1 worker per process (TRAIN.WORKERS 1)"),
@@ -228,9 +228,9 @@ def remedies_of(num_images: int = 10**7, workers: int = 4, **data) -> str:
 
 def test_only_what_fits_the_config_is_recommended():
     everything = remedies_of()
-    assert "pack_dataset" in everything and "simplejpeg" in everything and "thread" in everything
+    assert "distribuuuu pack" in everything and "simplejpeg" in everything and "thread" in everything
     assert "DATA.LOADER device" not in everything and "DATA.LOADER device" in remedies_of(num_images=3000)
-    assert "pack_dataset" not in remedies_of(NAME="packed")
+    assert "distribuuuu pack" not in remedies_of(NAME="packed")
     assert "simplejpeg" not in remedies_of(NAME="packed") + remedies_of(DECODER="simplejpeg")
     assert "thread" not in remedies_of(WORKER_KIND="thread") + remedies_of(workers=0)
     assert remedies_of(NAME="cifar10", num_images=50000) == "DATA.LOADER device DATA.WORKER_KIND thread"
@@ -287,7 +287,7 @@ def test_waiting_for_data_is_one_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=60)
     for epoch in range(3):
         clock.run_epoch(epoch, wait=0.23, every=20)
-    assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of tools/time_net.py"]
+    assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"]
 
 
 def test_short_waits_and_the_first_read_of_a_start_are_no_warning(tmp_path, monkeypatch):

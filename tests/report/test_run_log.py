@@ -278,7 +278,7 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
         best, label = results[kind]["best"], "" if kind == "raw" else "ema "
         at = lines.index(f"best {label}top1: {best['top1']:.2f} (epoch {best['epoch']}); weights: {out_dir / name}")
         command = shlex.split(lines[at + 1].removeprefix("to evaluate: "))
-        assert command == ["python", "tools/test_net.py", "--cfg", f"{out_dir}/config.yaml", "MODEL.WEIGHTS",
+        assert command == ["distribuuuu", "test", "--cfg", f"{out_dir}/config.yaml", "MODEL.WEIGHTS",
                            str(out_dir / name)]  # fmt: skip
-    done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr

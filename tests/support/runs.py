@@ -12,7 +12,8 @@ import torch
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.trainer import train_model
+from distribuuuu.config import load_cfg
+from distribuuuu.trainer import test_model, train_model
 
 ROOT = Path(__file__).parents[2]
 # A script that runs a tool with faulty models: run_tool(FAILING_MODELS, TRAIN_NET, ...).
@@ -93,6 +94,15 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
         patch.setattr(CheckpointManager, "save_in_background", save_and_stop)
         with pytest.raises(_Stopped):
             train_model(cfg)
+
+
+def train_and_evaluate(root: Path, out: Path, *overrides: Any) -> Path:
+    """Train and evaluate a small run on ten classes; return its folder."""
+    sizes = ("MODEL.NUM_CLASSES", 10, "TRAIN.IM_SIZE", 24, "TEST.IM_SIZE", 28, "TRAIN.BATCH_SIZE", 20)
+    cfg = load_cfg(None, small_options(root, out, *sizes, *overrides))
+    train_model(cfg)
+    test_model(cfg)
+    return out
 
 
 def train_and_read(cfg) -> dict:

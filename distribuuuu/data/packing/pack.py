@@ -1,4 +1,4 @@
-"""Packing a data set into a few large files, and verifying such a pack: the work of tools/pack_dataset.py.
+"""Packing a data set into a few large files, and verifying such a pack: the work of distribuuuu pack.
 
 Worker processes read, decode and encode; this process appends the results in the order of the images, so the bytes do
 not depend on the number of workers.

@@ -1,0 +1,44 @@
+"""Location of config files, and of the other files of the repository that a wheel contains."""
+
+import os
+from difflib import SequenceMatcher
+from pathlib import Path
+
+from distribuuuu.config.errors import near_matches
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped_file(name: str) -> Path:
+    """Return a file or folder of the repository, e.g. 'configs': in the package of a wheel, else in the checkout."""
+    in_wheel = _PACKAGE / "files"
+    return (in_wheel if in_wheel.is_dir() else _PACKAGE.parent) / name
+
+
+def find_config(path: str) -> str:
+    """Return the config file of a path or name: in the current folder, in ./configs, else shipped; else `path` itself.
+
+    'shapes/resnet14', 'shapes/resnet14.yaml' and 'configs/shapes/resnet14.yaml' name the same shipped config.
+    """
+    name = os.path.normpath(path).removeprefix(f"configs{os.sep}")
+    roots = [] if name.startswith("..") else ["configs", str(shipped_file("configs"))]
+    places = [path, *(os.path.join(root, name) for root in roots)]
+    return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), path)
+
+
+def suggest_configs(path: str, num: int = 4) -> str:
+    """Return '; did you mean FILE?' for a missing config file, or an empty string.
+
+    Searched are the folder of the path (the path itself, if it is a folder), ./configs and the shipped configs.
+    """
+    shipped, stem = shipped_file("configs"), Path(path).stem
+    found = [*Path(path).glob("*.yaml"), *(shipped / path).glob("*.yaml")]
+    if not found:
+        roots = {os.path.realpath(root): Path(root) for root in (shipped, "configs")}  # in a checkout, the same folder
+        files = [*Path(path).parent.glob("*.yaml"), *(file for root in roots.values() for file in root.rglob("*.yaml"))]
+        stems = near_matches(stem, [file.stem for file in files])
+        stems = [stem] if stem in stems else stems
+        found = [file for file in files if file.stem in stems]
+    names = {str(file.relative_to(shipped) if shipped in file.parents else file) for file in found}
+    ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, path, name).ratio(), name))
+    return f"; did you mean {', '.join(ranked[:num])}?" if ranked else ""

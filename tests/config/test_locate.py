@@ -1,0 +1,92 @@
+"""Location of config files: the current folder, ./configs, and those that are shipped with the package."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.runs import ROOT
+
+from distribuuuu.config import ConfigError, load_cfg, locate
+from distribuuuu.config.locate import find_config, shipped_file, suggest_configs
+from distribuuuu.report.results import config_name
+
+SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path) -> Path:
+    """A current folder outside the checkout."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: str, text: str = "OUT_DIR: mine\n") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+@pytest.mark.parametrize("name", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml",
+                                  "./configs/shapes/resnet14", "shapes//resnet14"])  # fmt: skip
+def test_a_shipped_config_is_found_by_its_name(name):
+    assert find_config(name) == SHIPPED
+    cfg = load_cfg(name)
+    assert cfg.DATA.NAME == "shapes" and config_name(cfg) == "shapes/resnet14"
+
+
+@pytest.mark.parametrize("mine", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml"])
+def test_a_file_of_the_current_folder_wins(mine):
+    write(mine)
+    assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
+
+
+def test_the_file_itself_wins_over_one_in_configs():
+    write("configs/shapes/resnet14.yaml", "OUT_DIR: other\n")
+    write("shapes/resnet14.yaml")
+    assert load_cfg("shapes/resnet14.yaml").OUT_DIR == "mine"
+
+
+def test_a_folder_of_that_name_does_not_hide_a_config():
+    os.makedirs("shapes/resnet14")
+    assert find_config("shapes/resnet14") == SHIPPED
+
+
+@pytest.mark.parametrize("path", ["../shapes/resnet14", "../configs/shapes/resnet14.yaml", "/shapes/resnet14.yaml",
+                                  "/configs/shapes/resnet14", "shapes", "resnet14", ""])  # fmt: skip
+def test_other_paths_stay_as_they_are(path):
+    assert find_config(path) == path
+
+
+def test_a_path_that_leaves_the_folder_does_not_reach_the_files_beside_the_shipped_ones():
+    with pytest.raises(ConfigError, match="no such file"):
+        load_cfg("../benchmarks/reported.yaml")
+
+
+@pytest.mark.parametrize(
+    "path, meant",
+    [
+        ("shapes/resnet41", "shapes/resnet14.yaml"),
+        ("imagnet/resnet50.yaml", "imagenet/resnet50.yaml"),
+        ("resnet50_a1", "imagenet/resnet50_a1.yaml?"),
+        ("shapes", "shapes/resnet14.yaml?"),
+    ],
+)
+def test_a_wrong_name_lists_the_nearest_shipped_configs(path, meant):
+    assert suggest_configs(path).startswith(f"; did you mean {meant}")
+    assert str(ROOT) not in suggest_configs(path)
+
+
+def test_files_of_the_current_folder_are_suggested_too():
+    write("mine.yaml")
+    write("configs/shapes/resnet15.yaml")
+    assert suggest_configs("mime.yaml") == "; did you mean mine.yaml?"
+    assert "configs/shapes/resnet15.yaml" in suggest_configs("shapes/resnet15x")
+    assert suggest_configs("no_config_has_this_name") == ""
+
+
+def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
+    assert shipped_file("configs") == ROOT / "configs"
+    write("package/files/configs/shapes/resnet14.yaml")
+    monkeypatch.setattr(locate, "_PACKAGE", tmp_path / "package")
+    assert shipped_file("benchmarks/reported.yaml") == tmp_path / "package" / "files" / "benchmarks" / "reported.yaml"
+    assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
+    assert suggest_configs("shapes/resnet41") == "; did you mean shapes/resnet14.yaml?"
