@@ -10,6 +10,7 @@ import torch
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import ConfigError
+from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, build_loader
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
@@ -24,18 +25,13 @@ from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.run_description import describe_end, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
-from distribuuuu.engine.setup import (
-    Training,
-    build_checkpoints,
-    build_run,
-    find_weights,
-    open_run,
-)
+from distribuuuu.engine.setup import Training, build_checkpoints, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.models import build_model
+from distribuuuu.models import SelectedOutputs, build_model
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.optim.precision import build_precision
+from distribuuuu.report.predictions import recording
 from distribuuuu.report.run_log import evaluation_bar
 from distribuuuu.tasks.base import StepKey, Task, build_task
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
@@ -140,7 +136,9 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         if cfg.MODEL.PRECISE_BN:
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, state.precision.autocast)
-        results[kind] = evaluate(run.task, model, run.val_loader, stoppable_bar(run))
+        is_last = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH and kind == list(state.models)[-1]
+        with recording(cfg, run.task, model, run.val_loader, kind, state.epoch + 1, is_last) as task:
+            results[kind] = evaluate(task, model, run.val_loader, stoppable_bar(run))
     return results
 
 
@@ -217,11 +215,16 @@ def test_model(cfg) -> dict:
         if weights != "pretrained":
             content = read_checkpoint(weights)
             load_state_dict(model, content["state_dict"], weights)
-            if mismatch := find_class_mismatch(content, loader.images.classes):
+            trained = tuple(read_classes()) if cfg.TEST.LABELS else loader.images.classes
+            if mismatch := find_class_mismatch(content, trained):
                 raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
+        if cfg.TEST.LABELS:
+            columns = list(read_classes(cfg.TEST.LABELS).values())
+            model = SelectedOutputs(model, cfg.MODEL.NUM_CLASSES, columns).to(device)
         describe_model(cfg, model, loader)
-        result = evaluate_weights(cfg, task, model, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
+        with recording(cfg, task, model, loader, kind) as task:
+            result = evaluate_weights(cfg, task, model, loader)
         write_test_results(cfg, task, model, weights, {kind: result})
     return result
 

@@ -97,6 +97,12 @@ _C.TEST.INTERPOLATION = "bilinear"
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
 # the best checkpoint. Empty: those of the task (top1 and topk, or map).
 _C.TEST.METRICS = ()
+# Evaluate a model of the 1000 ImageNet classes on folders of another test set, in test_net.py only: imagenet_a,
+# imagenet_r (both restrict the logits to 200 classes), imagenet_v2, imagenet_sketch, or imagenet_real (the validation
+# images, with several right labels each). Labels come from timm. Empty: the labels of the data set.
+_C.TEST.LABELS = ""
+# Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
+_C.TEST.SAVE_PREDICTIONS = True
 # Steps between two updates of the progress bar of an evaluation.
 _C.TEST.PRINT_FREQ = 10
 

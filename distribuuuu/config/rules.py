@@ -37,6 +37,7 @@ CHOICES = {
     "DIST.SHARD": ("none", "zero1", "fsdp"),
     "LOSS.BCE_REDUCTION": ("mean", "sum"),
     "TEST.INTERPOLATION": INTERPOLATIONS,
+    "TEST.LABELS": ("", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real"),
     "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
     "OPTIM.LR_UPDATE": ("epoch", "step"),
     "TRAIN.ON_NAN": ("stop", "rollback"),
@@ -137,9 +138,9 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    checks = (_check_choices, _check_ranges, _check_images, _check_sizes, _check_augmentation, _check_multilabel,
-              _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task, _check_sharding,
-              _check_paths)  # fmt: skip
+    checks = (_check_choices, _check_ranges, _check_images, _check_labels, _check_sizes, _check_augmentation,
+              _check_multilabel, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
+              _check_sharding, _check_paths)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
@@ -151,7 +152,7 @@ def _check_choices(cfg: Config) -> Iterator[Problem]:
         for name in names:
             if name not in allowed:
                 hint = did_you_mean(name, allowed)
-                yield Problem(key, f"got {name!r}; expected one of {', '.join(allowed)}{hint}")
+                yield Problem(key, f"got {name!r}; expected one of {', '.join(filter(None, allowed))}{hint}")
         if len(set(names)) < len(names):
             yield Problem(key, f"got {list(names)}; expected each name once")
 
@@ -185,6 +186,20 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
             yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
     if any(value <= 0 for value in data.STD):
         yield Problem("DATA.STD", f"got {list(data.STD)}; expected numbers above 0")
+
+
+def _check_labels(cfg: Config) -> Iterator[Problem]:
+    labels, test = cfg.TEST.LABELS, f"TEST.LABELS {cfg.TEST.LABELS}"
+    if labels and cfg.MODEL.NUM_CLASSES != 1000:
+        message = f"got {cfg.MODEL.NUM_CLASSES}; {test} expects a model of the 1000 ImageNet classes; fix: set 1000"
+        yield Problem("MODEL.NUM_CLASSES", message)
+    if labels and (cfg.DATA.NAME != "imagefolder" or cfg.MODEL.DUMMY_INPUT):
+        message = f"{test} expects images; fix: set DATA.NAME imagefolder MODEL.DUMMY_INPUT False"
+        yield Problem(("DATA.NAME", "MODEL.DUMMY_INPUT"), message)
+    if labels == "imagenet_real" and (undefined := {*cfg.TEST.METRICS} - {"top1", "topk"}):
+        yield Problem("TEST.METRICS", f"got {', '.join(sorted(undefined))}; {test} expects top1 or topk")
+    if labels == "imagenet_real" and cfg.TASK.NAME not in ("auto", "classification", "distillation"):
+        yield Problem("TASK.NAME", f"got {cfg.TASK.NAME}; {test} expects classification; fix: set TASK.NAME auto")
 
 
 def _check_sizes(cfg: Config) -> Iterator[Problem]:

@@ -40,8 +40,8 @@ class Normalizer:
 
     def __init__(self, device: torch.device, mean: Sequence[float], std: Sequence[float], channels_last: bool):
         self.device = device
-        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
-        self._scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
+        self.mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
+        self.scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Normalizer:
         # One image at a time stays in a CPU's cache, which halves the time.
         num = 1 if self.device.type == "cpu" else max(1, len(pixels))
         for part, image in zip(pixels.split(num), images.split(num), strict=True):
-            image.copy_(part).sub_(self._mean).mul_(self._scale)
+            image.copy_(part).sub_(self.mean).mul_(self.scale)
         return images
 
     def empty(self, shape: Sequence[int]) -> torch.Tensor:
@@ -229,10 +229,10 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
 
 
 def build_images(cfg, train: bool) -> ImageDataset:
-    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES."""
+    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES or that of TEST.LABELS."""
     family = get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)
     images = family.from_cfg(cfg, train)
-    if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+    if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
     return images

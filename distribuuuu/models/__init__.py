@@ -11,7 +11,7 @@ To add a model, add one file with a function of `num_classes`, decorated with `@
 its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,20 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
+
+
+class SelectedOutputs(nn.Module):
+    """A model whose logits (N, num_classes) are restricted to some columns; other outputs are left unchanged."""
+
+    def __init__(self, model: nn.Module, num_classes: int, columns: Sequence[int]):
+        super().__init__()
+        self.model, self.num_classes = model, num_classes
+        self.register_buffer("columns", torch.tensor(columns), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits (N, columns)."""
+        logits = self.model(images)
+        return logits[:, self.columns] if getattr(logits, "shape", ())[1:] == (self.num_classes,) else logits
 
 
 def initialize(model: nn.Module) -> None:

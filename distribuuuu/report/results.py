@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 FILE_NAME, TEST_FILE_NAME = "results.json", "test_results.json"
 # Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
-NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "DATA.CACHE_DIR")
+NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "TEST.SAVE_PREDICTIONS",
+              "TEST.LABELS", "DATA.CACHE_DIR")  # fmt: skip
 # Options that are not meant to change results: hashed, but not listed as overrides.
 SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
               "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
@@ -132,6 +133,7 @@ def describe_evaluation(cfg: Config) -> dict[str, Any]:
         "resize": cfg.TEST.IM_SIZE,
         "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
         "interpolation": cfg.TEST.INTERPOLATION,
+        **({"labels": cfg.TEST.LABELS} if cfg.TEST.LABELS else {}),
         **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image
     }
 
@@ -204,7 +206,7 @@ def _find_best(last: dict, progress: Progress, kind: str, previous: dict) -> dic
 
 def write_json(path: Path, record: dict) -> bool:
     """Write a JSON file atomically, creating its folder; log a warning and return False if that fails."""
-    text = json.dumps(_replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
+    text = json.dumps(replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "w", encoding="utf-8", newline="") as file:
@@ -215,12 +217,12 @@ def write_json(path: Path, record: dict) -> bool:
     return True
 
 
-def _replace_nonfinite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, dict):
-        return {key: _replace_nonfinite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replace_nonfinite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

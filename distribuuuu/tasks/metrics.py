@@ -167,11 +167,12 @@ class TopK(SumMetric):
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
         """Return the number of hits."""
-        return self.hits(output).sum()
+        return self.hits(output).any(1).sum()
 
     def hits(self, output: StepOutput) -> torch.Tensor:
-        """Return bool (N, k): whether the class at each rank is the label."""
-        return output.ranked(self.topk).eq(output.targets.unsqueeze(1))
+        """Return bool (N, k): whether the class at each rank is the label, or one of several."""
+        ranked, targets = output.ranked(self.topk), output.targets
+        return targets.gather(1, ranked).bool() if targets.ndim == 2 else ranked.eq(targets.unsqueeze(1))
 
 
 @METRICS.register("top1")

@@ -11,6 +11,7 @@ from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import (
     JUNK_FOLDERS,
+    ImageDataset,
     SplitDataset,
     first_few,
     is_folder,
@@ -19,6 +20,7 @@ from distribuuuu.data.datasets.base import (
     missing_root,
     missing_split,
 )
+from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
 
 
 @DATASETS.register("imagefolder")
@@ -52,11 +54,31 @@ class ImageFolder(SplitDataset):
         self._ends = list(accumulate(end - first for first, end in bounds))
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "ImageFolder":
+    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
         """Return the set; classes without evaluation images are allowed."""
         if train:
             return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, cache_dir=cfg.DATA.CACHE_DIR)
-        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, cls.training_classes(cfg), cfg.DATA.CACHE_DIR)
+        root, split, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.TEST.LABELS
+        if not labels:
+            return cls(root, split, cls.training_classes(cfg), cfg.DATA.CACHE_DIR)
+        if labels == "imagenet_real":
+            return RealLabels(cls(root, split, cache_dir=cfg.DATA.CACHE_DIR))
+        found = cls.read_classes(cls.split_path(cfg.TEST))
+        images = cls(root, split, folder_names(labels, found), cfg.DATA.CACHE_DIR)
+        images.classes = tuple(read_classes(labels))
+        return images
+
+    @classmethod
+    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for problems with the files and the classes; with TEST.LABELS, those of the preset."""
+        labels, folder = cfg.TEST.LABELS, cls.split_path(cfg.TEST)
+        if train and labels:
+            yield "TEST.LABELS", f"got {labels} in training; fix: leave it empty, and set it for `distribuuuu test`"
+        elif labels:
+            problems = list(cls.find_split_problems("TEST", cfg.TEST, ()))
+            yield from problems or find_folder_problems(labels, folder, cls.read_classes(folder))
+        else:
+            yield from super().find_problems(cfg, train)
 
     @classmethod
     def read_classes(cls, path: Path) -> tuple[str, ...]:
@@ -68,11 +90,11 @@ class ImageFolder(SplitDataset):
         """Yield (key, message) for missing folders, folders that cannot be listed and empty classes."""
         root, split = Path(section.DATASET), section.SPLIT
         folder, layout = root / split, f"{split}/CLASS/IMAGE"
-        if reason := _access_problem(root):
+        if reason := access_problem(root):
             yield f"{name}.DATASET", f"{root} cannot be listed: {reason}"
         elif not root.is_dir():
             yield missing_root(name, root, layout)
-        elif reason := _access_problem(folder):
+        elif reason := access_problem(folder):
             yield f"{name}.SPLIT", f"{folder} cannot be listed: {reason}"
         elif not folder.is_dir():
             yield _missing_split(name, root, split, layout)
@@ -145,7 +167,7 @@ def _missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str,
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
     empty = [name for name in list_classes(folder) if not _count(walk_images(folder / name), most=1)]
-    closed = {name: reason for name in empty if (reason := _access_problem(folder / name))}
+    closed = {name: reason for name in empty if (reason := access_problem(folder / name))}
     if closed:
         named = first_few([f"{name} ({reason})" for name, reason in closed.items()])
         yield f"{folder} has class folders that cannot be listed: {named}"
@@ -153,7 +175,7 @@ def _empty_classes(folder: Path) -> Iterator[str]:
         yield f"{folder} has class folders without an image: {first_few(empty)}; remove them"
 
 
-def _access_problem(folder: Path) -> str:
+def access_problem(folder: Path) -> str:
     """Return why an existing folder cannot be listed; empty if it can or does not exist."""
     try:
         os.scandir(folder).close()

@@ -1,0 +1,101 @@
+"""Labels of ImageNet-A, -R, -V2, -Sketch and ReaL for models of the 1000 ImageNet classes (TEST.LABELS)."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.data.datasets.base import ImageDataset, first_few
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def read_timm_file(name: str) -> str:
+    """Return the text of a file about ImageNet that timm contains; imports neither timm nor torch.
+
+    Raises:
+        ConfigError: the installed timm has no such file.
+    """
+    spec = find_spec("timm")
+    path = Path(spec.origin if spec and spec.origin else "timm").with_name("data") / "_info" / name
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        message = f"the installed timm lacks {path}; fix: pip install --upgrade timm"
+        raise ConfigError(Problem("TEST.LABELS", message)) from None
+
+
+def read_classes(labels: str = "") -> dict[str, int]:
+    """Map the synsets of a preset to outputs of a model, ascending: 200 of ImageNet-A and -R, else all 1000."""
+    synsets = read_timm_file("imagenet_synsets.txt").split()
+    is_subset = labels in ("imagenet_a", "imagenet_r")
+    numbers = map(int, read_timm_file(f"{labels}_indices.txt").split()) if is_subset else range(len(synsets))
+    return {synsets[number]: number for number in sorted(numbers)}
+
+
+def folder_names(labels: str, found: Iterable[str]) -> tuple[str, ...]:
+    """Return the class folder of each class: its synset, or for ImageNet-V2 its index if all `found` are numbers."""
+    classes = read_classes(labels)
+    has_numbers = labels == "imagenet_v2" and all(re.fullmatch("[0-9]+", name) for name in found)
+    return tuple(map(str, classes.values())) if has_numbers else tuple(classes)
+
+
+def find_folder_problems(labels: str, folder: Path, found: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) if class folders have other names than the classes of a preset, or timm lacks its files."""
+    try:
+        if labels == "imagenet_real":  # its classes are not read from the folders
+            read_timm_file(f"{labels}_labels.json")
+            return
+        known = folder_names(labels, found)
+    except ConfigError as error:
+        yield "TEST.LABELS", error.problems[0].message
+        return
+    if unknown := sorted({*found} - {*known}):
+        names = f"synsets of {labels}, e.g. {next(iter(read_classes(labels)))}"
+        names += ", or 0 to 999" if labels == "imagenet_v2" else ""
+        yield "TEST.SPLIT", f"{folder} has class folders {first_few(unknown)}; expected {names}"
+
+
+class RealLabels(ImageDataset):
+    """The ImageNet validation images with their ReaL labels (Beyer et al., arXiv 2006.07159), one or several each.
+
+    The number in its file name selects the labels of an image. Images without a label are left out. A target is float32
+    (1000,): equal shares of the labels, with a sum of 1.
+
+    Raises:
+        ConfigError: a file name has no number, or timm lacks the labels.
+    """
+
+    has_files = multilabel = True
+
+    def __init__(self, images: ImageDataset):
+        self.classes = tuple(read_classes())
+        table = json.loads(read_timm_file("imagenet_real_labels.json"))
+        self._files: list[tuple[str, list[int]]] = []
+        for path in map(images.describe, range(len(images))):
+            match = re.match("ILSVRC2012_val_([0-9]{8})(?![0-9])", Path(path).name)
+            if match is None or not 1 <= int(match[1]) <= len(table):
+                expected = f"expected ILSVRC2012_val_00000001.JPEG to {len(table):08d}"
+                raise ConfigError(f"TEST.LABELS: {path} is no ImageNet validation image; {expected}")
+            if right := table[int(match[1]) - 1]:
+                self._files.append((path, right))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`."""
+        return self._files[index][0]
+
+    def label(self, index: int) -> "np.ndarray":
+        """Return the shares of the classes of image `index`."""
+        import numpy as np
+
+        right = self._files[index][1]
+        shares = np.zeros(len(self.classes), np.float32)
+        shares[right] = 1 / len(right)
+        return shares

@@ -1,0 +1,220 @@
+"""TEST.LABELS: images right with the ImageNet test sets, against the masking and the ReaL labels of timm."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from support.images import draw_folder
+from support.processes import on_processes
+from support.saved_runs import save_run
+from timm.data import ImageNetInfo, RealLabelsImagenet
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.rules import find_problems
+from distribuuuu.data.datasets import imagenet_labels
+from distribuuuu.data.loader import build_images
+from distribuuuu.deploy.loaded_run import build_eval_transform
+from distribuuuu.report.predictions import read_predictions
+from distribuuuu.trainer import test_model as evaluate_run
+
+SYNSETS = ImageNetInfo().label_names()
+INFO = files("timm.data") / "_info"
+
+
+def options(root: Path, out: Path, labels: str, *overrides) -> list[str]:
+    settings = {
+        "MODEL.ARCH": "timm/test_resnet", "MODEL.NUM_CLASSES": 1000, "TEST.LABELS": labels, "TEST.DATASET": root,
+        "TRAIN.DATASET": root, "TEST.SPLIT": "images", "TRAIN.IM_SIZE": 32, "TEST.IM_SIZE": 36, "TEST.BATCH_SIZE": 7,
+        "TRAIN.WORKERS": 0, "OUT_DIR": out, "DATA.MEAN": "[0.5, 0.5, 0.5]", "DATA.STD": "[0.2, 0.2, 0.2]",
+    }  # fmt: skip
+    return [str(word) for pair in settings.items() for word in pair] + [str(word) for word in overrides]
+
+
+def evaluate(args: list[str]) -> dict:
+    """Return the evaluation of a model with random weights."""
+    cfg = load_cfg(None, args)
+    if not (Path(cfg.OUT_DIR) / "best.pth.tar").exists():
+        save_run(cfg, SYNSETS)
+    return evaluate_run(cfg)
+
+
+def reference_logits(args: list[str], paths: list[Path]) -> torch.Tensor:
+    """Return the logits of timm's model with the weights of the run for images."""
+    cfg = load_cfg(None, args)
+    model = timm.create_model("test_resnet", num_classes=1000)
+    model.load_state_dict(torch.load(Path(cfg.OUT_DIR) / "best.pth.tar")["state_dict"])
+    with torch.inference_mode():
+        return model.eval()(torch.stack([build_eval_transform(cfg)(path) for path in paths]))
+
+
+def num_right(result: dict) -> tuple[float, float]:
+    return tuple(round(result[name] * result["count"] / 100, 6) for name in ("top1", "topk"))
+
+
+def folder_classes(labels: str) -> list[str]:
+    """Return the class folders of the whole set, in the order of timm's class indices."""
+    if labels in ("imagenet_a", "imagenet_r"):
+        return (INFO / f"{labels}_synsets.txt").read_text().split()
+    return [str(number) for number in range(1000)] if labels == "imagenet_v2" else SYNSETS
+
+
+@pytest.mark.parametrize("labels", ["imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch"])
+def test_counts_equal_those_of_timms_masking_on_folders_that_lack_most_classes(tmp_path, labels):
+    classes = folder_classes(labels)
+    # timm restricts the outputs to the lines of this file, and labels the folders of the full set in sorted order.
+    is_subset = (INFO / f"{labels}_indices.txt").is_file()
+    valid = [int(line) for line in (INFO / f"{labels}_indices.txt").read_text().split()] if is_subset else None
+    chosen = [2, 3, 10, len(classes) // 2, len(classes) - 1]
+    draw_folder(tmp_path, "images", {classes[number]: 6 for number in chosen})
+    args = options(tmp_path, tmp_path / "out", labels)
+    # Weights for which some answers are right: the mask and the map both change the counts.
+    save_run(load_cfg(None, args), SYNSETS)
+    paths = [path for number in chosen for path in sorted((tmp_path / "images" / classes[number]).iterdir())]
+    targets = torch.tensor([number for number in chosen for _ in range(6)])
+    favor_labels(tmp_path / "out" / "best.pth.tar", [valid[n] if valid else n for n in chosen], (0,) if valid else ())
+
+    result = evaluate(args)
+
+    output = reference_logits(args, paths)
+    output = output[:, valid] if valid else output
+    right = output.topk(5).indices.eq(targets[:, None])
+    assert result["count"] == len(paths) == 30
+    assert num_right(result) == (right[:, 0].sum(), right.sum())
+    assert 0 < right[:, 0].sum() < 30 and right[:, 0].sum() < right.sum()
+    content = read_predictions(tmp_path / "out" / "predictions.npz", "")
+    assert content.classes == [SYNSETS[number] for number in valid or range(1000)]
+    assert json.loads((tmp_path / "out" / "test_results.json").read_text())["evaluation"]["labels"] == labels
+
+
+def favor_labels(path: Path, numbers: list[int], masked: tuple[int, ...] = ()) -> None:
+    """Raise the head's biases of some classes, and those of classes that a preset masks even more."""
+    content = torch.load(path)
+    bias = content["state_dict"]["fc.bias"]
+    bias[numbers] += bias.abs().max() + 2
+    bias[masked] += 1.5 * bias.abs().max()
+    torch.save(content, path)
+
+
+def draw_validation(root: Path, numbers: list[int]) -> list[Path]:
+    draw_folder(root, "images", {"n01440764": len(numbers) // 2, "n15075141": len(numbers) - len(numbers) // 2})
+    paths = sorted((root / "images").rglob("*.jpg"))
+    renamed = [path.with_name(f"ILSVRC2012_val_{n:08d}.JPEG") for path, n in zip(paths, numbers, strict=True)]
+    for path, name in zip(paths, renamed, strict=True):
+        path.rename(name)
+    return renamed
+
+
+def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
+    table = json.loads((INFO / "imagenet_real_labels.json").read_text())
+    single = [number for number, right in enumerate(table, 1) if len(right) == 1]
+    several = [number for number, right in enumerate(table, 1) if len(right) > 1]
+    none = [number for number, right in enumerate(table, 1) if not right]
+    numbers = [*single[:20], *several[:14], *none[:5], single[-1]]
+    paths = draw_validation(tmp_path, numbers)
+    args = options(tmp_path, tmp_path / "out", "imagenet_real")
+    save_run(load_cfg(None, args), SYNSETS)
+    favor_labels(
+        tmp_path / "out" / "best.pth.tar",
+        [label for number in (*several[:2], *single[:2]) for label in table[number - 1]],
+    )
+
+    result = evaluate(args)
+
+    names = [path.name for path in paths]
+    reference = RealLabelsImagenet([*names, *("" for _ in range(50_000 - len(names)))])
+    logits = reference_logits(args, paths)
+    reference.add_result(logits)
+    assert result["count"] == len(reference.is_correct[1]) == 35
+    assert num_right(result) == (sum(reference.is_correct[1]), sum(reference.is_correct[5]))
+    assert 0 < num_right(result)[0] < num_right(result)[1] < 35
+    kept = [(row, table[n - 1]) for row, n in zip(logits.log_softmax(1), numbers, strict=True) if table[n - 1]]
+    assert result["loss"] == pytest.approx(-sum(row[right].mean().item() for row, right in kept) / 35, rel=1e-5)
+    assert not (tmp_path / "out" / "predictions.npz").exists()
+
+
+@pytest.mark.parametrize("labels", ["imagenet_a", "imagenet_real"])
+def test_the_counts_are_the_same_on_three_processes(tmp_path, labels):
+    if labels == "imagenet_a":
+        draw_folder(tmp_path, "images", dict.fromkeys(folder_classes(labels)[:4], 3))
+    else:
+        draw_validation(tmp_path, list(range(1, 14)))
+    args = options(tmp_path, tmp_path / "out", labels, "TEST.FLIP", True)
+    alone = evaluate(args)
+    for result in on_processes(3, evaluate, args):
+        assert {name: result[name] for name in ("count", "top1", "topk")} == {
+            name: alone[name] for name in ("count", "top1", "topk")
+        }
+
+
+def test_the_synsets_of_timm_are_in_the_order_of_sorted_folders_and_its_files_agree():
+    assert list(imagenet_labels.read_classes("imagenet_v2")) == SYNSETS == sorted(SYNSETS)
+    for labels in ("imagenet_a", "imagenet_r"):
+        classes = imagenet_labels.read_classes(labels)
+        assert list(classes) == folder_classes(labels) and len(classes) == 200
+        assert all(SYNSETS[number] == name for name, number in classes.items())
+
+
+def test_synsets_are_accepted_as_names_of_v2(tmp_path):
+    draw_folder(tmp_path, "images", {SYNSETS[10]: 1, SYNSETS[2]: 1})
+    images = build_images(load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_v2")), train=False)
+    assert [images.label(index) for index in range(2)] == [2, 10]
+
+
+@pytest.mark.parametrize(
+    "labels, names, message",
+    [
+        ("imagenet_a", ["n01498041", "n01440764"], r"class folders n01440764; expected synsets of imagenet_a"),
+        ("imagenet_v2", ["0", "1000"], r"class folders 1000; expected .* 0 to 999"),
+        ("imagenet_v2", ["0", "n01440764"], r"class folders 0; expected"),
+        ("imagenet_sketch", ["goldfish"], r"class folders goldfish; expected synsets of imagenet_sketch"),
+    ],
+)
+def test_other_folder_names_are_reported(tmp_path, labels, names, message):
+    draw_folder(tmp_path, "images", dict.fromkeys(names, 1))
+    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", labels))
+    ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
+    assert key == "TEST.SPLIT"
+    assert re.search(message, text), text
+
+
+def test_a_file_without_a_number_is_reported(tmp_path):
+    draw_folder(tmp_path, "images", {"n01440764": 1})
+    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_real"))
+    with pytest.raises(ConfigError, match=r"TEST.LABELS: .*000.jpg is no ImageNet validation image"):
+        build_images(cfg, train=False)
+
+
+@pytest.mark.parametrize("labels", ["imagenet_a", "imagenet_real"])
+def test_an_old_timm_is_reported(tmp_path, monkeypatch, labels):
+    draw_folder(tmp_path, "images", {"n01498041": 1})
+    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", labels))
+    monkeypatch.setattr(imagenet_labels, "find_spec", lambda name: None)
+    ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
+    assert key == "TEST.LABELS" and "pip install --upgrade timm" in text
+
+
+def test_training_and_options_that_contradict_the_labels_are_reported(tmp_path):
+    draw_folder(tmp_path, "images", {"n01498041": 1})
+    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_a"))
+    assert [key for key, _ in dataset_class(cfg).find_problems(cfg, train=True)] == ["TEST.LABELS"]
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.TEST.LABELS, cfg.MODEL.NUM_CLASSES, cfg.DATA.NAME = "imagenet_real", 200, "packed"
+    cfg.TEST.METRICS, cfg.TASK.NAME = ("top1", "ece"), "multilabel"
+    keys = {problem.key for problem in find_problems(cfg)}
+    assert {"MODEL.NUM_CLASSES", ("DATA.NAME", "MODEL.DUMMY_INPUT"), "TEST.METRICS", "TASK.NAME"} <= keys
+    cfg.TEST.LABELS = "imagenet_b"
+    assert "TEST.LABELS" in {problem.key for problem in find_problems(cfg)}
+
+
+def test_weights_of_other_classes_are_refused(tmp_path):
+    draw_folder(tmp_path, "images", {"n01498041": 1})
+    args = options(tmp_path, tmp_path / "out", "imagenet_a")
+    save_run(load_cfg(None, args), tuple(f"class {number:04d}" for number in range(1000)))
+    with pytest.raises(ConfigError, match="was trained on other classes: 'class 0000' where the data has 'n01440764'"):
+        evaluate(args)
