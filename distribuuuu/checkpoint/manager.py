@@ -254,7 +254,7 @@ def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the content of a file of best weights, "raw" or "ema", which cannot be resumed."""
     left_out = ("optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "ema_state_dict")
     weights = {key: value for key, value in content.items() if key not in left_out}
-    return {**weights, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
+    return {**weights, "weights": kind, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

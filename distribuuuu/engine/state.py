@@ -8,7 +8,8 @@ A checkpoint is a dict:
 - `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
 - `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
 - `scaler`: state of the gradient scaler; empty without one.
-- `config`: every option by its key; also `seed`, `num_rollbacks`, `classes`, `arch`, `global_batch`.
+- `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
+  `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `meter`: for each process, its sums since the last row of metrics.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
 - `checkpoints`: names of the checkpoints that the run wrote and keeps.
@@ -257,8 +258,9 @@ class TrainState:
 def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[str, ...] = ("",)) -> list[str]:
     """Return the options that differ between two configs, e.g. ["OPTIM.BASE_LR 0.1 -> 0.2"].
 
-    Options that exist in only one version of the package are ignored.
+    Options that exist in only one version are ignored, as is an empty DATA.MEAN or DATA.STD of an older one.
     """
+    before = {key: value for key, value in before.items() if value or key not in ("DATA.MEAN", "DATA.STD")}
     keys = [key for key in dict.fromkeys((*before, *now)) if key.startswith(sections)]
     known = [key for key in keys if key.startswith(OPEN_SECTIONS) or (key in before and key in now)]
     pairs = {key: (before.get(key, "unset"), now.get(key, "unset")) for key in known}

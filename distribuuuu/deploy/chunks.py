@@ -1,0 +1,127 @@
+"""Chunks of images, each for one forward pass.
+
+The last bits of a result depend on the number of images in its forward pass. The chunks depend only on the number of
+all images and on TEST.BATCH_SIZE, so results are the same for any number of processes, workers and images per batch of
+the loader. A broken image is replaced by zeros, so that its chunk keeps its size.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from distribuuuu.data.datasets.base import ImageDataset, read_file
+from distribuuuu.data.loader import Loader
+from distribuuuu.data.samplers import BatchKeys, EvalSampler
+from distribuuuu.data.samples import Sample, Samples
+from distribuuuu.data.seeding import SampleKey
+from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.data.workers import start_workers
+
+
+def list_spans(num_images: int, chunk_size: int) -> list[range]:
+    """Return the positions of the images of each chunk; the last chunk may have fewer images."""
+    return [range(first, min(first + chunk_size, num_images)) for first in range(0, num_images, chunk_size)]
+
+
+class ImageList(ImageDataset):
+    """Images without labels: paths, PIL images, or uint8 pixels; the label of an image is its position."""
+
+    def __init__(self, items: Sequence[Any]):
+        self.items = items
+        self.labels = range(len(items))
+
+    def read(self, index: int) -> Any:
+        """Return the bytes of a file, or the image itself."""
+        item = self.items[index]
+        return read_file(os.fspath(item)) if isinstance(item, (str, os.PathLike)) else item
+
+    def describe(self, index: int) -> str:
+        """Return the path of an image; of one in memory its position."""
+        item = self.items[index]
+        return os.fspath(item) if isinstance(item, (str, os.PathLike)) else f"image {index}"
+
+
+class TolerantSamples(Samples):
+    """Samples in which a broken image is zeros, with the label -1 - position and a message."""
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        sample = super().__getitem__(key)
+        if sample.pixels is not None:
+            return sample
+        assert isinstance(self.transform, CenterCrop)
+        size, index = self.transform.size, key[1]
+        message = sample.broken[-1].removeprefix(f"{self.images.describe(index)}: ")
+        return Sample(torch.zeros(3, size, size, dtype=torch.uint8), -1 - index, (message,))
+
+
+class SpanSampler(EvalSampler):
+    """The images of some chunks, in batches of at most `batch_size` that do not cross the end of a chunk."""
+
+    def __init__(self, spans: Sequence[range], batch_size: int):
+        self.spans = spans
+        self.batch_size = batch_size
+        self.max_num_batches = len(self)
+
+    def __len__(self) -> int:
+        return sum(map(self.num_batches, self.spans))
+
+    def num_batches(self, span: range) -> int:
+        """Return the number of batches of a chunk."""
+        return -(-len(span) // self.batch_size)
+
+    def __iter__(self) -> Iterator[BatchKeys]:
+        for span in self.spans:
+            for first in range(0, len(span), self.batch_size):
+                yield [(0, index) for index in span[first : first + self.batch_size]]
+
+
+class ChunkLoader(Loader):
+    """The chunks of a list of images on a device.
+
+    Args:
+        images: the images.
+        transform: the evaluation transform, an EvalTransform.
+        spans: the chunks to load.
+        device: where to put the images.
+        batch_size: images that a worker loads at a time; it does not change the result.
+        workers: the number of workers; 0: none.
+        kind: "process" or "thread".
+    """
+
+    sampler: SpanSampler
+
+    def __init__(
+        self,
+        images: ImageList,
+        transform: Any,
+        spans: Sequence[range],
+        device: torch.device,
+        batch_size: int,
+        workers: int,
+        kind: str,
+    ):
+        samples = TolerantSamples(images, transform.crop, transform.decoder, False, transform.options)
+        sampler = SpanSampler(spans, batch_size)
+        batches = start_workers(samples, sampler, kind, workers, pin_memory=device.type == "cuda")
+        super().__init__(samples, sampler, batches, transform.normalizer(device, transform.channels_last))
+        # The cause of each broken image, by its position, until its chunk is taken.
+        self._causes: dict[int, str] = {}
+
+    def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (uint8 (N, 3, H, W), labels) as they come from the workers."""
+        for pixels, labels, messages in self._batches:
+            assert pixels is not None  # broken images are zeros
+            broken = [-1 - label for label in labels.tolist() if label < 0]
+            self._causes.update(zip(broken, messages, strict=True))
+            yield pixels, labels
+
+    def chunks(self) -> Iterator[tuple[range, torch.Tensor, dict[int, str]]]:
+        """Yield each chunk: its positions, its images float32 (N, 3, H, W), and the causes of broken ones."""
+        batches = iter(self)
+        for span in self.sampler.spans:
+            parts = [images for images, _ in itertools.islice(batches, self.sampler.num_batches(span))]
+            images = torch.cat(parts) if len(parts) > 1 else parts[0]
+            yield span, images, {index: self._causes.pop(index) for index in span if index in self._causes}

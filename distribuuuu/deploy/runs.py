@@ -1,0 +1,260 @@
+"""Loading of trained models: a run's folder, a checkpoint, an exported folder, or a name of timm.
+
+An exported folder holds `model.safetensors` and `config.json`. The latter has the format of timm on the Hugging Face
+Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
+from distribuuuu.config import Config, ConfigError, get_cfg, load_cfg
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.rules import OPEN_SECTIONS
+from distribuuuu.config.tree import iter_options
+from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.loader import build_images, statistics_of
+from distribuuuu.deploy.loaded_run import LoadedRun, read_json
+from distribuuuu.models.constructor import find_architecture
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
+# File names of the best weights in OUT_DIR; averaged weights take precedence, as in an evaluation of the run.
+_BEST = {"ema": "best_ema.pth.tar", "raw": "best.pth.tar"}
+_CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
+
+
+def load_run(
+    run: str | os.PathLike,
+    cfg_file: str | None = None,
+    overrides: Sequence[str] = (),
+    device: torch.device | str | None = None,
+) -> LoadedRun:
+    """Return a trained model with its classes, its evaluation transform, its config and its results.
+
+    Nothing in the files is executed: checkpoints are read as plain data.
+
+    Args:
+        run: the OUT_DIR of a run (its best weights; the averaged ones if it has some), a checkpoint, an exported
+            folder, or `timm/NAME` for weights that timm publishes.
+        cfg_file: the config, for weights without one, such as the state dicts of the 2021 distribuuuu.
+        overrides: KEY VALUE pairs that change the config, e.g. ("TEST.IM_SIZE", "288").
+        device: where to put the model; None: a GPU if there is one.
+
+    Raises:
+        ConfigError: it is no run, is damaged, or lacks the config, the class names, or the mean and the deviation.
+    """
+    given_device = None if device is None else torch.device(device)
+    return replace(find_run(run, cfg_file, overrides), given_device=given_device).build()
+
+
+def find_run(run: str | os.PathLike, cfg_file: str | None = None, overrides: Sequence[str] = ()) -> LoadedRun:
+    """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
+    name, path = os.fspath(run), Path(run).expanduser()
+    if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
+        return _open_checkpoint(path, None, cfg_file, overrides)
+    folder = path.parent if path.is_file() else path
+    if (folder / _EXPORT_CONFIG).is_file():
+        return _open_export(folder, overrides)
+    if path.is_dir():
+        return _open_out_dir(path, cfg_file, overrides)
+    if _is_timm_name(name):
+        return _open_timm(name, overrides)
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
+
+
+# ------------------------------------------------------------------------------------ kinds of runs
+
+
+def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+    """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
+    own = folder / _CONFIG
+    cfg_file = cfg_file or (str(own) if own.is_file() else None)
+    cfg = load_cfg(cfg_file, overrides) if cfg_file else None
+    kinds = ("ema", "raw") if cfg is None or cfg.EMA.HALF_LIFE else ("raw",)
+    best = next((folder / _BEST[kind] for kind in kinds if (folder / _BEST[kind]).is_file()), None)
+    if best is None:
+        has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        kept = sorted((folder / "checkpoints").glob("*.pth.tar"))
+        fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
+        raise ConfigError(f"RUN: {folder} holds no {_BEST['raw']}, but {has}{fix}")
+    return _open_checkpoint(best, folder, cfg_file, overrides)
+
+
+def _open_checkpoint(path: Path, folder: Path | None, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+    """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
+    content = _read_weights(path)
+    if folder is None and path.name in _BEST.values() and (path.parent / _CONFIG).is_file():
+        folder = path.parent
+    default = "ema" if path.name == _BEST["ema"] else "raw"
+    return _assemble(str(path), {"weights": default, **content}, folder, cfg_file, overrides)
+
+
+def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
+    """Return an exported folder: ours, or one in the format of timm."""
+    path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
+    settings = read_json(folder, _EXPORT_CONFIG)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
+    if not weights.is_file():
+        raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
+    entries = settings.get("distribuuuu")
+    if not isinstance(entries, dict):
+        entries = _timm_entries(str(path), settings.get("architecture"), settings)
+    content = {"weights": "raw", **entries, "state_dict": _read_weights(weights)["state_dict"]}
+    return _assemble(str(weights), content, folder, None, overrides)
+
+
+def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
+    """Return the weights that timm publishes under a name."""
+    import timm
+
+    published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
+    if published is None or not published.has_weights:
+        raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
+    entries = _timm_entries(name, name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
+    return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
+
+
+def _is_timm_name(name: str) -> bool:
+    if name.removeprefix("timm/") != os.path.basename(name):
+        return False
+    try:
+        return find_architecture(f"timm/{os.path.basename(name)}").source == "timm"
+    except ConfigError as error:
+        if name.startswith("timm/"):
+            raise ConfigError(f"RUN: {error}") from error
+        return False
+
+
+def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries `classes` and `config` of a model that is described in the format of timm.
+
+    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    published = settings.get("pretrained_cfg", settings)
+    try:
+        num_classes = int(settings.get("num_classes", published["num_classes"]))
+        _, height, width = published["input_size"]
+        crop_pct = published.get("crop_pct", 0.875)
+        resize = math.floor(height / crop_pct)
+        interpolation = str(published.get("interpolation", "bicubic"))
+        mean, std = (tuple(map(float, published[key])) for key in ("mean", "std"))
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"RUN: {source}: not a model config of timm: {error!r}; expected {EXPECTED}") from error
+    if height != width or published.get("crop_mode", "center") != "center" and crop_pct < 1:
+        raise ConfigError(f"RUN: {source}: needs another crop than the central square of {height} x {width} pixels")
+    arguments: dict[str, Any] = settings.get("model_args") or {}
+    classes = settings.get("label_names") or published.get("label_names")
+    if not classes and (subset := infer_imagenet_subset({"num_classes": num_classes})):
+        classes = ImageNetInfo(subset).label_descriptions()
+    options = {
+        **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
+        "MODEL.ARCH": f"timm/{arch}",
+        "MODEL.NUM_CLASSES": num_classes,
+        "TRAIN.IM_SIZE": height,
+        "TEST.IM_SIZE": resize,
+        "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
+        "DATA.MEAN": mean,
+        "DATA.STD": std,
+    }
+    return {"classes": list(classes) if classes else None, "config": options}
+
+
+# --------------------------------------------------------------------------------- config and classes
+
+
+def _assemble(
+    source: str, content: dict[str, Any], folder: Path | None, cfg_file: str | None, overrides: Sequence[str]
+) -> LoadedRun:
+    """Return the model of the entries of a checkpoint; a config file takes precedence over the config in them."""
+    stored = content.get("config")
+    if cfg_file:
+        cfg = load_cfg(cfg_file, overrides)
+    elif isinstance(stored, dict) and stored:
+        cfg = config_of(stored, source, overrides)
+    else:
+        what = "holds weights, but not the config that they were trained with"
+        raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
+    cfg = cfg.clone()
+    cfg.defrost()
+    for key in ("MEAN", "STD"):
+        saved = stored.get(f"DATA.{key}") if isinstance(stored, dict) else None
+        if not cfg.DATA[key] and is_list_of(saved, (int, float)) and len(saved) == 3:
+            cfg.DATA[key] = tuple(map(float, saved))
+    classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
+    data = dataset_class(cfg)
+    if not classes or (cfg.DATA.NAME == "packed" and not has_statistics):  # a packed set keeps them in its files
+        data = _open_data(source, cfg, "does not hold DATA.MEAN" if classes else "holds no class names")
+    classes = classes or data.classes
+    if not is_list_of(classes, str):
+        raise CheckpointError(f"RUN: {source}: invalid: `classes`: expected a list of texts")
+    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or len(classes)
+    if len(classes) != cfg.MODEL.NUM_CLASSES:
+        named = f"names {counted(len(classes), 'class')}, but MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}"
+        raise CheckpointError(f"RUN: {source}: {named}")
+    cfg.DATA.MEAN, cfg.DATA.STD = map(tuple, statistics_of(cfg, data))
+    cfg.MODEL.WEIGHTS, cfg.OUT_DIR = None, str(folder or Path(source).parent)
+    cfg.freeze()
+    return LoadedRun(source, str(content.get("weights")), cfg, tuple(classes), content.get("state_dict"), folder)
+
+
+def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
+    """Return the evaluation set of a config, for a file that lacks what the set knows."""
+    counted_cfg = cfg.clone()
+    try:
+        counted_cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or dataset_class(cfg).count_classes(cfg)
+        return build_images(counted_cfg, train=False)
+    except (ConfigError, OSError) as error:
+        what = f"{missing}, and the data of its config cannot be read ({error})"
+        fix = "set TRAIN.DATASET and TEST.DATASET to the data that it was trained on (--set KEY VALUE)"
+        raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
+
+
+def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of the options that a checkpoint stores, changed by KEY VALUE pairs.
+
+    Options of other versions of this package are left out, with a warning.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    known, words, unknown = dict(iter_options(get_cfg())), [], []
+    for key, value in options.items():
+        if str(key).startswith(tuple(f"{section}." for section in OPEN_SECTIONS)) or key in known:
+            is_text = isinstance(value, str) and key in known
+            words += [key, value if is_text else repr(value)]
+        else:
+            unknown.append(str(key))
+    if unknown:
+        logger.warning("%s: options of another version are ignored: %s", source, first_few(unknown))
+    cfg, problems = read_cfg(None, [*words, *overrides])
+    origins = {**dict.fromkeys(map(str, options), source), **dict.fromkeys(overrides[::2], COMMAND_LINE)}
+    if problems:
+        raise ConfigError(problems, origins)
+    cfg.origins.update((key, origins[key]) for key in cfg.origins)
+    return cfg
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """Return the content of a weights file, see `read_checkpoint`; its errors are raised as errors of RUN."""
+    try:
+        return read_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"RUN: {error}") from error
