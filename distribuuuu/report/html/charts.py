@@ -17,6 +17,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
 _MAX_POINTS = 400
 # Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
 MAX_LABELED, _MAX_CELLS = 40, 200
+# Characters of a name that fit beside its bar.
+_BAR_NAME = 22
 # Number of series colors in the style sheet.
 _NUM_COLORS = 8
 
@@ -73,14 +75,17 @@ class _Axes:
         self.x_range, self.y_range, self.height = x_range, y_range, height
 
     def x(self, value: float) -> float:
+        """Return the horizontal position of a value."""
         low, high = self.x_range
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
+        """Return the vertical position of a value."""
         low, high = self.y_range
         return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
 
     def to_svg(self, x_label: str, y_label: str) -> str:
+        """Return the axes, their numbers and labels, and the grid."""
         bottom, parts = self.height - _BOTTOM, []
         for tick in find_ticks(*self.y_range):
             y = self.y(tick)
@@ -223,16 +228,24 @@ def bar_chart(
         colors: the color of each bar, e.g. "var(--bad)"; empty: the same for all.
     """
     limit, content = limit or max((abs(amount) for _, amount, _ in bars), default=1.0) or 1.0, ""
+    is_long = any(len(name) > _BAR_NAME for name, _, _ in bars)  # then each name has a line of its own
+    height, left, full = (38, 0, 320) if is_long else (22, 146, 200)
     for number, (name, amount, text) in enumerate(bars):
-        y, width = 22 * number, 200 * abs(amount) / limit
+        y, width = height * number, full * abs(amount) / limit
         color = colors[number] if colors else "var(--c1)"
+        place = f'x="0" y="{y + 12}"' if is_long else f'x="138" y="{y + 14}" text-anchor="end"'
+        top = y + (18 if is_long else 3)
         content += (
-            f'<text class="strong" x="138" y="{y + 14}" text-anchor="end">{escape(_clip(name, 22))}'
-            f"<title>{escape(name)}</title></text>"
-            f'<rect x="146" y="{y + 3}" width="{width:.1f}" height="15" rx="2" fill="{color}"/>'
-            f'<text x="{152 + width:.1f}" y="{y + 14}">{escape(text)}</text>'
+            f'<text class="strong" {place}>{escape(_clip(name, 66))}<title>{escape(name)}</title></text>'
+            f'<rect x="{left}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" fill="{color}"/>'
+            f'<text x="{left + width + 6:.1f}" y="{top + 10}">{escape(text)}</text>'
         )
-    return figure(title, content, _WIDTH, max(22, 22 * len(bars)))
+    return _limit(figure(title, content, _WIDTH, max(22, height * len(bars))))
+
+
+def _limit(drawn: str, width: float = 640) -> str:
+    """Return a figure that is not wider than `width` pixels."""
+    return drawn.replace("<figure>", f'<figure style="max-width:{width:.0f}px">', 1)
 
 
 def _clip(text: str, length: int) -> str:
@@ -297,8 +310,7 @@ def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "
         for column in range(num):
             content += _cell(margin, size, row, column, int(counts[row, column]), float(shares[row, column]), names)
     side = margin + size * num + 2
-    limited = figure(title, content, side, side, ["right", "wrong"], note)
-    return limited.replace("<figure>", f'<figure style="max-width:{max(340, min(880, 1.25 * side)):.0f}px">', 1)
+    return _limit(figure(title, content, side, side, ["right", "wrong"], note), max(340, min(880, 1.25 * side)))
 
 
 def _cell(margin: float, size: float, row: int, column: int, count: int, share: float, names: Sequence[str]) -> str:
@@ -346,4 +358,4 @@ def _picture_map(title: str, counts: np.ndarray, note: str) -> str:
     block = -(-len(counts) // _MAX_CELLS)
     if block > 1:
         note = f"{note} A point stands for {block} x {block} neighboring classes.".strip()
-    return figure(title, content, 600, 600, ["right", "wrong"], note).replace("<figure>", '<figure class="limited">', 1)
+    return _limit(figure(title, content, 600, 600, ["right", "wrong"], note))

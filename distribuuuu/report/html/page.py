@@ -23,8 +23,8 @@ def escape(value: Any) -> str:
 
 
 def percent(fraction: float, decimals: int = 1) -> str:
-    """Return a fraction as a percentage, e.g. '91.4 %'; NaN as a dash."""
-    return "–" if math.isnan(fraction) else f"{100 * fraction:.{decimals}f} %"
+    """Return a fraction as a percentage, e.g. '91.4 %', with a space that does not break; NaN as a dash."""
+    return "–" if math.isnan(fraction) else f"{100 * fraction:.{decimals}f}\N{NO-BREAK SPACE}%"
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def grid(charts: Sequence[str], narrow: bool = False) -> str:
-    """Return charts in columns, as many as fit."""
-    return f'<div class="charts{" narrow" if narrow else ""}">{"".join(charts)}</div>'
+def grid(charts: Sequence[str], kind: str = "") -> str:
+    """Return charts in columns, as many as fit; `kind` is "narrow" for more columns, "top" to align upper edges."""
+    return f'<div class="charts {kind}">{"".join(charts)}</div>'
 
 
 @dataclass(frozen=True)

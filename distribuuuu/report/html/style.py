@@ -21,7 +21,7 @@ header, main, footer { max-width: 1120px; margin: 0 auto; padding: 0 20px }
 header { padding-top: 28px; padding-bottom: 12px }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em }
 h2 { font-size: 1.15rem; margin: 0 0 10px } h3 { font-size: .95rem; margin: 22px 0 8px }
-.scroll + figure, figure + figure, .charts + figure { margin-top: 18px }
+section > figure + figure, .charts + figure, figure + .charts { margin-top: 18px }
 p { margin: 0 0 10px; max-width: 74ch } a { color: var(--accent) } code { font: .88em ui-monospace, Menlo, monospace }
 .sub, .note, footer, figcaption { color: var(--muted) } .note, figcaption { font-size: .87rem }
 nav { position: sticky; top: 0; z-index: 2; background: var(--bg); border-bottom: 1px solid var(--line) }
@@ -38,7 +38,7 @@ footer { padding-top: 4px; padding-bottom: 36px; font-size: .85rem }
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)) }
 .charts.narrow { grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)) }
 figure { margin: 0; min-width: 0 } figure > svg { display: block; width: 100%; height: auto }
-figure.limited { max-width: 640px } figcaption b { color: var(--ink); font-weight: 600 }
+.charts.top { align-items: start } figcaption b { color: var(--ink); font-weight: 600 }
 svg text { font: 11px system-ui, sans-serif; fill: var(--muted) } svg .strong { fill: var(--ink) }
 svg .grid { stroke: var(--grid) } svg .axis { stroke: var(--line) } svg .mark { stroke-dasharray: 3 3; stroke:
   var(--muted) }
@@ -59,7 +59,7 @@ td .bar { display: inline-block; height: 7px; border-radius: 2px; background: va
 input[type=search] { font: inherit; font-size: .9rem; color: inherit; background: var(--bg); border: 1px solid
   var(--line);
   border-radius: 6px; padding: 4px 10px; margin: 0 0 8px; width: min(100%, 260px) }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 16px; margin: 0 0 10px }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); gap: 16px; margin: 0 0 10px }
 .card { border: 1px solid var(--line); border-radius: 8px; overflow: hidden; font-size: .84rem; break-inside: avoid }
 .card .images { display: flex; background: var(--grid) } .card img { flex: 1; min-width: 0; width: 50%;
   aspect-ratio: 1;

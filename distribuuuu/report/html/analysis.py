@@ -1,0 +1,269 @@
+"""Figures of predictions: accuracy, classes, confusion, calibration, average precision. Fractions are from 0 to 1."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distribuuuu.report.predictions import Predictions
+from distribuuuu.report.statistics import wilson_interval
+from distribuuuu.tasks.metrics import average_precisions
+
+NUM_BINS = 15
+# Rows of logits that are processed at a time, which bounds the memory.
+_ROWS = 2048
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Return the quotient; NaN where the denominator is 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(denominator > 0, numerator / denominator, np.nan)
+
+
+def count_confusions(content: Predictions) -> np.ndarray:
+    """Return how many images of each label (row) were predicted as each class (column): int64 (classes, classes)."""
+    num = len(content.classes)
+    pairs = content.label.astype(np.int64) * num + content.predicted
+    return np.bincount(pairs, minlength=num * num).reshape(num, num)
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """Figures of each class, (classes,); NaN where a figure is not defined.
+
+    Attributes:
+        support: number of images with the label.
+        predicted: number of images with the prediction.
+        precision, recall, f1: 2 TP / (2 TP + FP + FN), as in scikit-learn.
+    """
+
+    support: np.ndarray
+    predicted: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+
+
+def compute_class_figures(content: Predictions) -> ClassFigures:
+    """Return the figures of each class; with several labels per image, at a probability above 0.5."""
+    if content.multilabel:
+        is_predicted = content.scores > 0
+        hits, predicted = (is_predicted * content.label).sum(axis=0, dtype=np.int64), is_predicted.sum(axis=0)
+        support = content.label.sum(axis=0, dtype=np.int64)
+    else:
+        confusions = count_confusions(content)
+        hits, predicted, support = confusions.diagonal(), confusions.sum(axis=0), confusions.sum(axis=1)
+    f1 = _ratio(2 * hits, predicted + support)
+    return ClassFigures(support, predicted, _ratio(hits, predicted), _ratio(hits, support), f1)
+
+
+def list_confused_pairs(confusions: np.ndarray, num: int) -> list[tuple[int, int, int]]:
+    """Return (label, predicted class, count) of the `num` most frequent mistakes, the most frequent first."""
+    wrong = confusions * ~np.eye(len(confusions), dtype=bool)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:num]
+    places = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    return [(int(row), int(column), int(wrong[row, column])) for row, column in places if wrong[row, column]]
+
+
+def top_accuracy(content: Predictions, k: int = 5) -> float:
+    """Return the share of images whose label is among the `k` largest logits."""
+    if content.top_class is not None:
+        return float((content.top_class[:, :k] == content.label[:, None]).any(axis=1).mean())
+    rows = np.arange(len(content))
+    own = content.scores[rows, content.label]
+    parts = (content.scores[at] > own[at, None] for at in np.array_split(rows, -(-len(rows) // _ROWS)))
+    return float(np.concatenate([part.sum(axis=1) < k for part in parts]).mean())
+
+
+# ------------------------------------------------------------------------------------- calibration
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Confidence against accuracy in bins of equal width, (bins,); NaN in empty bins."""
+
+    counts: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+
+    @property
+    def ece(self) -> float:
+        """The expected calibration error (Guo et al., arXiv 1706.04599)."""
+        gaps = np.abs(self.confidence - self.accuracy)
+        return float(np.nansum(gaps * self.counts) / max(1, self.counts.sum()))
+
+
+def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
+    """Return confidence and accuracy in `NUM_BINS` bins (low, high].
+
+    Args:
+        confidence: probability of the predicted class (N,).
+        correct: whether it is the label (N,).
+    """
+    confidence = np.nan_to_num(confidence)
+    bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(np.int64)
+    counts = np.bincount(bins, minlength=NUM_BINS)
+    sums = (np.bincount(bins, weights=values, minlength=NUM_BINS) for values in (confidence, correct))
+    return Reliability(counts, *(_ratio(total, counts) for total in sums))
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The temperature that minimizes the negative log-likelihood (Guo et al., arXiv 1706.04599).
+
+    Attributes:
+        value: logits are divided by it, which does not change the predicted classes.
+        nll_before, nll_after: mean negative log-likelihood at temperature 1, and at the fitted one.
+        confidence: probability of the predicted class at the fitted temperature (N,).
+    """
+
+    value: float
+    nll_before: float
+    nll_after: float
+    confidence: np.ndarray
+
+
+def _chunks(content: Predictions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield logits relative to the largest, and those of the label, in float32 for many classes."""
+    dtype = np.float32 if content.scores.size > 2**22 else np.float64
+    for start in range(0, len(content), _ROWS):
+        logits = content.scores[start : start + _ROWS].astype(dtype)
+        logits -= logits.max(axis=1, keepdims=True)
+        yield logits, logits[np.arange(len(logits)), content.label[start : start + _ROWS]]
+
+
+def _likelihood(content: Predictions, beta: float) -> tuple[float, float, float]:
+    """Return the mean negative log-likelihood at inverse temperature `beta`, and its first two derivatives."""
+    sums = np.zeros(3)
+    for logits, own in _chunks(content):
+        weights = np.exp(beta * logits)
+        total = weights.sum(axis=1)
+        weights *= logits
+        mean = weights.sum(axis=1) / total
+        weights *= logits
+        spread = weights.sum(axis=1) / total - mean * mean
+        sums += [(np.log(total) - beta * own).sum(dtype=np.float64), (mean - own).sum(dtype=np.float64), spread.sum()]
+    return tuple(sums / len(content))
+
+
+def fit_temperature(content: Predictions) -> Temperature | None:
+    """Return the best temperature, by Newton's method; None without all logits, or if they do not determine one."""
+    # If every image is right, no temperature is low enough.
+    if content.top_class is not None or content.correct.all() or not np.isfinite(content.scores).all():
+        return None
+    beta, nll = 1.0, np.inf
+    before = _likelihood(content, 1.0)
+    value = before
+    for _ in range(30):
+        nll, slope, curvature = value
+        if not np.isfinite(nll) or curvature <= 0:
+            return None
+        step = float(np.clip(-slope / curvature, -0.75 * beta, 3 * beta))
+        beta += step
+        value = _likelihood(content, beta)
+        if abs(step) < 1e-5 * beta:
+            break
+    if not 1e-3 < beta < 1e3 or value[0] > before[0]:
+        return None
+    parts = [1 / np.exp(beta * logits).sum(axis=1, dtype=np.float64) for logits, _ in _chunks(content)]
+    return Temperature(1 / beta, before[0], value[0], np.concatenate(parts))
+
+
+def compute_risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return coverage and risk (N,): the share of the most confident images, and the share of mistakes among them.
+
+    El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 2010. Images with the same
+    confidence are counted together.
+    """
+    order = np.argsort(-np.nan_to_num(confidence), kind="stable")
+    ranked, num = np.nan_to_num(confidence)[order], np.arange(1, len(order) + 1)
+    last = np.searchsorted(-ranked, -ranked, side="right") - 1
+    return num / len(order), (np.cumsum(~correct[order]) / num)[last]
+
+
+# ----------------------------------------------------------------------------------- several labels
+
+
+@dataclass(frozen=True)
+class LabelFigures:
+    """Figures of each class of a multi-label set, (classes,).
+
+    Attributes:
+        average_precision: as in scikit-learn; NaN without images.
+        threshold: the least probability to predict a class that maximizes its F1 score; NaN without images.
+        best_f1: the F1 score at this threshold.
+    """
+
+    average_precision: np.ndarray
+    threshold: np.ndarray
+    best_f1: np.ndarray
+
+
+def compute_label_figures(content: Predictions) -> LabelFigures:
+    """Return the figures of each class."""
+    scores, num = content.scores.astype(np.float32), len(content)
+    precisions = average_precisions(torch.from_numpy(scores), torch.from_numpy(content.label)).numpy()
+    best = [_best_threshold(scores[:, number], content.label[:, number], num) for number in range(len(content.classes))]
+    thresholds, f1 = np.array(best, dtype=np.float64).reshape(-1, 2).T
+    return LabelFigures(precisions, 0.5 * (1 + np.tanh(0.5 * thresholds)), f1)
+
+
+def _best_threshold(scores: np.ndarray, targets: np.ndarray, num: int) -> tuple[float, float]:
+    """Return the least logit to predict a class that maximizes F1, and that F1."""
+    if not targets.any() or np.isnan(scores).any():
+        return np.nan, np.nan
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    f1 = 2 * np.cumsum(targets[order], dtype=np.int64) / (np.arange(1, num + 1) + targets.sum(dtype=np.int64))
+    f1[:-1][ranked[:-1] == ranked[1:]] = 0  # images with the same logit are on the same side of a threshold
+    best = int(f1.argmax())
+    return float(ranked[best]), float(f1[best])
+
+
+# ------------------------------------------------------------------------------------------ all
+
+
+def list_figures(content: Predictions) -> dict[str, Any]:
+    """Return all figures of predictions as plain values, for JSON."""
+    figures, num = compute_class_figures(content), len(content)
+    result: dict[str, Any] = {"images": num, "loss": float(content.loss.mean()), "classes": {}}
+    columns = {name: values.tolist() for name, values in vars(figures).items()}
+    if content.multilabel and content.top_class is None:
+        columns |= {name: values.tolist() for name, values in vars(compute_label_figures(content)).items()}
+        precisions = np.array(columns["average_precision"])
+        result["map"] = float(np.nanmean(precisions)) if (~np.isnan(precisions)).any() else None
+    for number, name in enumerate(content.classes):
+        result["classes"][name] = {column: values[number] for column, values in columns.items()}
+    for name in ("precision", "recall", "f1"):
+        values = getattr(figures, name)
+        result[f"macro_{name}"] = float(np.nanmean(values)) if (~np.isnan(values)).any() else None
+    if not content.multilabel:
+        result |= _list_single_label(content)
+    return result
+
+
+def _list_single_label(content: Predictions) -> dict[str, Any]:
+    confusions, num_correct = count_confusions(content), int(content.correct.sum())
+    reliability, temperature = compute_reliability(content.confidence, content.correct), fit_temperature(content)
+    coverage, risk = compute_risk_coverage(content.confidence, content.correct)
+    calibration: dict[str, Any] = {"ece": reliability.ece, "area_under_risk_coverage": float(risk.mean())}
+    calibration["bins"] = {name: values.tolist() for name, values in vars(reliability).items()}
+    if temperature:
+        scaled = compute_reliability(temperature.confidence, content.correct)
+        calibration |= {"temperature": temperature.value, "nll": temperature.nll_before,
+                        "nll_at_temperature": temperature.nll_after, "ece_at_temperature": scaled.ece}  # fmt: skip
+    marks = [max(1, round(share * len(content) / 20)) - 1 for share in range(1, 21)]
+    calibration["risk_coverage"] = [[float(coverage[mark]), float(risk[mark])] for mark in marks]
+    rows, columns = np.nonzero(confusions)
+    names = content.classes
+    return {
+        "accuracy": num_correct / len(content),
+        "accuracy_interval": list(wilson_interval(num_correct, len(content))),
+        "top5_accuracy": top_accuracy(content),
+        "calibration": calibration,
+        "confusions": [
+            [names[r], names[c], int(confusions[r, c])] for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
+        ],
+    }

@@ -1,0 +1,351 @@
+"""The report of one run: what it was, how it trained, and which classes and images it gets wrong."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distribuuuu import __version__
+from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.errors import counted
+from distribuuuu.report.html import analysis
+from distribuuuu.report.html.charts import MAX_LABELED, Series, bar_chart, heat_map, line_chart, reliability_chart
+from distribuuuu.report.html.history import (
+    History,
+    describe_marks,
+    draw_curves,
+    draw_time,
+    measure_time,
+    read_history,
+    read_json,
+    read_lines,
+)
+from distribuuuu.report.html.page import (
+    Card,
+    Column,
+    Section,
+    build_page,
+    details,
+    gallery,
+    grid,
+    heading,
+    pairs,
+    paragraph,
+    percent,
+    preformatted,
+    table,
+    tiles,
+)
+from distribuuuu.report.html.pictures import Pictures, make_pictures
+from distribuuuu.report.predictions import FILE_NAME, Predictions, read_predictions
+from distribuuuu.report.results import TEST_FILE_NAME
+from distribuuuu.report.run_log import format_duration
+from distribuuuu.report.statistics import wilson_interval
+
+logger = logging.getLogger(__name__)
+
+# Mistakes and uncertain images in the galleries, and rows of the lists of confused pairs.
+_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 12
+# Classes up to which the confusion matrix takes half of the width.
+_MAX_SIDE_BY_SIDE = 16
+
+
+@dataclass
+class RunFiles:
+    """The files of a run.
+
+    Attributes:
+        out_dir: its folder.
+        content: its predictions.
+        history: its records.
+        facts: content of results.json or, if the predictions are of a later evaluation, of test_results.json.
+    """
+
+    out_dir: Path
+    content: Predictions
+    history: History
+    facts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.out_dir.resolve().name
+
+
+def read_run(run: str) -> RunFiles:
+    """Return the files of a run.
+
+    Raises:
+        ConfigError: it is no folder, or has no predictions.
+    """
+    out_dir = Path(run).expanduser()
+    if not out_dir.is_dir():
+        raise ConfigError(f"RUN: no such folder: {run}; expected the OUT_DIR of a run")
+    content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test OUT_DIR {run}, which makes it")
+    if not len(content):
+        raise ConfigError(f"RUN: {out_dir / FILE_NAME} holds no image; fix: evaluate a data set with images")
+    history = read_history(out_dir)
+    tested = read_json(out_dir / TEST_FILE_NAME)
+    return RunFiles(out_dir, content, history, tested if content.meta.get("epoch") is None else history.results)
+
+
+def build_report(run: RunFiles) -> str:
+    """Return the report as an HTML document."""
+    content = run.content
+    pictures = make_pictures(run.out_dir, content, choose_images(content))
+    for note in pictures.notes:
+        logger.warning("%s", note)
+    sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
+                describe_classes(content), describe_images(content, pictures)]  # fmt: skip
+    if not content.multilabel:
+        sections.append(describe_calibration(content))
+    sections.append(describe_provenance(run))
+    weights = "moving average of the weights" if content.meta.get("weights") == "ema" else "trained weights"
+    epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
+    arch = (run.facts.get("model") or {}).get("arch") or "model"
+    subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"
+    return build_page(run.name, subtitle, sections, f"distribuuuu {__version__}, from {FILE_NAME} and metrics.jsonl")
+
+
+def list_report(run: RunFiles) -> dict[str, Any]:
+    """Return the figures of the report as plain values."""
+    history, content = run.history, run.content
+    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+    return {
+        "run": run.name,
+        "predictions": content.meta,
+        **analysis.list_figures(content),
+        "mistakes": [describe_answer(content, index) for index in mistakes],
+        "least_certain": [describe_answer(content, index) for index in uncertain],
+        "curves": {"training": history.train, **history.evaluations},
+        "restarts": history.restarts,
+        "rollbacks": history.rollbacks,
+        "seconds": measure_time(history),
+        "results": run.facts,
+    }
+
+
+# ------------------------------------------------------------------------------------- summary
+
+
+def summarize(run: RunFiles) -> Section:
+    """Return the section of the main figures and the curves."""
+    content, history = run.content, run.history
+    entries = list(_main_figures(content))
+    training = history.results.get("training") or {}
+    if training.get("hours"):
+        starts = counted(len(history.restarts) + 1, "start")
+        epochs = counted(training.get("epochs_done") or 0, "epoch")
+        entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
+    curves, time, marks = draw_curves(history), draw_time(history), describe_marks(history)
+    parts = [tiles(entries), curves, *([paragraph(marks, "note")] if marks else []), time]
+    if not curves:
+        parts.append(paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
+    return Section("Summary", parts)
+
+
+def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
+    num, classes = len(content), counted(len(content.classes), "class")
+    if content.multilabel:
+        figures = analysis.compute_label_figures(content) if content.top_class is None else None
+        values = figures.average_precision if figures else np.array([np.nan])
+        known = values[~np.isnan(values)]
+        yield "mean average precision", percent(float(known.mean()) if len(known) else np.nan), classes
+    else:
+        num_correct = int(content.correct.sum())
+        low, high = wilson_interval(num_correct, num)
+        yield "accuracy", percent(num_correct / num, 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
+        if len(content.classes) > 5:
+            yield "top-5 accuracy", percent(analysis.top_accuracy(content), 2), classes
+        yield "mistakes", f"{num - num_correct:,}", f"of {counted(num, 'image')}"
+    f1 = analysis.compute_class_figures(content).f1
+    yield "macro F1", percent(float(np.nanmean(f1)) if (~np.isnan(f1)).any() else np.nan), "mean of the classes"
+    yield "loss", f"{content.loss.mean():.4f}", "cross-entropy"
+
+
+# ------------------------------------------------------------------------------------- classes
+
+
+def describe_classes(content: Predictions) -> Section:
+    """Return the section with a table of the classes."""
+    figures = analysis.compute_class_figures(content)
+    columns = [Column("class"), Column("images", ",d"), Column("predicted", ",d"), Column("precision", ".1%"),
+               Column("recall", ".1%"), Column("F1", ".1%", bar=True)]  # fmt: skip
+    values = [content.classes, figures.support, figures.predicted, figures.precision, figures.recall, figures.f1]
+    parts = []
+    if content.multilabel and content.top_class is None:
+        labels = analysis.compute_label_figures(content)
+        columns += [Column("average precision", ".1%"), Column("best threshold", ".3f"), Column("F1 there", ".1%")]
+        values += [labels.average_precision, labels.threshold, labels.best_f1]
+        at_half = "Precision, recall and F1 are those of labels with a probability above 0.5."
+        parts.append(paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
+    rows = [[value.item() if isinstance(value, np.generic) else value for value in row]
+            for row in zip(*values, strict=True)]  # fmt: skip
+    parts.append(table(columns, rows))
+    if not figures.support.all():
+        missing = counted(int((figures.support == 0).sum()), "class")
+        parts.append(paragraph(f"No image of {missing}; their recall is not defined.", "note"))
+    return Section("Classes", parts)
+
+
+def describe_confusions(content: Predictions) -> Section:
+    """Return the section with the confusion matrix and the most confused pairs."""
+    confusions, names = analysis.count_confusions(content), content.classes
+    worst = analysis.list_confused_pairs(confusions, _NUM_PAIRS)
+    note = "Rows are labels, columns are predictions. Hold the pointer over a cell for its share of the row."
+    if len(names) > MAX_LABELED:
+        note = (
+            "Rows are labels, columns are predictions, in the order of the classes; stronger colors are more of a row."
+        )
+    bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, confusions[row].sum()):.1%})")
+            for row, column, count in worst]  # fmt: skip
+    chart = heat_map("Confusion matrix", confusions, names, note)
+    if not bars:
+        return Section("Confusion", [chart, paragraph("There is no mistake.")])
+    pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))
+    is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
+    return Section("Confusion", [chart, pairs_chart] if is_wide else [grid([chart, pairs_chart], "top")])
+
+
+# -------------------------------------------------------------------------------------- images
+
+
+def rank_mistakes(content: Predictions) -> list[int]:
+    """Return the images with the most confident mistakes, the most confident first."""
+    if content.multilabel:
+        errors = (
+            np.abs(content.probabilities() - content.label).max(axis=1) if content.top_class is None else content.loss
+        )
+        return [int(index) for index in np.argsort(-errors, kind="stable")[:_NUM_MISTAKES] if errors[index] > 0.5]
+    wrong = np.flatnonzero(~content.correct)
+    return wrong[np.argsort(-content.confidence[wrong], kind="stable")][:_NUM_MISTAKES].tolist()
+
+
+def rank_uncertain(content: Predictions) -> list[int]:
+    """Return the least certain images, the least certain first: with several labels, those with one near 0.5."""
+    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
+    return np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
+
+
+def choose_images(content: Predictions) -> dict[int, int]:
+    """Return the images of the galleries, and the class whose saliency is shown: the predicted one."""
+    return {index: int(content.predicted[index]) for index in [*rank_mistakes(content), *rank_uncertain(content)]}
+
+
+def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
+    """Return the file, the labels and the most probable classes of an image."""
+    probabilities = content.probabilities(slice(index, index + 1))[0]
+    order = np.argsort(-probabilities, kind="stable")[:3]
+    numbers = order if content.top_class is None else content.top_class[index, order]
+    labels = np.flatnonzero(content.label[index]) if content.multilabel else [content.label[index]]
+    return {
+        "image": str(content.path[index]),
+        "labels": [content.classes[number] for number in labels],
+        "predicted": {
+            content.classes[number]: float(probabilities[at]) for number, at in zip(numbers, order, strict=True)
+        },
+        "loss": float(content.loss[index]),
+    }
+
+
+def _card(content: Predictions, index: int, pictures: Pictures) -> Card:
+    answer = describe_answer(content, index)
+    labels = ", ".join(answer["labels"]) or "no label"
+    first, *others = [f"{name} {percent(share)}" for name, share in answer["predicted"].items()]
+    lines = [f"label: {labels}", *([f"then {', '.join(others)}"] if others else [])]
+    return Card(first, lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
+
+
+def describe_images(content: Predictions, pictures: Pictures) -> Section:
+    """Return the section with the galleries."""
+    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+    parts = [paragraph(note, "notice") for note in pictures.notes]
+    parts.append(heading("Most confident mistakes"))
+    if mistakes:
+        shown = "The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
+        has_saliency = any(len(uris) > 1 for uris in pictures.uris.values())
+        parts.append(paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
+    else:
+        parts.append(paragraph("There is no mistake."))
+    parts.append(gallery([_card(content, index, pictures) for index in mistakes]))
+    parts += [heading("Least certain images"), gallery([_card(content, index, pictures) for index in uncertain])]
+    return Section("Images", parts)
+
+
+# --------------------------------------------------------------------------------- calibration
+
+
+def describe_calibration(content: Predictions) -> Section:
+    """Return the section on the reliability of the probabilities."""
+    reliability = analysis.compute_reliability(content.confidence, content.correct)
+    fitted = analysis.fit_temperature(content)
+    entries = [("calibration error", percent(reliability.ece, 2), f"ECE, {analysis.NUM_BINS} bins")]
+    charts = [_draw_reliability("Reliability", reliability)]
+    note = ""
+    if fitted:
+        scaled = analysis.compute_reliability(fitted.confidence, content.correct)
+        entries += [
+            ("best temperature", f"{fitted.value:.3f}", "fitted on these images"),
+            ("ECE with it", percent(scaled.ece, 2), f"accuracy unchanged, {percent(content.correct.mean(), 2)}"),
+            ("loss with it", f"{fitted.nll_after:.4f}", f"cross-entropy, before {fitted.nll_before:.4f}"),
+        ]
+        charts.append(_draw_reliability("Reliability with the best temperature", scaled))
+        kind = "over" if fitted.value > 1 else "under"
+        note = f"The model is {kind}confident: its logits are best divided by {fitted.value:.3f}."
+        if abs(fitted.value - 1) < 0.05:
+            note = "The confidence of the model is close to its accuracy."
+        note += " Fit a temperature on other images than it is applied to."
+    coverage, risk = analysis.compute_risk_coverage(content.confidence, content.correct)
+    at = np.unique(np.linspace(0, len(coverage) - 1, 300).round().astype(int))
+    curve = Series("", coverage[at].tolist(), (100 * risk[at]).tolist())
+    charts.append(line_chart("Mistakes among the most confident images, in percent", [curve],
+                             "share of the images that are answered"))  # fmt: skip
+    parts = [tiles(entries), *([paragraph(note)] if note else []), grid(charts, "narrow top")]
+    return Section("Calibration", parts)
+
+
+def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
+    note = f"ECE {percent(reliability.ece, 2)}; paler bars have fewer images."
+    return reliability_chart(title, reliability.confidence, reliability.accuracy, reliability.counts, note)
+
+
+# ----------------------------------------------------------------------------------- provenance
+
+
+def describe_provenance(run: RunFiles) -> Section:
+    """Return the section on the config and the origin of the run."""
+    facts, parts = run.facts or run.history.results, []
+    versions = ", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items() if version)
+    training = facts.get("training") or {}
+    data, overrides = facts.get("data") or {}, facts.get("overrides") or {}
+    entries = {
+        "folder": run.out_dir.resolve(),
+        "config": facts.get("config"),
+        "changed on the command line": ", ".join(f"{key} {value}" for key, value in overrides.items()),
+        "model": _describe_model(facts.get("model") or {}),
+        "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
+        "training images": f"{data['num_train']:,}" if data.get("num_train") else None,
+        "images per step": training.get("global_batch"),
+        "processes": training.get("processes"),
+        "seed": facts.get("seed"),
+        "weights": facts.get("weights"),
+        "commit": facts.get("commit"),
+        "hardware": facts.get("hardware"),
+        "versions": versions,
+        "hash of the config": facts.get("config_hash"),
+    }
+    parts.append(pairs({name: value for name, value in entries.items() if value not in (None, "")}))
+    if config := read_lines(run.out_dir / get_cfg().CFG_DEST):
+        parts.append(details("All options", preformatted("\n".join(config))))
+    if facts:
+        parts.append(details("All results", preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
+    return Section("Provenance", parts)
+
+
+def _describe_model(model: dict[str, Any]) -> str:
+    size = model.get("params_m")
+    return f"{model.get('arch', '')}, {size:.3f} M parameters" if isinstance(size, (int, float)) else ""

@@ -1,0 +1,213 @@
+"""The command report: content of the page, escaping, missing files, errors."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import small_options
+
+from distribuuuu.cli.report import report
+from distribuuuu.config import load_cfg
+from distribuuuu.report.html.history import read_history
+from distribuuuu.report.html.page import percent
+from distribuuuu.report.html.run_report import read_run
+from distribuuuu.report.predictions import write_arrays
+from distribuuuu.trainer import train_model
+
+HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Images of three classes, one of them with a hostile name."""
+    root = tmp_path_factory.mktemp("data")
+    counts = {"ant": 9, HOSTILE.replace("/", "\u2215"): 8, "bee": 7}
+    draw_folder(root, "train", counts)
+    draw_folder(root, "val", counts)
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory) -> Path:
+    """Return OUT_DIR of a run, whose log tells of a restart and a rollback."""
+    out_dir = tmp_path_factory.mktemp("runs") / "a <b>run</b>"
+    train_model(load_cfg(None, small_options(data, out_dir, "MODEL.ARCH", "resnet8", "OPTIM.BASE_LR", 1e-4)))
+    with open(out_dir / "train.log", "a") as log:
+        log.write("11-22 10:00:00 distribuuuu 0.1.0, torch 2.9, torchvision 0.24\n")
+        log.write("11-22 10:00:01 resumed from x/ckpt_ep_000.pth.tar: epoch 2, step 0\n")
+        log.write("11-22 10:00:02 WARNING: the training loss is nan in epoch 2, by step 1: rollback 1 of 3, to x\n")
+    return out_dir
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """Return a copy of the run that a test may damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+class Page(HTMLParser):
+    """The texts, elements and attributes of a page; raises for elements that are not closed in order."""
+
+    VOID = ("meta", "link", "img", "input")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+
+def make(run: Path, capsys, *args: str) -> tuple[int, str]:
+    """Return the exit status of the command and what it printed: its output, or its errors."""
+    capsys.readouterr()
+    status = report("distribuuuu report", [str(run), *args])
+    captured = capsys.readouterr()
+    return status, captured.err if status else captured.out
+
+
+def test_a_report_is_one_file_with_everything_in_it(finished, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    status, printed = make(finished, capsys, "--out", str(out))
+    assert (status, printed.splitlines()[-1]) == (0, str(out))
+    text = out.read_text(encoding="utf-8")
+    page, content = Page(text), read_run(str(finished)).content
+    for title in ("Summary", "Confusion", "Classes", "Images", "Calibration", "Provenance"):
+        assert title in page.texts
+    assert percent(content.correct.mean(), 2) in page.texts
+    assert page.tags.count("img") == 2 * len(re.findall('class="card"', text))  # each with its saliency map
+    assert any("restart at epoch 2, step 0" in one for one in page.texts)
+    assert any("1 rollback (epoch 2, step 1)" in one for one in page.texts)
+    assert len(text) < 5e6
+
+
+def test_a_page_requests_nothing_and_escapes_names(finished, tmp_path, capsys):
+    assert make(finished, capsys, "--out", str(tmp_path / "page.html"))[0] == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
+    for name, value in page.attributes:
+        assert name not in ("src", "href", "srcset", "action") or value.startswith(("data:", "#"))
+        assert not name.startswith("on")
+    assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
+    assert any("default-src 'none'" in (value or "") for _, value in page.attributes)
+
+
+def test_json_has_all_numbers(finished, capsys):
+    status, printed = make(finished, capsys, "--format", "json")
+    figures, content = json.loads(printed), read_run(str(finished)).content
+    assert status == 0 and figures["images"] == len(content) == 24
+    assert figures["accuracy"] == pytest.approx(content.correct.mean())
+    low, high = figures["accuracy_interval"]
+    assert 0 <= low <= figures["accuracy"] <= high <= 1
+    assert list(figures["classes"]) == content.classes
+    assert figures["restarts"] == [[2, 0]] and figures["rollbacks"] == [[2, 1]]
+    assert figures["curves"]["eval"][-1]["epoch"] == 2 and figures["seconds"]["validation"] > 0
+    assert {answer["image"] for answer in figures["least_certain"]} <= set(content.path.tolist())
+
+
+def test_restarts_are_those_of_the_log_since_the_run_was_new(image_folder, tmp_path):
+    def train(*options):
+        train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", *options)))
+        history = read_history(tmp_path / "out")
+        return history.restarts, [record["epoch"] for record in history.evaluations["eval"]]
+
+    assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
+    assert train("OPTIM.MAX_EPOCH", 2) == ([(2, 0)], [1, 2])
+    assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_figures_are_the_same_on_any_number_of_processes(data, tmp_path, capsys, num):
+    options = small_options(data, tmp_path / "one", "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
+    train_model(load_cfg(None, options))
+    from distribuuuu.trainer import test_model
+
+    weights = ("MODEL.WEIGHTS", tmp_path / "one" / "best.pth.tar")
+    on_processes(1, test_model, load_cfg(None, small_options(data, tmp_path / "alone", *weights)))
+    on_processes(num, test_model, load_cfg(None, small_options(data, tmp_path / "several", *weights)))
+    alone, several = (json.loads(make(tmp_path / name, capsys, "--format", "json")[1]) for name in ("alone", "several"))
+    for name in ("classes", "confusions", "calibration", "accuracy", "loss", "mistakes"):
+        assert alone[name] == several[name]
+
+
+def test_images_that_were_moved_are_left_out_with_a_note(run, capsys):
+    content = read_run(str(run)).content
+    meta = {**content.meta, "folder": "/no/such/folder"}
+    arrays = {"meta": np.array(json.dumps(meta)), "classes": np.array(content.classes), "path": content.path,
+              "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
+    write_arrays(run / "predictions.npz", arrays)
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and "moved or changed since in /no/such/folder" in text
+
+
+@pytest.mark.parametrize("name", ["best.pth.tar", "metrics.jsonl", "results.json", "train.log", "config.yaml"])
+def test_a_report_without_one_of_the_other_files(run, capsys, name):
+    shutil.rmtree(run / "checkpoints")
+    (run / name).write_bytes(b"\xff\x00{")
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    Page(text)
+    assert ("No thumbnails" in text) == (name in ("best.pth.tar", "config.yaml"))
+    (run / name).unlink()
+    assert make(run, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arrange", "args", "message"),
+    [
+        (lambda run: shutil.rmtree(run), [], "RUN: no such folder"),
+        (
+            lambda run: (run / "predictions.npz").unlink(),
+            [],
+            "predictions.npz does not exist; fix: distribuuuu test OUT_DIR",
+        ),
+        (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "is damaged"),
+        (lambda run: None, ["--out", "/no/such/folder/x.html"], "in a folder that does not exist"),
+        (lambda run: None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written"),
+        (lambda run: None, ["--out", "/tmp"], "is a folder"),
+        (lambda run: None, ["--format", "pdf"], "invalid choice: 'pdf'"),
+        (lambda run: None, ["--outt", "x"], "--outt; did you mean --out"),
+    ],
+)
+def test_errors_have_a_message_and_status_2(run, capsys, arrange, args, message):
+    arrange(run)
+    status, printed = make(run, capsys, *args)
+    assert status == 2 and message in printed and "Traceback" not in printed
+
+
+def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys):
+    for split in ("train", "val"):
+        paths = sorted((image_folder / split).rglob("*.jpg"))
+        lines = [f"{path},{['', 'ant', 'bee;cat', 'cat'][number % 4]}" for number, path in enumerate(paths)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    options = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "OPTIM.MAX_EPOCH", 1)
+    train_model(load_cfg(None, small_options(tmp_path, tmp_path / "out", *options)))
+    assert make(tmp_path / "out", capsys)[0] == 0
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert "average precision" in page.texts and "Confusion" not in page.texts and page.tags.count("img") > 0
+    figures = json.loads(make(tmp_path / "out", capsys, "--format", "json")[1])
+    last = json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"]["raw"]["last"]
+    assert 100 * figures["map"] == pytest.approx(last["map"], abs=1e-4)
