@@ -92,7 +92,7 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     """Return a JPEG that holds some rows of another one, and the number of its first row.
 
     It decodes to the same pixels in the rows [top, bottom). Rows can be dropped where each row of blocks ends in a
-    restart marker, as in the files that `tools/pack_dataset.py` writes; other files are returned unchanged.
+    restart marker, as in the files that `distribuuuu pack` writes; other files are returned unchanged.
     """
     rows = -(-header.height // header.block_height)
     # The decoder interpolates the color channels, which are coarser, between neighboring pixels.

@@ -1,4 +1,4 @@
-"""Packed data: the output of tools/pack_dataset.py, memory-mapped, so that no file is opened per image."""
+"""Packed data: the output of distribuuuu pack, memory-mapped, so that no file is opened per image."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ class Packed(SplitDataset):
     """The images of the pack root/split. All processes of a machine share its memory pages.
 
     Args:
-        root: the output folder of tools/pack_dataset.py.
+        root: the output folder of distribuuuu pack.
         split: its sub-folder with the index.
         classes: the class names that define the labels, if they differ from those of the pack; None: its own.
 

@@ -101,9 +101,9 @@ def _read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np
         return meta, columns
     except FileNotFoundError:
         if any(folder.glob("shard-*")):
-            message = f"{folder}: packing is not finished: run the same tools/pack_dataset.py command again"
+            message = f"{folder}: packing is not finished: run the same distribuuuu pack command again"
         else:
-            message = f"{folder} has no {INDEX}: it is not a packed data set; create one with tools/pack_dataset.py"
+            message = f"{folder} has no {INDEX}: it is not a packed data set; create one with distribuuuu pack"
         raise ConfigError(message) from None
     except ArrayFileError as error:
         raise ConfigError(f"{path} {error}; pack the data again") from error

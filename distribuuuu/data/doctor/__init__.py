@@ -1,0 +1,1 @@
+"""Checks of a data set before training: measurements, duplicates and findings. The core does not import it."""
