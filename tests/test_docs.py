@@ -1,5 +1,6 @@
 """Documentation: its commands are run or parsed, its links, paths and options exist, its figures are those measured."""
 
+import importlib
 import json
 import os
 import re
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 import timm
 from safetensors.torch import save_file
+from support.core_lines import count_core_lines
 from support.images import draw_folder
 from support.runs import ROOT
 
-from distribuuuu.cli import make_table, pack_dataset
+from distribuuuu.cli import doctor, make_table, pack_dataset
+from distribuuuu.cli.commands import COMMANDS as CONSOLE_COMMANDS
 from distribuuuu.cli.main import parse_args
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import iter_options, read_cfg
@@ -58,7 +61,7 @@ def header_commands() -> list[tuple[str, str]]:
     """Return (file, command) of the commands in the headers of configs and Slurm scripts."""
     found = []
     for path in [*CONFIGS, *sorted((ROOT / "tools" / "slurm").iterdir())]:
-        lines = re.findall(r"^#  +((?:python|torchrun|srun|sbatch) .+)$", path.read_text(), re.MULTILINE)
+        lines = re.findall(r"^#  +((?:distribuuuu|python|torchrun|srun|sbatch) .+)$", path.read_text(), re.MULTILINE)
         assert lines, f"{path}: the header has no command"
         found += [(str(path.relative_to(ROOT)), line) for line in lines]
     return found
@@ -68,28 +71,47 @@ COMMANDS = [(str(page.relative_to(ROOT)), command) for page in WITH_COMMANDS for
 COMMANDS += header_commands()
 
 
+def split_command(command: str) -> tuple[str, str, list[str]]:
+    """Return the program of this repository ('': none), the command that it starts ('': none), and the arguments."""
+    words = shlex.split(re.sub(r"^\w+=\S+ ", "", command.replace("$seed", "0").replace("$", "")), comments=True)
+    for number, word in enumerate(words):
+        if Path(word).name == "distribuuuu" and (number == 0 or words[number - 1] == "-m"):
+            name, *args = words[number + 1 :] or ["--help"]
+            return "distribuuuu", name, args[: args.index(">")] if ">" in args else args
+        if SCRIPT.fullmatch(word):
+            started = (
+                re.search(r'start_command\("(\w+)"', (ROOT / word).read_text()) if (ROOT / word).exists() else None
+            )
+            name = started[1] if started else "train" if word.endswith(".sbatch") else ""
+            return word, name, words[number + 1 :]
+    return "", words[0].removeprefix(".venv/bin/"), []
+
+
 def parse_command(command: str) -> None:
-    """Pass the words of a command to the parser of the tool that it starts.
+    """Pass the arguments of a command to the parser of the command that it starts.
 
     Raises:
         ConfigError, SystemExit: a flag, a key, a value or a config file does not exist.
     """
-    words = shlex.split(re.sub(r"^\w+=\S+ ", "", command.replace("$seed", "0").replace("$", "")), comments=True)
-    script = next((number for number, word in enumerate(words) if SCRIPT.fullmatch(word)), None)
-    if script is None:
-        program = words[0].removeprefix(".venv/bin/")
-        assert program in OTHER_PROGRAMS or program.startswith("python"), f"unknown program: {program}"
+    program, name, args = split_command(command)
+    if not program:
+        assert name in OTHER_PROGRAMS or name.startswith("python"), f"unknown program: {name}"
         return
-    tool, args = Path(words[script]), words[script + 1 :]
-    assert (ROOT / tool).exists(), f"no such file: {tool}"
-    if tool.name == "make_table.py":
+    assert program == "distribuuuu" or (ROOT / program).exists(), f"no such file: {program}"
+    if name in ("train", "test", "time"):
+        parse_args("", [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
+    elif name == "table":
         parsed = make_table.build_parser("", ROOT / "benchmarks" / "reported.yaml").parse_args(args)
         assert not make_table.read_configs(parsed.configs, problems := []) or not problems, problems
-    elif tool.name == "pack_dataset.py":
+    elif name == "pack":
         _, rest = pack_dataset.build_parser("").parse_known_args(args)
         assert not read_cfg(None, rest[1:])[1]
-    elif tool.parts[0] == "tools":
-        parse_args("", [*args, *(() if "--help-config" in args else ("--dump-config",))], train=tool.stem != "test_net")
+    elif name == "doctor":
+        doctor.parse_args(None, args)
+    elif program == "distribuuuu" and name != "--help":
+        assert name in CONSOLE_COMMANDS, f"no such command: {name}"
+        module = importlib.import_module(f"distribuuuu.cli.{CONSOLE_COMMANDS[name][0]}")
+        module.build_parser(name).parse_args(args)
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}:{command[:60]}" for page, command in COMMANDS])
@@ -106,6 +128,13 @@ def test_every_command_is_accepted_by_its_tool(page, command, monkeypatch, capsy
         "python tools/test_net.py TRAIN.TOPK many",
         "sbatch tools/slurm/train.sbatch --config x",
         "python tools/pack_dataset.py out NO.KEY 1",
+        "python tools/no_tool.py",
+        "distribuuuu trian --cfg shapes/resnet14",
+        "distribuuuu train --cfg shapes/resnet15",
+        ".venv/bin/distribuuuu test TRAIN.TOPK many",
+        "torchrun --nproc_per_node=8 -m distribuuuu train NO.KEY 1",
+        "python -m distribuuuu table --redme x",
+        "distribuuuu split my_images --vall 0.2",
     ],
 )
 def test_a_wrong_command_is_not_accepted(command, monkeypatch):
@@ -169,9 +198,12 @@ def assert_same_sample(page: Path, shown: str, real: str) -> None:
 SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD False"
 TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
 RUN = {
-    ("README.md", "train_net.py --cfg configs/shapes"): "",
-    ("README.md", "test_net.py OUT_DIR"): None,
-    ("README.md", "train_net.py TRAIN.DATASET my_images"): TINY,
+    ("README.md", "train --cfg shapes"): "",
+    ("README.md", "test OUT_DIR"): None,
+    ("README.md", "train TRAIN.DATASET my_images"): TINY,
+    ("docs/cli.md", "train --cfg shapes"): "",
+    ("docs/cli.md", "test OUT_DIR"): None,
+    ("docs/cli.md", "--help"): None,
     ("docs/configuration.md", "--dump-config"): None,
     ("docs/configuration.md", "--help-config"): None,
     ("docs/data.md", "tools/pack_dataset.py"): None,
@@ -187,10 +219,10 @@ def script_of(page: str) -> str:
     """Return the commands of a page that are run, as a script: trainings take one epoch; the rest is left out."""
     lines = []
     for block in blocks_of(ROOT / page, "bash"):
-        for line in re.sub(r"\.venv/bin/(python|pip)", r"\1", block.replace("\\\n", " ")).splitlines():
-            line = line.split("&& ")[-1]
+        for line in re.sub(r"\.venv/bin/(python|pip|distribuuuu)", r"\1", block.replace("\\\n", " ")).splitlines():
+            line = re.sub(r"^distribuuuu\b", "python -m distribuuuu", line.split("&& ")[-1])
             extra = next((more for (where, part), more in RUN.items() if where == page and part in line), "skip")
-            if "tools/" not in line and not line.startswith((".", "python3")):
+            if "tools/" not in line and not re.match(r"\.|python3|torchrun|.*-m distribuuuu", line):
                 lines.append(line)  # a loop, a here-document, mkdir, cp
             elif extra != "skip":
                 command = line.partition("  #")[0]
@@ -284,9 +316,12 @@ def test_the_readme_is_short_and_names_every_package():
 
 
 def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
-    claimed = int(re.search(r"about ([\d,]+) lines", README)[1].replace(",", ""))
-    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "distribuuuu").rglob("*.py"))
-    assert abs(claimed - lines) <= 0.05 * lines, f"distribuuuu has {lines} lines"
+    claimed = [
+        int(number.replace(",", "")) for number in re.findall(r"(?:about|another) (\d+,\d+)(?: lines|, which)", README)
+    ]
+    core = count_core_lines()
+    total = sum(len(path.read_text().splitlines()) for path in (ROOT / "distribuuuu").rglob("*.py"))
+    assert claimed == pytest.approx([core, total - core], rel=0.05)
     lessons = re.findall(r"^\| \d+ \|", (ROOT / "tutorial" / "README.md").read_text(), re.MULTILINE)
     assert f"{len(lessons)} self-contained lessons" in README
     assert f"{len(list((ROOT / 'configs' / 'imagenet').iterdir()))}\nImageNet configs" in README

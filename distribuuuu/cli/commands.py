@@ -16,16 +16,22 @@ from distribuuuu import __version__
 # Name -> module of cli/, function in it, and one line for the list.
 COMMANDS = {
     "train": ("tools", "train", "train a model, or resume the run in OUT_DIR"),
-    "test": ("tools", "test", "evaluate the best weights of a run, a checkpoint or published weights"),
-    "time": ("tools", "time", "measure the parts of a training step and name the bottleneck"),
-    "pack": ("tools", "pack", "pack a data set into a few large files, or verify them"),
-    "split": ("split", "split", "split a folder of images into training, validation and test lists"),
+    "test": ("tools", "test", "evaluate a run, a checkpoint or published weights"),
+    "predict": ("predict", "predict", "predict the classes of images with a trained model"),
+    "export": ("export", "export", "write a model for timm, ONNX, torch.export; check it"),
+    "report": ("report", "report", "make an HTML page about a run"),
+    "compare": ("compare", "compare", "compare runs on the same images: is one better?"),
     "table": ("tools", "table", "make a Markdown table of finished runs"),
+    "doctor": ("doctor", "run", "check a data set: damage, duplicates, leakage, labels"),
+    "split": ("split", "split", "split a folder of images into lists"),
+    "pack": ("tools", "pack", "pack a data set into a few large files, or verify them"),
+    "time": ("tools", "time", "measure the parts of a step and name the bottleneck"),
 }
 # Names that other frameworks and the scripts in tools/ use.
 SYNONYMS = {
     "bench": "time",
     "benchmark": "time",
+    "check": "doctor",
     "eval": "test",
     "evaluate": "test",
     "finetune": "train",

@@ -1,0 +1,15 @@
+"""The number of lines of the core: what a fork reads."""
+
+from support.runs import ROOT
+
+PACKAGE = ROOT / "distribuuuu"
+# Not in the core: the commands, packing, the check of data, deployment, sweeps, and the reports made after a run.
+OPTIONAL = ("cli", "deploy", "sweep", "data/packing", "data/doctor", "report")
+LOGGING = ("report/run_log.py", "report/record_files.py", "report/step_timing.py")
+
+
+def count_core_lines() -> int:
+    """Return the number of lines of the files of the core."""
+    optional = {path for room in OPTIONAL for path in (PACKAGE / room).rglob("*.py")}
+    core = {*PACKAGE.rglob("*.py")} - optional - {PACKAGE / "__main__.py"} | {PACKAGE / name for name in LOGGING}
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core)
