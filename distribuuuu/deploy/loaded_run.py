@@ -101,7 +101,7 @@ class Prediction:
 
 
 class Selection(NamedTuple):
-    """Which classes a prediction names.
+    """The number of classes, or the threshold, of a prediction.
 
     Attributes:
         topk: number of the most probable classes; None with several labels per image.

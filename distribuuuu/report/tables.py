@@ -27,7 +27,7 @@ _AS_GOOD = " ≈"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the accuracies of two rows are compared by.
+    """The measured accuracy of a row, by which it is compared with others.
 
     Attributes:
         data: rows with the same data are compared.

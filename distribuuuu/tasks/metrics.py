@@ -167,7 +167,8 @@ class TopK(SumMetric):
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
         """Return the number of hits."""
-        return self.hits(output).any(1).sum()
+        hits = self.hits(output)
+        return (hits.any(1) if output.targets.ndim == 2 else hits).sum()
 
     def hits(self, output: StepOutput) -> torch.Tensor:
         """Return bool (N, k): whether the class at each rank is the label, or one of several."""

@@ -247,6 +247,7 @@ def test_two_runs_leave_no_state_and_are_equal(options, tmp_path, capsys):
     assert state_of_the_process() == before
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread_handles_no_signals(options, tmp_path):
     results, handlers = [], []
 

@@ -12,6 +12,7 @@ import torch
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import ROOT, run_tool, small_options
+from support.tiers import slow
 
 from distribuuuu.cli import time_net as timing
 from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, format_all_reduce, format_report
@@ -85,9 +86,9 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     "args",
     [
         ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
-        ["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True],
-        ["MODEL.DUMMY_INPUT", True, "TEST.IM_SIZE", 16],
-        ["DATA.LOADER", "device"],
+        slow(["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True]),
+        slow(["MODEL.DUMMY_INPUT", True, "TEST.IM_SIZE", 16]),
+        slow(["DATA.LOADER", "device"]),
     ],
     ids=lambda args: str(args[0]),
 )

@@ -161,6 +161,7 @@ def test_images_are_cropped_flipped_and_shifted_in_color(name):
     assert semantics.evaluation(cfg) == expected
 
 
+@pytest.mark.slow
 def test_the_color_noise_has_the_deviation_of_pca_std():
     transform = semantics.train_transform(recipe("resnet50_pycls")).at_size(8)
     gray = torch.full((3, 16, 16), 128, dtype=torch.uint8)

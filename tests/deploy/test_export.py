@@ -18,6 +18,7 @@ from PIL import Image
 from support.images import draw_folder
 from support.runs import ROOT
 from support.saved_runs import save_run
+from support.tiers import slow
 
 from distribuuuu.cli.commands import dispatch
 from distribuuuu.config import ConfigError, load_cfg
@@ -134,7 +135,7 @@ def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch):
         assert str(image_folder) not in path.read_text() and str(tmp_path) not in path.read_text(), path
 
 
-@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("flip", [slow(False), True])
 def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg, tmp_path, flip):
     cfg = small_cfg("TEST.FLIP", flip, *OTHER)
     run = load_run(save_run(cfg), device="cpu")
@@ -276,7 +277,8 @@ def test_data_of_other_classes_are_refused(saved, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("to", "name"), [("timm", "model"), ("torch", "model"), *(("safetensors", name) for name in ("model", *TEXTS))]
+    ("to", "name"),
+    [("timm", "model"), slow("torch", "model"), *(slow("safetensors", name) for name in ("model", *TEXTS))],
 )
 def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to, name):
     run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18")), device="cpu")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.tiers import slow
 from torch import nn
 
 from distribuuuu.cli.commands import dispatch
@@ -52,7 +53,7 @@ def save(tmp_path):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("resize", "crop"), [(37, 32), (36, 33), (32, 32), (20, 31), (21, 40)])
+@pytest.mark.parametrize(("resize", "crop"), [(37, 32), slow(36, 33), slow(32, 32), slow(20, 31), slow(21, 40)])
 def test_the_graph_crops_as_the_evaluation_does(save, interpolation, resize, crop):
     transform = CenterCrop(resize, crop, interpolation)
     predict = save(nn.Identity(), EvalTransform(transform, "auto", DEFAULTS, MEAN, STD))
@@ -120,7 +121,7 @@ def test_the_file_describes_itself(trained, tmp_path):
     assert json.loads(metadata["mean"]) == list(MEAN) and json.loads(metadata["flip"]) is True
 
 
-@pytest.mark.parametrize("part", ["mean", "std", "resize", "crop", "flip"])
+@pytest.mark.parametrize("part", ["mean", *map(slow, ("std", "resize", "crop", "flip"))])
 def test_a_mistake_in_the_preprocessing_ends_with_status_1(trained, tmp_path, monkeypatch, capsys, part):
     run = trained("TEST.FLIP", "True")
     file, write, read = export.FORMATS["onnx"]
