@@ -1,6 +1,7 @@
 """The rules of the house: what imports what, how long things are, and that nothing is dead or undocumented."""
 
 import ast
+import functools
 import re
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ def room_of(module: str) -> str:
     return "report.html" if module.startswith("distribuuuu.report.html") else module.split(".")[1]
 
 
+@functools.cache
 def imports_of(path) -> set[str]:
     """Return the modules of this package that a file imports anywhere in it, as dotted names."""
     names, found = {module_of(other) for other in MODULES}, set()
