@@ -54,6 +54,10 @@ setup(
     extras_require={
         "simplejpeg": ["simplejpeg>=1.7"],
         "onnx": [*ONNX],
+        # Packed data at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
+        "s3": ["s3fs>=2023.12"],
+        "gs": ["gcsfs>=2023.12"],
+        "hf": ["huggingface_hub>=0.23"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),

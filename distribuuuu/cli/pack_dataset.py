@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -13,12 +14,15 @@ from distribuuuu.cli.flag_hints import CommandParser, parse_flags
 from distribuuuu.cli.main import open_standard_streams, report
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import get_dataset
+from distribuuuu.data.datasets.packed import is_url
 from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
+from distribuuuu.data.packing.upload import find_url_problem
 from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
@@ -78,7 +82,9 @@ def parse_args(description: str, words: list[str], prog: str | None = None) -> J
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_cfg(args.cfg, rest[1:])
     problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
-    job = _job_of(args, Path(rest[0]), cfg)
+    job = _job_of(args, rest[0], cfg)
+    if args.verify and job.url:
+        problems.append(f"--verify {rest[0]}: expected a folder; a pack at a URL is verified whenever it is read")
     if not args.verify:
         problems += _source_problems(job, set_keys_only=bool(problems))
         problems += _out_problems(job)
@@ -110,7 +116,7 @@ def build_parser(description: str, prog: str | None = None) -> argparse.Argument
     return parser
 
 
-def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
+def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> Job:
     encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
@@ -120,7 +126,10 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> Job:
         options["exif_rotate"] = True
     workers = count_cores() if args.workers is None else args.workers
     trains = SPLITS.get(args.split, ())
-    return Job(out, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check)
+    folder, url = Path(out), out.rstrip("/") if is_url(out) else ""
+    if url:  # packed here, then uploaded
+        folder = cache_folder(cfg.DATA.CACHE_DIR) / "packing" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return Job(folder, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check, url=url)
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
@@ -157,6 +166,10 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
 
 
 def _out_problems(job: Job) -> Iterator[str]:
+    for train in job.trains if job.url else ():
+        if problem := find_url_problem(job.split_url(train)):
+            yield problem
+            return
     existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
     if not existing.is_dir():
         yield f"{existing} is a file, not a folder; use another"

@@ -38,7 +38,8 @@ _C.TASK.NAME = "auto"
 _C.TASK.KWARGS = CfgNode(new_allowed=True)
 
 _C.TRAIN = CfgNode()
-# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass.
+# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass, or auto: the
+# largest number that fits into memory.
 _C.TRAIN.BATCH_SIZE = 32
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
 _C.TRAIN.GLOBAL_BATCH_SIZE = 0
@@ -50,7 +51,8 @@ _C.TRAIN.IM_SIZE_START = 0
 _C.TRAIN.IM_SIZE_EPOCHS = ()
 # Sides in between are multiples of this many pixels.
 _C.TRAIN.IM_SIZE_MULTIPLE = 32
-# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets.
+# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets; for
+# `packed` also a URL: https://, http://, s3://, gs:// or hf://.
 _C.TRAIN.DATASET = "./data/ILSVRC/"
 # Sub-folder of TRAIN.DATASET with the training classes.
 _C.TRAIN.SPLIT = "train"
@@ -139,6 +141,9 @@ _C.DATA.REPEATS = 1
 # Sampling of training images: uniform (each once per epoch), balanced (with replacement, all classes equally often) or
 # sqrt (with replacement, a class in proportion to the square root of its number of images).
 _C.DATA.SAMPLING = "uniform"
+# Shuffling of training images: global, or blocks (packed only): blocks of 2 MiB in a random order, each read once per
+# epoch, and images within a window of 2 GiB; for a set at a URL that is larger than DATA.CACHE_GB.
+_C.DATA.SHUFFLE = "global"
 # Mean of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
 _C.DATA.MEAN = ()
 # Standard deviation of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
@@ -147,8 +152,12 @@ _C.DATA.STD = ()
 _C.DATA.ON_BAD_IMAGE = "raise"
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = True
-# Folder for generated files (the shapes, folder indexes); empty: $XDG_CACHE_HOME/distribuuuu.
+# Folder for generated files (shapes, folder indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = ""
+# Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
+_C.DATA.CACHE_GB = 100.0
+# Seconds for which reading from a URL is retried before the run ends with an error, 1 or more.
+_C.DATA.TIMEOUT_S = 300.0
 
 _C.AUG = CfgNode()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;

@@ -22,7 +22,7 @@ from distribuuuu.config import yaml_file
 from distribuuuu.config.defaults import _C
 from distribuuuu.config.errors import ConfigError, Problem, near_matches
 from distribuuuu.config.locate import find_config, suggest_configs
-from distribuuuu.config.rules import NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
+from distribuuuu.config.rules import AUTO, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
 from distribuuuu.config.tree import Config, get_cfg, get_value, iter_options
 
 # The origin of options that are set on the command line.
@@ -272,6 +272,8 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
     """
     if key in NULLABLE and (value is None or (isinstance(value, _CliValue) and value.lower() in ("none", "null"))):
         return None
+    if (key, value) == ("TRAIN.BATCH_SIZE", AUTO):
+        return AUTO
     kind = NULLABLE.get(key, type(default))
     given = value
     if isinstance(value, _CliValue) and kind is not str:
@@ -290,7 +292,7 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
     if kind is str and isinstance(value, str):
         return str(value)
     if type(value) is not kind:
-        null = " or null" if key in NULLABLE else ""
+        null = " or null" if key in NULLABLE else " or auto" if key == "TRAIN.BATCH_SIZE" else ""
         raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(default)})")
     return value
 

@@ -9,6 +9,8 @@ from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
 NULLABLE = {"MODEL.WEIGHTS": str, "LOSS.BCE_TARGET_THRESHOLD": float, "RNG_SEED": int}
+# TRAIN.BATCH_SIZE may be this word instead of a number.
+AUTO = "auto"
 # Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
@@ -25,6 +27,7 @@ CHOICES = {
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),
     "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
+    "DATA.SHUFFLE": ("global", "blocks"),
     "DATA.WORKER_KIND": ("process", "thread"),
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
@@ -76,10 +79,12 @@ RANGES = {
     "TEST.IM_SIZE": (2, None),
     "TEST.CROP_SIZE": (0, None),
     "TEST.PRINT_FREQ": (1, None),
+    "DATA.CACHE_GB": (0.1, None),
     "DATA.CROP_PADDING": (0, None),
     "DATA.FLIP": (0, 1),
     "DATA.MAX_PIXELS": (1, None),
     "DATA.REPEATS": (1, None),
+    "DATA.TIMEOUT_S": (1, None),
     "LOSS.LABEL_SMOOTHING": (0, 1),
     "LOSS.BCE_TARGET_THRESHOLD": (0, 1),
     "LOSS.FOCAL_GAMMA": (0, None),
@@ -140,7 +145,7 @@ def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_choices, _check_ranges, _check_images, _check_labels, _check_sizes, _check_augmentation,
               _check_multilabel, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
-              _check_sharding, _check_paths)  # fmt: skip
+              _check_sharding, _check_paths, _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
@@ -160,7 +165,7 @@ def _check_choices(cfg: Config) -> Iterator[Problem]:
 def _check_ranges(cfg: Config) -> Iterator[Problem]:
     for key, (least, most) in RANGES.items():
         value = get_value(cfg, key)
-        if value is not None and (value < least or (most is not None and value > most)):
+        if value not in (None, AUTO) and (value < least or (most is not None and value > most)):
             yield Problem(key, f"got {value}; expected {least} {'or more' if most is None else f'to {most}'}")
 
 
@@ -181,6 +186,8 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
     if data.INTERPOLATION == "random" and (_crop_of(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
         message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
         yield Problem("DATA.INTERPOLATION", message)
+    if data.SHUFFLE == "blocks" and (data.NAME, data.SAMPLING) != ("packed", "uniform"):
+        yield Problem("DATA.SHUFFLE", "got blocks; expected global, or DATA.NAME packed and DATA.SAMPLING uniform")
     for key in ("MEAN", "STD"):
         if len(data[key]) not in (0, 3):
             yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
@@ -357,6 +364,12 @@ def _check_paths(cfg: Config) -> Iterator[Problem]:
         yield Problem("CFG_DEST", f"got {cfg.CFG_DEST!r}; expected a plain file name, which is placed in OUT_DIR")
 
 
+def _check_batch(cfg: Config) -> Iterator[Problem]:
+    if cfg.TRAIN.BATCH_SIZE == AUTO and not cfg.TRAIN.GLOBAL_BATCH_SIZE:
+        fix = "fix: set TRAIN.GLOBAL_BATCH_SIZE, the images per step, e.g. 256; or set a number of images"
+        yield Problem("TRAIN.BATCH_SIZE", f"got auto without TRAIN.GLOBAL_BATCH_SIZE; {fix}")
+
+
 # ----------------------------------------------------------------------------------- unused options
 
 
@@ -392,6 +405,7 @@ _USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = 
     (("AUG.MIX_PROB", "AUG.MIX_BY", "AUG.MIX_GROUP"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
     (("AUG.CUTMIX_SHARE",), lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX, "both AUG.MIXUP and AUG.CUTMIX above 0"),
     (("AUG.ERASING_MODE",), lambda cfg: cfg.AUG.ERASING, "AUG.ERASING above 0"),
+    (("DATA.CACHE_GB", "DATA.TIMEOUT_S"), lambda cfg: "://" in cfg.TRAIN.DATASET + cfg.TEST.DATASET, "data at a URL"),
     (("DATA.CROP_SCALE", "DATA.CROP_RATIO"), lambda cfg: _crop_of(cfg) != "pad", "DATA.CROP resized"),
     (("DATA.CROP_PADDING",), lambda cfg: _crop_of(cfg) != "resized", "DATA.CROP pad"),
     (("DIST.BUCKET_MB",), lambda cfg: cfg.DIST.SHARD != "fsdp", "DIST.SHARD none or zero1"),

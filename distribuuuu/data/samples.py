@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
@@ -55,6 +56,11 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
+    def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
+        if self.images.remote:
+            self.images.remote.read_ahead(keys)
+        return [self[key] for key in keys]
+
     def __getitem__(self, key: SampleKey) -> Sample:
         seed, index, *size = key
         transform = self.transform.at_size(*size) if size else self.transform
@@ -66,6 +72,8 @@ class Samples(Dataset):
                 return Sample(transform(image, SampleRNG(seed, index)), self.images.label(chosen), tuple(broken))
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
+            except ConfigError:  # the network's or the disk's fault; the message is complete
+                raise
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
         return Sample(None, -1, tuple(broken))

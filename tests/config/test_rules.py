@@ -19,6 +19,8 @@ CASES = {
     ("DATA.CROP_SCALE", "[0.5, 1]", "DATA.NAME", "cifar10"): ("DATA.CROP", "resized"),
     ("DATA.CROP_RATIO", "[1, 1]", "DATA.CROP", "pad"): ("DATA.CROP", "auto"),
     ("DATA.CROP_PADDING", "2"): ("DATA.NAME", "cifar10"),
+    ("DATA.CACHE_GB", "5", "DATA.NAME", "packed"): ("TRAIN.DATASET", "s3://bucket/pack"),
+    ("DATA.TIMEOUT_S", "9", "DATA.NAME", "packed"): ("TEST.DATASET", "https://host/pack"),
     ("DIST.BUCKET_MB", "5", "DIST.SHARD", "fsdp"): ("DIST.SHARD", "zero1"),
     ("DISTILL.KIND", "hard"): ("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "pretrained"),
     ("DISTILL.ALPHA", "0.2"): ("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "pretrained"),

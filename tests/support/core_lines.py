@@ -3,8 +3,8 @@
 from support.runs import ROOT
 
 PACKAGE = ROOT / "distribuuuu"
-# Not in the core: the commands, packing, the check of data, deployment, sweeps, and the reports made after a run.
-OPTIONAL = ("cli", "deploy", "sweep", "data/packing", "data/doctor", "report")
+# Not in the core: the commands, packing, data at a URL, the check of data, deployment, sweeps, and reports of runs.
+OPTIONAL = ("cli", "deploy", "sweep", "data/packing", "data/doctor", "data/remote", "report")
 LOGGING = ("report/run_log.py", "report/record_files.py", "report/step_timing.py")
 
 

@@ -25,7 +25,7 @@ from distribuuuu.config.errors import counted
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64
-_FIXED = len(MAGIC) + 8 + 4
+FIXED = len(MAGIC) + 8 + 4
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -64,7 +64,7 @@ def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
     places = {name: [array.dtype.str, array.shape, 1 << 60] for name, array in arrays.items()}
     header = {"kind": kind, "version": version, "size": 1 << 60, "meta": meta, "arrays": places}
     length = len(json.dumps(header))
-    end = _FIXED + length
+    end = FIXED + length
     for name, array in arrays.items():
         offset = end + -end % ALIGNMENT
         places[name][2] = offset
@@ -82,7 +82,7 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
     with open(path, "rb") as file:
         try:
             size = os.fstat(file.fileno()).st_size
-            header = _read_header(file, size, kind, version)
+            header = read_header(file, size, kind, version)
             if size != header["size"]:
                 expected = f"has {counted(size, 'byte')}, expected {header['size']:,}"
                 raise ArrayFileError(f"{expected}: it is truncated or corrupt")
@@ -94,9 +94,10 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
             raise ArrayFileError("has an invalid header") from error
 
 
-def _read_header(file: BinaryIO, size: int, kind: str, version: int) -> dict[str, Any]:
-    fixed = file.read(_FIXED)
-    if len(fixed) < _FIXED or not fixed.startswith(MAGIC):
+def read_header(file: BinaryIO, size: int, kind: str, version: int) -> dict[str, Any]:
+    """Return the header of a file of `size` bytes; raise ArrayFileError if it cannot be used."""
+    fixed = file.read(FIXED)
+    if len(fixed) < FIXED or not fixed.startswith(MAGIC):
         raise ArrayFileError("is not a file of arrays, or is truncated")
     length, checksum = int.from_bytes(fixed[8:16], "little"), int.from_bytes(fixed[16:20], "little")
     if length > size:

@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.registry import DATASETS
@@ -36,6 +36,8 @@ class ImageDataset:
     has_files: bool = False
     # Whether an image may have any number of classes.
     multilabel: bool = False
+    # Reader of images at a URL, a `RemotePack`; it reads ahead.
+    remote: Any = None
     # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
     has_splits: bool = True
     # Mean and standard deviation of each channel in the range 0 to 1 (default: ImageNet).
@@ -174,7 +176,7 @@ def class_count_mismatch(num_classes: int, found: int, source: str) -> str:
     return f"{num_classes}, but {source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
 
 
-def unknown_classes(path: Path, names: Sequence[str]) -> str:
+def unknown_classes(path: Path | str, names: Sequence[str]) -> str:
     """Return the message for evaluation classes that are not among the training classes."""
     return f"{path} has classes that the training data lacks: {first_few(names)}"
 
@@ -187,7 +189,8 @@ def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
 
 def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
     """Return (key, message) for a DATASET folder that does not exist."""
-    hint = did_you_mean(root.name, list_classes(root.parent))
+    is_url = ":/" in str(root)
+    hint = "; for a URL set DATA.NAME packed" if is_url else did_you_mean(root.name, list_classes(root.parent))
     return f"{name}.DATASET", f"no such folder: {root}; it should hold {layout}{hint}"
 
 

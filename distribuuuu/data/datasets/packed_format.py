@@ -52,7 +52,7 @@ def shard_header(number: int, identity: Identity) -> bytes:
     return _HEADER.pack(_MAGIC, VERSION, kind, number, checksum).ljust(HEADER_SIZE, b"\0")
 
 
-def describe_image(folder: Path, columns: Arrays, index: int) -> str:
+def describe_image(folder: Path | str, columns: Arrays, index: int) -> str:
     """Return the original name of image `index` and its place in the pack."""
     return f"{name_at(columns, 'name', index)} (image {index} of {folder})"
 
@@ -67,7 +67,7 @@ def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, 
     Raises:
         ConfigError: with every problem of the pack.
     """
-    meta, columns = _read_index_file(folder, check_rows)
+    meta, columns = read_index_file(folder, check_rows)
     if problems := list(_find_shard_problems(folder, meta)):
         raise ConfigError(problems)
     return meta, columns
@@ -79,7 +79,7 @@ def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray], list[str]]:
     Raises:
         ConfigError: the index is missing or cannot be used.
     """
-    meta, columns = _read_index_file(folder, check_rows=True)
+    meta, columns = read_index_file(folder, check_rows=True)
     problems = list(_find_shard_problems(folder, meta))
     for number, shard in enumerate(meta["shards"]):
         with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
@@ -90,7 +90,8 @@ def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray], list[str]]:
     return meta, columns, problems
 
 
-def _read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.ndarray]]:
+def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.ndarray]]:
+    """Return the meta and the columns of a pack, whose shards may be missing; raise ConfigError with its problems."""
     path = folder / INDEX
     try:
         meta, columns = read_arrays(path, KIND, VERSION)

@@ -18,9 +18,17 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.file_lock import lock_file
-from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
+from distribuuuu.data.datasets.packed_format import INDEX, Identity, inspect_pack
 from distribuuuu.data.packing.pool import map_in_order
-from distribuuuu.data.packing.writer import PackWriter, find_changed_shard, find_conflicts, remove_pack, remove_parts
+from distribuuuu.data.packing.upload import read_existing_meta, upload_pack
+from distribuuuu.data.packing.writer import (
+    PackWriter,
+    find_changed_shard,
+    find_conflicts,
+    find_differences,
+    remove_pack,
+    remove_parts,
+)
 
 if TYPE_CHECKING:
     from distribuuuu.data.packing.encode import Encoder
@@ -42,6 +50,7 @@ class Job:
         workers: worker processes; 0: none.
         overwrite: delete existing packs.
         check: decode the files that are kept unchanged.
+        url: where the packs are moved to when they are complete; empty: they stay in `out`.
     """
 
     out: Path
@@ -52,10 +61,15 @@ class Job:
     workers: int
     overwrite: bool
     check: bool
+    url: str = ""
 
     def folder(self, train: bool) -> Path:
         """Return the folder of a pack."""
         return self.out / ("train" if train else "val")
+
+    def split_url(self, train: bool) -> str:
+        """Return the URL of a pack; empty if it stays in its folder."""
+        return self.url and f"{self.url}/{self.folder(train).name}"
 
     def source(self, train: bool) -> dict[str, Any]:
         """Return the source of the images as stored in the index."""
@@ -73,12 +87,22 @@ def pack_split(job: Job, train: bool) -> None:
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
-    folder = job.folder(train)
-    encoder = _build_encoder(job, train)
-    images = encoder.images
+    encoder, url = _build_encoder(job, train), job.split_url(train)
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
-    for note in images.notes():
+    for note in encoder.images.notes():
         print(note, flush=True)
+    if url and not job.overwrite and (existing := read_existing_meta(url)):
+        if conflicts := find_differences(url, existing, identity):
+            raise ConfigError(conflicts)
+        print(f"{url} is packed already: nothing to do")
+        return
+    _pack_into_folder(job, train, encoder, identity)
+    if url:
+        upload_pack(job.folder(train), url)
+
+
+def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Identity) -> None:
+    folder, images = job.folder(train), encoder.images
     with _locked(folder):
         if job.overwrite:
             remove_pack(folder)

@@ -62,8 +62,11 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         existing = _read_identity(folder)
     except (ArrayFileError, OSError) as error:
         return [f"{folder / INDEX} {error}; use another folder, or add --overwrite to replace it"]
-    if existing is None:
-        return []
+    return find_differences(folder, existing, identity) if existing else []
+
+
+def find_differences(place: Path | str, existing: Identity, identity: Identity) -> list[str]:
+    """Return a problem if the pack at a folder or URL has another source or other options."""
     # An option may be present only if it is not the default.
     options = {**dict.fromkeys(existing["options"]), **identity["options"]}
     differences = [
@@ -72,8 +75,8 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         for key, value in values.items()
         if existing[part].get(key) != value
     ]
-    fix = "use another folder, or add --overwrite to start again"
-    return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
+    fix = f"use another {'URL' if isinstance(place, str) else 'folder'}, or add --overwrite to start again"
+    return [f"{place} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
 
 
 def _format_value(value: Any) -> str:

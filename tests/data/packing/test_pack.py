@@ -579,8 +579,8 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     verify_packs(several, 2)
     assert "14 images in" in capsys.readouterr().out
     packed = Packed(several, "train")
-    index = list(packed._columns["shard"]).index(1)
-    name = packed.describe(index if how == "flipped" else list(packed._columns["shard"]).index(2) - 1)
+    index = list(packed.columns["shard"]).index(1)
+    name = packed.describe(index if how == "flipped" else list(packed.columns["shard"]).index(2) - 1)
     spoil(several, how)
     message = message_of(verify_packs, several, 0)
     assert said in message
@@ -595,7 +595,7 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
 def test_a_shard_of_another_pack_is_not_read(several):
     packed = Packed(several, "train")
     spoil(several, "exchanged")
-    assert "does not belong to this pack" in message_of(packed.read, list(packed._columns["shard"]).index(1))
+    assert "does not belong to this pack" in message_of(packed.read, list(packed.columns["shard"]).index(1))
 
 
 def problems_of(root, num_classes=3, split="train") -> dict[str, str]:
