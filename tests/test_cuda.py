@@ -12,7 +12,7 @@ from support.tiers import slow
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
 from distribuuuu.data.samples import Samples
-from distribuuuu.data.workers import ThreadWorkers
+from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_state, set_backends
 from distribuuuu.launch.detect import Launch
@@ -104,7 +104,7 @@ def test_a_device_dataset_stays_on_the_host_if_it_is_augmented_there(small_cfg, 
 def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     parts = build_loader(small_cfg(), ALONE, CPU, train=False)
-    pixels, labels, _ = next(iter(ThreadWorkers(parts.samples, parts.sampler, 1, pin_memory=True)))
+    pixels, labels, _ = next(iter(start_workers([Pass(parts.samples, parts.sampler)], "thread", 1, pin_memory=True)[0]))
     assert pixels.in_locked_pages and labels.in_locked_pages
 
 

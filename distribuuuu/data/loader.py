@@ -7,11 +7,12 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.rules import AUTO
 from distribuuuu.data.augment import AugmentedCrop, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
@@ -22,7 +23,7 @@ from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, 
 from distribuuuu.data.samples import Batch, Samples
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
-from distribuuuu.data.workers import count_workers, start_workers
+from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 
@@ -108,6 +109,11 @@ class Loader:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
         """
         return map(self.to_device, self.host_batches())
+
+    def expect(self, passes: Iterable[Pass]) -> None:
+        """Let workers make batches of the passes that probably follow the next one; see `Workers.expected`."""
+        if isinstance(self._batches, WorkerBatches):
+            self._batches.workers.expected = passes
 
     def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (uint8 (N, 3, H, W), targets) as they come from the workers."""
@@ -208,24 +214,40 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
     Raises:
         ConfigError: the data contradicts the config.
     """
+    return build_loaders(cfg, launch, device, (train,))[0]
+
+
+def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bool] = (True, False)) -> list[Any]:
+    """Return a TrainLoader for training and a Loader for evaluation, which share their workers; see `build_loader`."""
+    parts = [build_samples(cfg, launch, device, train) for train in splits]
+    if cfg.DATA.LOADER == "device":
+        batches: Any = [DeviceLoader(one.samples, one.sampler) for one, _ in parts]
+    else:
+        pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
+        num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
+        batches = start_workers([one for one, _ in parts], cfg.DATA.WORKER_KIND, num_workers, pin_memory)
+    loaders = []
+    for train, (one, notes), made in zip(splits, parts, batches, strict=True):
+        # After the workers have been forked.
+        normalize = Normalizer(device, *statistics_of(cfg, one.samples.images), cfg.MODEL.CHANNELS_LAST)
+        loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
+    return loaders
+
+
+def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tuple[Any, list[str]]:
+    """Return the Pass of a config: its samples and the sampler of this process; and warnings about the data."""
     images = build_images(cfg, train)
     notes = list(find_notes(cfg, images, launch, train))
-    mean, std = statistics_of(cfg, images)
     sampler = build_sampler(cfg, images, launch, train)
-    transform = build_transform(cfg, images, train)
-    num_workers, options = count_workers(cfg.TRAIN.WORKERS, launch), build_decode_options(cfg)
+    transform, options = build_transform(cfg, images, train), build_decode_options(cfg)
     if cfg.DATA.LOADER == "device":
         # Augmentation runs on the host, so pixels on the device would be copied back image by image.
         pixel_device = torch.device("cpu") if isinstance(transform, AugmentedCrop) else device
-        images = DeviceDataset(images, cfg.DATA.DECODER, pixel_device, num_workers, options)
+        images = DeviceDataset(
+            images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
+        )
     samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
-    if cfg.DATA.LOADER == "device":
-        batches: Iterable[Batch] = DeviceLoader(samples, sampler)
-    else:
-        pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
-        batches = start_workers(samples, sampler, cfg.DATA.WORKER_KIND, num_workers, pin_memory)
-    normalize = Normalizer(device, mean, std, cfg.MODEL.CHANNELS_LAST)  # after the workers have been forked
-    return (TrainLoader if train else Loader)(samples, sampler, batches, normalize, notes)
+    return Pass(samples, sampler), notes
 
 
 def build_images(cfg, train: bool) -> ImageDataset:
@@ -266,10 +288,19 @@ def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> Eva
     num_images = len(images)
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
+    if cfg.TRAIN.BATCH_SIZE == AUTO:
+        raise ConfigError(
+            "TRAIN.BATCH_SIZE: got auto; expected a number; fix: start by `distribuuuu.train`, which finds it"
+        )
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
     balance, im_size_at = build_class_balance(cfg, images), build_im_size(cfg)
-    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance)
+    blocks = None
+    if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
+        from distribuuuu.data.packing.block_order import BlockShuffle
+
+        blocks = BlockShuffle(images)
+    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance, blocks)
 
 
 def build_transform(cfg, images: ImageDataset, train: bool) -> Transform:

@@ -7,7 +7,7 @@ Workers are started once, so an image size that changes with the epoch travels i
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Sampler
@@ -23,14 +23,14 @@ BatchKeys = list[SampleKey]
 
 
 class MicroBatchSampler(Protocol):
-    """The micro-batches of one process, as lists of sample keys."""
+    """The micro-batches of one process, as lists of sample keys; those of equal samplers are equal."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[BatchKeys]: ...
 
 
-@dataclass(eq=False)
+@dataclass
 class ResumableDistributedSampler(Sampler[BatchKeys]):
     """The micro-batches of one process, from any step of any epoch.
 
@@ -50,6 +50,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         im_size_at: maps an epoch to the side of its images, in pixels; None: the transform's own.
         balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
             its own; None: a permutation.
+        blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
+        seed, epoch, first_step: where the next iteration starts.
     """
 
     num_images: int
@@ -58,9 +60,10 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     repeats: int = 1
     im_size_at: Callable[[int], int] | None = None
     balance: "ClassBalance | None" = None
-
-    def __post_init__(self):
-        self.set_position(seed=0, epoch=0, first_step=0)
+    blocks: Any = None
+    seed: int = 0
+    epoch: int = 0
+    first_step: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -81,6 +84,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         if self.balance:
             return self.balance.draw(self.num_images, generator)
+        if self.blocks:
+            return self.blocks.draw(self.num_images, generator)
         return torch.randperm(self.num_images, generator=generator)
 
     def __len__(self) -> int:
@@ -110,6 +115,9 @@ class EvalSampler(Sampler[BatchKeys]):
         self.batch_size = batch_size
         # The largest number of batches of any process.
         self.max_num_batches = -(-len(range(0, num_images, world_size)) // batch_size)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
@@ -179,11 +187,5 @@ def build_im_size(cfg) -> Callable[[int], int] | None:
     if not train.IM_SIZE_START:
         return None
     first, last = train.IM_SIZE_EPOCHS
-    return functools.partial(
-        progressive_im_size,
-        start=train.IM_SIZE_START,
-        end=train.IM_SIZE,
-        first=first,
-        last=last,
-        multiple=train.IM_SIZE_MULTIPLE,
-    )
+    sides = {"start": train.IM_SIZE_START, "end": train.IM_SIZE, "multiple": train.IM_SIZE_MULTIPLE}
+    return functools.partial(progressive_im_size, **sides, first=first, last=last)

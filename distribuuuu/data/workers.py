@@ -2,7 +2,9 @@
 
 import atexit
 import contextlib
+import copy
 import functools
+import itertools
 import multiprocessing.connection
 import os
 import signal
@@ -12,14 +14,15 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
-from distribuuuu.data.samples import Batch, Samples, collate
+from distribuuuu.data.samples import Batch, Sample, Samples, collate
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals
@@ -52,68 +55,149 @@ def count_workers(chosen: int, launch: Launch) -> int:
     return chosen if chosen >= 0 else max(1, count_cores() // launch.local_world_size)
 
 
-def start_workers(
-    samples: Samples, sampler: MicroBatchSampler, kind: str, num_workers: int, pin_memory: bool
-) -> Iterable[Batch]:
-    """Return an iterable over the batches of a sampler; each iteration starts at the sampler's position.
+class Pass(NamedTuple):
+    """An iteration over the batches of a data set, from the sampler's position; over `num` of them if expected."""
+
+    samples: Samples
+    sampler: MicroBatchSampler
+    num: int | None = None
+
+
+def start_workers(passes: Sequence[Pass], kind: str, num_workers: int, pin_memory: bool) -> list["WorkerBatches"]:
+    """Return for each pass an iterable over its batches; the same workers make all of them.
 
     Args:
-        samples, sampler: the samples, and the keys of each batch.
+        passes: each iteration starts at the position that the sampler then has.
         kind: "process" (forked now, kept until the end) or "thread".
         num_workers: 0: this process makes the batches itself.
         pin_memory: put the batches into page-locked memory.
     """
-    if kind == "thread" and num_workers:
-        return ThreadWorkers(samples, sampler, num_workers, pin_memory)
-    return ProcessWorkers(samples, sampler, num_workers, pin_memory)
+    sources, kinds = [one.samples for one in passes], {"process": ProcessWorkers, "thread": ThreadWorkers}
+    workers = kinds[kind](sources, num_workers, pin_memory) if num_workers else Workers(sources, pin_memory)
+    return [WorkerBatches(workers, one) for one in passes]
 
 
-class _GatedSampler:
-    """A sampler that yields nothing until it is opened, so that idle workers can be started."""
+class _Tasks(Dataset):
+    """The batches to make, as an iterable over tasks; and the data set from which a task selects a batch.
 
-    def __init__(self, sampler: MicroBatchSampler):
-        self.sampler = sampler
-        self.is_open = False
+    A task is the number of a data set and keys. An iteration starts with a batch of the first pass: `start`. `pending`
+    has the pass and the position of each batch that is not taken yet; None: it is being taken.
+    """
 
-    def __len__(self) -> int:
-        return len(self.sampler)
+    def __init__(self, sources: Sequence[Samples]):
+        self.start: tuple[Iterable[Pass], int] = (), 0
+        self.pending: deque[tuple[Pass, int] | None] = deque()
+        self._sources = sources
 
-    def __iter__(self) -> Iterator[BatchKeys]:
-        return iter(self.sampler if self.is_open else ())
+    def __iter__(self) -> Iterator[Any]:
+        passes, first = self.start
+        for samples, sampler, end in passes:
+            if samples not in self._sources:  # those of a loader that was built alone, with workers of its own
+                continue
+            source, current = self._sources.index(samples), Pass(samples, sampler)
+            scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
+            for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
+                self.pending.append((current, position))
+                yield source, keys
+            first = 0
+
+    def __getitems__(self, task: tuple[int, BatchKeys]) -> list[Sample]:
+        source, keys = task
+        return self._sources[source].__getitems__(keys)
+
+    def make_batch(self, task: tuple[int, BatchKeys], pin_memory: bool) -> Batch:
+        """Return the batch of a task."""
+        images, targets, broken = collate(self.__getitems__(task))
+        if pin_memory and images is not None:
+            images, targets = images.pin_memory(), targets.pin_memory()
+        return images, targets, broken
 
 
-class ProcessWorkers:
-    """Processes, forked on construction, that prepare batches ahead and live as long as this object."""
+class Workers:
+    """Makers of batches: here the calling thread; in subclasses workers, which make PREFETCH batches each ahead.
 
-    def __init__(self, samples: Samples, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool):
-        gate = _GatedSampler(sampler)
+    Attributes:
+        expected: the passes that probably follow the next one. At its end, workers continue with them; if another pass
+            follows, their batches are discarded. The iterable must not refer to the workers, which keep it.
+    """
+
+    expected: Iterable[Pass] = ()
+
+    def __init__(self, sources: Sequence[Samples], pin_memory: bool):
+        self._tasks = _Tasks(sources)
+        self._pin_memory = pin_memory
+        self._processes: list[multiprocessing.Process] = []
+
+    def read(self, current: Pass) -> Iterator[Batch]:
+        """Yield the batches of a pass. If passes are read in turn, some batches are made again."""
+        expected, self.expected, pending = self.expected, (), self._tasks.pending
+        with _failures_explained(self._processes):
+            for position in range(len(current.sampler)):
+                if not pending or pending[0] != (current, position):
+                    pending.clear()
+                    self._tasks.start = itertools.chain([current], expected), position
+                    self._restart()
+                pending[0] = None  # after an error, no pass continues here
+                batch = self._take()
+                pending.popleft()
+                yield batch
+
+    def _restart(self) -> None:
+        """Discard all batches, and start the tasks anew."""
+        self._running: Iterator[Any] = iter(self._tasks)
+        self._task = next(self._running)
+
+    def _take(self) -> Batch:
+        """Return the oldest batch, and start another task."""
+        task, self._task = self._task, next(self._running, None)
+        return self._tasks.make_batch(task, self._pin_memory)
+
+
+class WorkerBatches:
+    """The batches of a data set; each iteration starts at the position of the sampler."""
+
+    def __init__(self, workers: Workers, source: Pass):
+        self.workers, self._source = workers, source
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.workers.read(Pass(self._source.samples, copy.copy(self._source.sampler)))
+
+
+class ProcessWorkers(Workers):
+    """Processes, forked on construction, that live as long as this object."""
+
+    def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool):
+        super().__init__(sources, pin_memory)
         # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(
-            samples,
-            batch_sampler=gate,
+            self._tasks,
+            batch_sampler=self._tasks,
             num_workers=num_workers,
             collate_fn=collate,
             pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-            prefetch_factor=PREFETCH if num_workers else None,
+            persistent_workers=True,
+            prefetch_factor=PREFETCH,
             worker_init_fn=functools.partial(set_up_worker_signals, parent=os.getpid()),
             # From Python 3.14, fork is not the default.
-            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
         with _without_sigchld_handler():
-            iter(self._batches)
-        gate.is_open = True
-        self._processes = list(getattr(self._batches._iterator, "_workers", ()))
-        if thread := getattr(self._batches._iterator, "_pin_memory_thread", None):
+            running: Any = iter(self._batches)
+        self._processes = list(running._workers)
+        if thread := getattr(running, "_pin_memory_thread", None):
             threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self._processes)
         # The workers ignore the SIGTERM that multiprocessing's exit handler, or a garbage-collected DataLoader, would
         # send them, so they are shut down before either.
-        atexit.register(weakref.finalize(self, _shut_down, self._batches))
+        atexit.register(weakref.finalize(self, running._shutdown_workers))
 
-    def __iter__(self) -> Iterator[Batch]:
-        with _failures_explained(self._processes):
-            yield from self._batches
+    def _restart(self) -> None:
+        self._running = iter(self._batches)  # the same object, with new tasks
+
+    def _take(self) -> Batch:
+        # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
+        with torch.inference_mode(False):
+            return next(self._running)
 
 
 @contextlib.contextmanager
@@ -174,19 +258,15 @@ def _hide_consequence(hook, thread: threading.Thread, processes: Sequence, failu
         hook(failure)
 
 
-def _shut_down(batches: DataLoader) -> None:
-    getattr(batches._iterator, "_shutdown_workers", lambda: None)()
+class ThreadWorkers(Workers):
+    """Threads: decoding and resizing release the GIL, and no batch crosses processes."""
 
-
-class ThreadWorkers:
-    """Threads that prepare batches ahead: decoding and resizing release the GIL, and no batch crosses processes."""
-
-    def __init__(self, samples: Samples, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool):
-        self._samples = samples
-        self._sampler = sampler
-        self._pin_memory = pin_memory
+    def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool):
+        super().__init__(sources, pin_memory)
+        self._futures: deque[Future] = deque()
         self._max_pending = PREFETCH * num_workers
         self._pool = ThreadPoolExecutor(num_workers, "loader")
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         self._use_one_core_per_thread(num_workers)
 
     def _use_one_core_per_thread(self, num_workers: int) -> None:
@@ -206,26 +286,17 @@ class ThreadWorkers:
         started.wait()
         torch.set_num_threads(num_threads)
 
-    def __iter__(self) -> Iterator[Batch]:
-        pending: deque[Future] = deque()
-        try:
-            for keys in self._sampler:
-                pending.append(self._pool.submit(self._make_batch, keys))
-                if len(pending) > self._max_pending:
-                    yield _next_batch(pending)
-            while pending:
-                yield _next_batch(pending)
-        finally:  # also if the epoch is left early
-            for future in pending:
-                future.cancel()
+    def _restart(self) -> None:
+        wait([future for future in self._futures if not future.cancel()])
+        self._futures.clear()
+        self._running = iter(self._tasks)
+        self._start_tasks()
 
-    def _make_batch(self, keys: BatchKeys) -> Batch:
-        images, targets, broken = collate([self._samples[key] for key in keys])
-        if self._pin_memory and images is not None:
-            images, targets = images.pin_memory(), targets.pin_memory()
-        return images, targets, broken
+    def _take(self) -> Batch:
+        batch = self._futures.popleft().result()
+        self._start_tasks()
+        return batch
 
-
-def _next_batch(pending: deque[Future]) -> Batch:
-    with _failures_explained():
-        return pending.popleft().result()
+    def _start_tasks(self) -> None:
+        for task in itertools.islice(self._running, self._max_pending - len(self._futures)):
+            self._futures.append(self._pool.submit(self._tasks.make_batch, task, self._pin_memory))

@@ -18,7 +18,7 @@ from distribuuuu.data.samplers import BatchKeys, EvalSampler
 from distribuuuu.data.samples import Sample, Samples
 from distribuuuu.data.seeding import SampleKey
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.workers import start_workers
+from distribuuuu.data.workers import Pass, start_workers
 
 
 def list_spans(num_images: int, chunk_size: int) -> list[range]:
@@ -95,7 +95,7 @@ class ChunkLoader(Loader):
 
     def __init__(
         self,
-        images: ImageList,
+        images: ImageDataset,
         transform: Any,
         spans: Sequence[range],
         device: torch.device,
@@ -105,7 +105,7 @@ class ChunkLoader(Loader):
     ):
         samples = TolerantSamples(images, transform.crop, transform.decoder, False, transform.options)
         sampler = SpanSampler(spans, batch_size)
-        batches = start_workers(samples, sampler, kind, workers, pin_memory=device.type == "cuda")
+        (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory=device.type == "cuda")
         super().__init__(samples, sampler, batches, transform.normalizer(device, transform.channels_last))
         # The cause of each broken image, by its position, until its chunk is taken.
         self._causes: dict[int, str] = {}

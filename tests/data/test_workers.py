@@ -26,7 +26,7 @@ from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples, collate
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
-from distribuuuu.data.workers import LoaderWorkerError, count_workers, start_workers
+from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers, start_workers
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.host import count_cores
@@ -65,7 +65,8 @@ def start(kind: str, num: int, images: ImageDataset | None = None, transform=Non
     """Return the batches of an evaluation set, the sampler's position always at its beginning."""
     images = images or Squares()
     samples = Samples(images, transform or CenterCrop(8, 8), "auto", skip_broken=False)
-    return start_workers(samples, EvalSampler(len(images), batch_size, 0, 1), kind, num, pin_memory=False)
+    sampler = EvalSampler(len(images), batch_size, 0, 1)
+    return start_workers([Pass(samples, sampler)], kind, num, pin_memory=False)[0]
 
 
 def numbers_of(batches) -> list[list[int]]:
@@ -208,7 +209,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_others_end(name):
     running = iter(batches)
     next(running)
     with pytest.raises(LoaderWorkerError, match=rf"^loader worker \(pid \d+\) was {ADVICE[name]}") as caught:
-        os.kill(batches._batches._iterator._workers[1].pid, getattr(signal, name))
+        os.kill(batches.workers._processes[1].pid, getattr(signal, name))
         list(running)
     assert caught.value.status == 1 and "\n" not in str(caught.value)
     del running, batches, caught
@@ -242,8 +243,8 @@ def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch():
     batches = start("process", 1, Squares(4000))
     running = iter(batches)
     next(running)
-    os.kill(batches._processes[0].pid, signal.SIGKILL)
-    batches._processes[0].join()
+    os.kill(batches.workers._processes[0].pid, signal.SIGKILL)
+    batches.workers._processes[0].join()
     for _ in range(1000):  # where a handler would run
         pass
     with pytest.raises(LoaderWorkerError, match="SIGKILL"):
@@ -266,11 +267,11 @@ def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypa
         while not dies.is_set():
             with contextlib.suppress(queue.Empty):
                 target.put(source.get(timeout=0.05))
-        os.kill(batches._processes[0].pid, signal.SIGKILL)
+        os.kill(batches.workers._processes[0].pid, signal.SIGKILL)
         raise ConnectionResetError("the worker has left the connection")
 
     monkeypatch.setattr(pin_memory, "_pin_memory_loop", pin_one)
-    batches = workers.ProcessWorkers(samples, EvalSampler(400, 4, 0, 1), 1, pin_memory=True)
+    (batches,) = start_workers([Pass(samples, EvalSampler(400, 4, 0, 1))], "process", 1, pin_memory=True)
     running = iter(batches)
     next(running)
     dies.set()
@@ -355,7 +356,7 @@ def test_threads_end_with_their_loader():
 
     gc.collect()
     before, batches = running(), start("thread", 3)
-    own = list(batches._pool._threads)
+    own = list(batches.workers._pool._threads)
     next(iter(batches))
     assert running() >= before + 3
     del batches

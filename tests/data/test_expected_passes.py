@@ -1,0 +1,250 @@
+"""Batches made ahead for expected passes: early, bounded, exact, and invisible if another pass follows."""
+
+import copy
+import itertools
+import multiprocessing
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.runs import assert_same_run
+
+from distribuuuu.data import workers
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.loader import Loader, Normalizer, build_loaders
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.samples import Samples
+from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.data.workers import Pass, Workers, start_workers
+from distribuuuu.launch.detect import Launch
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+ALONE = Launch("alone")
+BATCH = 4
+WAYS = [("process", 0), ("process", 2), ("thread", 3)]
+AHEAD = WAYS[1:]
+
+
+class Counted(ImageDataset):
+    """Gray squares, each of its number; the number of reads is known in all processes."""
+
+    classes = ("all",)
+
+    def __init__(self, num: int, broken: int = -1, failing: int = -1):
+        self.num, self.broken, self.failing = num, broken, failing
+        self._reads = multiprocessing.Value("q", 0)
+
+    @property
+    def num_reads(self) -> int:
+        return self._reads.value
+
+    def __len__(self) -> int:
+        return self.num
+
+    def read(self, index: int) -> np.ndarray:
+        with self._reads:
+            self._reads.value += 1
+        if index in (self.broken, self.failing):
+            raise OSError("cannot be read")
+        return np.full((8, 8, 3), index, dtype=np.uint8)
+
+    def label(self, index: int) -> int:
+        return 0
+
+    def describe(self, index: int) -> str:
+        if index == self.failing:
+            raise LookupError("a bug of the data set")
+        return super().describe(index)
+
+
+class Pool:
+    """The passes of a training and of an evaluation set that share workers."""
+
+    def __init__(self, kind: str, num: int, val: Counted | None = None, skip: bool = True):
+        self.data = Counted(48), val or Counted(30)
+        train, val_samples = (Samples(images, CenterCrop(8, 8), "auto", skip) for images in self.data)
+        self.train = Pass(train, ResumableDistributedSampler(48, BatchPlan(BATCH, 1, 1), 0))
+        self.val = Pass(val_samples, EvalSampler(30, BATCH, 0, 1))
+        self.train_batches, self.val_batches = start_workers([self.train, self.val], kind, num, pin_memory=False)
+        self.most_ahead = BATCH * workers.PREFETCH * num
+
+    def epoch(self, epoch: int, first_step: int = 0, seed: int = 1) -> Pass:
+        sampler = replace(self.train.sampler, seed=seed, epoch=epoch, first_step=first_step)
+        return Pass(self.train.samples, sampler)
+
+    def read(self, one: Pass):
+        """Return the batches of a pass, which the loaders would read the same way."""
+        if one.samples is self.val.samples:
+            return iter(self.val_batches)
+        self.train.sampler.set_position(one.sampler.seed, one.sampler.epoch, one.sampler.first_step)
+        batches = iter(self.train_batches)
+        self.train.sampler.set_position(7, 7, 7)  # the position is that of the call above
+        return batches
+
+    def num_reads(self) -> int:
+        return sum(images.num_reads for images in self.data)
+
+    def wait_for_reads(self, num: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.num_reads() < num and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.num_reads() >= num
+
+
+def numbers(batches) -> list[list[int]]:
+    return [pixels[:, 0, 0, 0].tolist() for pixels, _, _ in batches]
+
+
+def expected(one: Pass) -> list[list[int]]:
+    return [[index for _, index in keys] for keys in one.sampler]
+
+
+@pytest.mark.parametrize("kind, num", AHEAD)
+def test_workers_continue_with_the_expected_passes_within_their_bound(kind, num):
+    pool = Pool(kind, num)
+    passes = [pool.epoch(0, first_step=9), pool.val, pool.epoch(1), pool.val]
+    assert pool.num_reads() == 0
+    pool.train_batches.workers.expected = iter(passes[1:])
+    taken = 0
+    for number, one in enumerate(passes):
+        for batch, keys in zip(pool.read(one), expected(one), strict=True):
+            assert numbers([batch]) == [keys]
+            taken += len(keys)
+            assert pool.num_reads() <= taken + pool.most_ahead
+        if number < 2:  # before the next pass is requested
+            pool.wait_for_reads(taken + pool.most_ahead - BATCH)  # the last batch of the evaluation is smaller
+            time.sleep(0.05)
+            assert pool.num_reads() <= taken + pool.most_ahead
+    assert pool.num_reads() == taken, "a batch was made twice"
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_what_is_requested_is_read_whatever_was_expected(kind, num):
+    pool = Pool(kind, num)
+    start, rolled_back = pool.epoch(0), pool.epoch(0, seed=2)
+    actual = [pool.val, rolled_back, pool.epoch(1), pool.epoch(0, first_step=3), pool.epoch(1, first_step=12), pool.val]
+    for one in actual:
+        pool.train_batches.workers.expected = [pool.epoch(1)._replace(num=2), pool.val]
+        assert numbers(pool.read(start)) == expected(start)
+        assert numbers(pool.read(one)) == expected(one)
+    assert expected(rolled_back) != expected(start)
+    for left_early in (0, 1, 3):
+        pool.train_batches.workers.expected = [pool.val]
+        batches = pool.read(start)
+        assert numbers(itertools.islice(batches, left_early)) == expected(start)[:left_early]
+        assert numbers(pool.read(pool.val)) == expected(pool.val)
+        assert numbers(pool.read(start)) == expected(start)
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_passes_can_be_read_in_turn(kind, num):
+    """A loop that evaluates within an epoch continues the epoch afterwards."""
+    pool = Pool(kind, num)
+    pool.train_batches.workers.expected = [pool.val, pool.epoch(1)]
+    batches, keys = pool.read(pool.epoch(0)), expected(pool.epoch(0))
+    for step in range(0, 12, 4):
+        assert numbers(next(batches) for _ in range(4)) == keys[step : step + 4]
+        assert numbers(pool.read(pool.val)) == expected(pool.val)
+    assert list(batches) == []
+    pairs = list(zip(pool.read(pool.val), pool.read(pool.val), strict=True))
+    assert numbers(one for one, _ in pairs) == numbers(other for _, other in pairs) == expected(pool.val)
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_a_batch_made_in_vain_is_neither_counted_nor_an_error(kind, num, caplog):
+    for val, skip in ((Counted(30, broken=1), True), (Counted(30, failing=1), False)):
+        pool = Pool(kind, num, val, skip)
+        normalize = Normalizer(CPU, [0.5] * 3, [0.5] * 3, channels_last=False)
+        train, evaluation = (
+            Loader(one.samples, one.sampler, batches, normalize)
+            for one, batches in ((pool.train, pool.train_batches), (pool.val, pool.val_batches))
+        )
+        for _ in range(2):
+            train.expect([pool.val])
+            assert len(list(train)) == 12
+            pool.wait_for_reads(48 + 2 * (num > 0))
+        assert train.num_broken == evaluation.num_broken == 0 and not caplog.records
+        if skip:
+            assert len(list(evaluation)) == 8
+            assert evaluation.num_broken == len(caplog.records) == 1
+            caplog.clear()
+        else:
+            for _ in range(2):
+                with pytest.raises(LookupError, match="a bug of the data set"):
+                    list(evaluation)
+            assert len(list(train)) == 12
+
+
+@pytest.mark.parametrize("kind, num", WAYS)
+def test_after_an_interrupt_no_batch_is_taken_for_another(kind, num, monkeypatch):
+    pool = Pool(kind, num)
+    kind_of_workers = type(pool.val_batches.workers)
+    take = kind_of_workers._take
+
+    def take_and_interrupt(self):
+        take(self)
+        raise KeyboardInterrupt
+
+    for one in (pool.val, pool.epoch(0)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(kind_of_workers, "_take", take_and_interrupt)
+            next(pool.read(one))
+        assert numbers(pool.read(one)) == expected(one)
+
+
+def test_equal_samplers_are_those_of_the_same_keys():
+    val, train = EvalSampler(30, 4, 0, 1), ResumableDistributedSampler(48, BatchPlan(4, 1, 1), 0)
+    assert copy.copy(val) == val and copy.copy(train) == train
+    assert val not in (EvalSampler(31, 4, 0, 1), EvalSampler(30, 5, 0, 1), EvalSampler(30, 4, 1, 2), train)
+    assert train not in [replace(train, **{key: 1}) for key in ("seed", "epoch", "first_step", "rank")]
+
+
+RUN = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 5, "MODEL.PRECISE_BN", 20, "TRAIN.IM_SIZE_START", 8,
+       "TRAIN.IM_SIZE_EPOCHS", [0, 2], "TRAIN.IM_SIZE_MULTIPLE", 4)  # fmt: skip
+
+
+def test_a_run_requests_the_passes_it_expects(small_cfg, tmp_path, monkeypatch):
+    """Its workers start anew once, at the beginning, though weights differ in kind and images in size."""
+    restarts, children = [], []
+    for kind in (workers.ProcessWorkers, workers.ThreadWorkers):
+
+        def restart(self, original=kind._restart):
+            restarts.append(type(self).__name__)
+            children.append({*multiprocessing.active_children()} - before)
+            original(self)
+
+        monkeypatch.setattr(kind, "_restart", restart)
+    before = {*multiprocessing.active_children()}  # of other tests, and may end at any time
+    train_model(small_cfg(*RUN, "OUT_DIR", tmp_path / "alone"))
+    for kind in ("process", "thread"):
+        words = ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind, "OUT_DIR", tmp_path / kind)
+        train_model(small_cfg(*RUN, *words))
+        assert_same_run(tmp_path / kind, tmp_path / "alone")
+    assert restarts == ["ProcessWorkers", "ThreadWorkers"]
+    assert len(children[0]) == 2, "training and evaluation share their workers"
+
+
+def test_loaders_share_workers(small_cfg):
+    loaders = build_loaders(small_cfg("TRAIN.WORKERS", 1), ALONE, CPU)
+    assert len({id(loader._batches.workers) for loader in loaders}) == 1
+    assert isinstance(loaders[0]._batches.workers, Workers)
+
+
+class SlowEnd(Counted):
+    """The last image takes so long that later batches of other workers arrive before it."""
+
+    def read(self, index: int) -> np.ndarray:
+        time.sleep(0.5 * (index == self.num - 1))
+        return super().read(index)
+
+
+def test_a_batch_that_arrives_during_an_evaluation_can_be_trained_on():
+    pool = Pool("process", 2, SlowEnd(30))
+    pool.val_batches.workers.expected = [pool.epoch(0)]
+    with torch.inference_mode():
+        assert numbers(pool.read(pool.val)) == expected(pool.val)
+    assert not any(labels.is_inference() for _, labels, _ in pool.read(pool.epoch(0)))
