@@ -66,6 +66,8 @@ REFERENCES = ("timm", "torchvision")
 class MemoryLoader:
     """A loader that repeats one batch, with the interface of TrainLoader that the training loop uses."""
 
+    samples = sampler = None
+
     def __init__(self, batches: Batches, num_classes: int):
         images = batches.batch[0]
         self.batch = batches.batch
@@ -77,6 +79,9 @@ class MemoryLoader:
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
+
+    def expect(self, passes) -> None:
+        """Ignore the passes that will follow."""
 
     def dummy_batch(self) -> torch.Tensor:
         """Return images of a micro-batch."""

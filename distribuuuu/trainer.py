@@ -7,14 +7,12 @@ from pathlib import Path
 
 import torch
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
-from distribuuuu.checkpoint.load import load_state_dict
+from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.imagenet_labels import read_classes
-from distribuuuu.data.loader import Loader, build_loader
+from distribuuuu.data.loader import Loader, build_loader, build_loaders
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import without_gradient_sync
+from distribuuuu.distributed.ddp import compile_model, without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import marked
 from distribuuuu.engine.dry_run import dry_run_evaluation
@@ -22,13 +20,12 @@ from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run import Run, expected_passes
 from distribuuuu.engine.run_description import describe_end, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
-from distribuuuu.engine.setup import Training, build_checkpoints, build_run, find_weights, open_run
+from distribuuuu.engine.setup import Training, build_checkpoints, build_run, build_test_model, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.models import SelectedOutputs, build_model
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.report.predictions import recording
@@ -39,8 +36,10 @@ from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
 logger = logging.getLogger(__name__)
 
 
-def train_model(cfg) -> float:
+def train_model(cfg, stop_epoch: int | None = None) -> float:
     """Train a model, resuming from the newest valid checkpoint; return the best value of the first metric, in percent.
+
+    With `stop_epoch`, the run ends after this epoch, from 1; the same call without it continues bitwise.
 
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
@@ -49,13 +48,12 @@ def train_model(cfg) -> float:
     cfg = resolve_num_classes(cfg)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
-    train_loader = build_loader(cfg, launch, device, train=True)
-    val_loader = build_loader(cfg, launch, device, train=False)
+    train_loader, val_loader = build_loaders(cfg, launch, device)
     with open_run(cfg, launch, device, "train.log", locks=True) as started:
         run = build_run(cfg, train_loader, val_loader)
         results = RunResults(run)
         with run.stop, run.log, save_on_stop(run):
-            while run.state.epoch < cfg.OPTIM.MAX_EPOCH:
+            while run.state.epoch < min(stop_epoch or cfg.OPTIM.MAX_EPOCH, cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)
                 except NonFiniteLoss as error:
@@ -81,17 +79,19 @@ def train_epoch(run: Run) -> None:
         NonFiniteLoss: the mean loss is infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
+    num_steps, print_freq = loader.num_steps, cfg.TRAIN.PRINT_FREQ
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
+    loader.expect(expected_passes(run))
     run.model.train()
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for step in run.log.steps(epoch, state.step):
-        lr = run.lr_at(epoch + step / loader.num_steps)
+        lr = run.lr_at(epoch + step / num_steps)
         set_lr(state.optimizer, lr)
         train_step(run, batches, step)
-        state.finish_step(loader.num_steps)
-        is_last = state.step == loader.num_steps
-        if state.step % cfg.TRAIN.PRINT_FREQ == 0 or is_last:
+        state.finish_step(num_steps)
+        is_last = state.step == num_steps
+        if state.step % print_freq == 0 or is_last:
             run.log.train(epoch, state.step, lr, check_finite(state.meter.read()), loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
@@ -120,7 +120,7 @@ def compute_gradients(training: Training, batches: Iterator, step: int, all_redu
         is_last = micro + 1 == plan.accum_steps
         with without_gradient_sync(training.model, not (is_last and all_reduce)):
             output = task.train_step(training.model, images, targets, key)
-            state.precision.backward(output.loss / plan.accum_steps)
+            state.precision.backward(output.loss if plan.accum_steps == 1 else output.loss / plan.accum_steps)
         state.meter.update(output)
 
 
@@ -211,16 +211,7 @@ def test_model(cfg) -> dict:
     with open_run(cfg, launch, device, "test.log"):
         task = build_task(cfg, loader.images.classes, device, build_precision(cfg, device))
         weights = find_weights(cfg)
-        model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(device)
-        if weights != "pretrained":
-            content = read_checkpoint(weights)
-            load_state_dict(model, content["state_dict"], weights)
-            trained = tuple(read_classes()) if cfg.TEST.LABELS else loader.images.classes
-            if mismatch := find_class_mismatch(content, trained):
-                raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
-        if cfg.TEST.LABELS:
-            columns = list(read_classes(cfg.TEST.LABELS).values())
-            model = SelectedOutputs(model, cfg.MODEL.NUM_CLASSES, columns).to(device)
+        model = build_test_model(cfg, task, weights)
         describe_model(cfg, model, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
         with recording(cfg, task, model, loader, kind) as task:
@@ -233,5 +224,6 @@ def test_model(cfg) -> dict:
 def evaluate_weights(cfg, task: Task, model: torch.nn.Module, loader: Loader) -> dict:
     """Return count, loss and metrics of a model, after a dry run with one image."""
     dry_run_evaluation(cfg, model, loader.zero_images(1), task.num_outputs)
+    compile_model(model, cfg.MODEL.COMPILE)
     bar = evaluation_bar(cfg.TEST.PRINT_FREQ)
     return evaluate(task, model, loader, lambda batches: marked(bar(batches), "evaluation"))

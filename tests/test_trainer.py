@@ -35,6 +35,7 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -51,6 +52,19 @@ def reference(image_folder, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("reference")
     train_model(load_cfg(None, small_options(image_folder, out_dir)))
     return out_dir
+
+
+def test_a_run_that_ends_after_an_epoch_continues_exactly(reference, small_cfg, tmp_path):
+    for _ in range(2):  # the second start has nothing to do
+        train_model(small_cfg(), stop_epoch=1)
+        assert newest(tmp_path / "out")["epoch"] == 0
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert (results["finished"], results["training"]["epochs_done"]) == (False, 1)
+    train_model(small_cfg(), stop_epoch=9)
+    assert_same_run(reference, tmp_path / "out")
+    assert timeless(reference) == timeless(tmp_path / "out")
+    finished = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert finished["finished"] and finished["config_hash"] == results["config_hash"]
 
 
 def test_a_run_writes_the_expected_files(reference):
@@ -184,6 +198,50 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_resumes_bitwise(referenc
     assert "SIGTERM: stopped in epoch" in log and "resumed from" in log
     assert_same_run(cfg.OUT_DIR, reference)
     assert timeless(cfg.OUT_DIR) == timeless(reference)
+
+
+def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeypatch):
+    exchanges = []
+    monkeypatch.setattr("distribuuuu.engine.stop.dist.all_reduce_max", lambda values: exchanges.append(0) or values)
+    stop = StopRequest()
+    for _ in range(40):
+        stop.check("a step")
+    assert len(exchanges) <= 2, "fast steps do not ask at every call"
+    stop._signals.receive(signal.SIGTERM)
+    with pytest.raises(RunStopped):
+        stop.check("the next step")
+
+
+class Wrapped(torch.nn.Module):
+    """A wrapper like DDP, around which training compiles and which evaluations do not use."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, images):
+        return self.module(images)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda model, *args, **options: model, lambda model, *args, **options: Wrapped(model)]
+)
+def test_each_model_that_trains_or_is_evaluated_is_compiled_once(small_cfg, monkeypatch, wrap):
+    compiled, evaluated = [], []
+    monkeypatch.setattr("distribuuuu.engine.setup.wrap_model", wrap)
+    for place in ("distribuuuu.engine.setup", "distribuuuu.trainer"):
+        monkeypatch.setattr(f"{place}.compile_model", lambda model, mode: compiled.append((model, mode)))
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(
+        trainer, "evaluate", lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)
+    )
+    cfg = small_cfg("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.COMPILE", "default")
+    train_model(cfg)
+    models = [model for model, _ in compiled]
+    assert len(evaluated) == 2 and all(any(model is one for one in models) for model in evaluated)
+    assert len(set(map(id, models))) == len(models) == 2 + isinstance(models[0], Wrapped)
+    evaluate_run(cfg)
+    assert compiled[-1][0] is evaluated[-1] and {mode for _, mode in compiled} == {"default"}
 
 
 def wait_for_threads() -> None:

@@ -15,11 +15,11 @@ class GroupState:
     """State of this process in the process group, set by `process_group`.
 
     Attributes:
-        local_rank: the rank on this node.
+        rank, local_rank: the rank in the group, and the one on this node.
         host_group: a gloo group for values of the host, whose collectives never wait for the device.
     """
 
-    local_rank = 0
+    rank = local_rank = 0
     host_group: torch_dist.ProcessGroup | None = None
 
 
@@ -30,7 +30,7 @@ def is_distributed() -> bool:
 
 def rank() -> int:
     """Return the rank of this process."""
-    return torch_dist.get_rank() if is_distributed() else 0
+    return GroupState.rank
 
 
 def world_size() -> int:

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
+from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.tree import iter_options
+from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
@@ -31,6 +33,7 @@ from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch, is_restart
+from distribuuuu.models import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
@@ -138,6 +141,8 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     restore(cfg, state, latest)
     task.prepare_training(loader.plan)
     model = prepare_model(cfg, task, state.model, loader, val_images)
+    for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
+        compile_model(evaluated, cfg.MODEL.COMPILE)
     lr_at, clip = build_lr(cfg, loader.plan.global_batch), build_clipper(cfg)
     return Training(cfg, task, state, model, loader, lr_at, clip)
 
@@ -221,6 +226,24 @@ def find_weights(cfg) -> str:
     if not best.exists():
         raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} does not exist; fix: set it to a checkpoint")
     return str(best)
+
+
+def build_test_model(cfg, task: Task, weights: str) -> nn.Module:
+    """Return the model to evaluate, on the device; with TEST.LABELS, its logits are restricted to those of the labels.
+
+    Raises:
+        CheckpointError: the weights do not match the model or the classes of the data.
+    """
+    model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
+    if weights != "pretrained":
+        content = read_checkpoint(weights)
+        load_state_dict(model, content["state_dict"], weights)
+        if mismatch := find_class_mismatch(content, tuple(read_classes()) if cfg.TEST.LABELS else task.classes):
+            raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
+    if cfg.TEST.LABELS:
+        columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
+        select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)
+    return model
 
 
 def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:

@@ -59,22 +59,21 @@ class StopRequest:
     def check(self, position: str) -> None:
         """Record the position for the watchdog, and stop if any process has a reason to.
 
-        The processes communicate about once a second, at a call on which they agreed the time before.
+        Processes communicate about once a second, at a call on which they agreed the time before; one stops at once.
 
         Raises:
             RunStopped: on every process, after the same call.
         """
         mark_position(position)
         self._calls += 1
-        if self._calls < self._calls_to_wait:
+        if self._calls < self._calls_to_wait and (self._signals.first is None or dist.is_distributed()):
             return
         now = time.monotonic()
         reason, call_s = dist.all_reduce_max([self._reason(now), (now - self._agreed_at) / self._calls])
         if reason != _NO_REASON:
             raise RunStopped(int(reason))
         self._agreed_at, self._calls = now, 0
-        calls = int(AGREE_EVERY_S / max(call_s, 1e-6)) if dist.is_distributed() else 1
-        self._calls_to_wait = min(max(calls, 1), MAX_CALLS)
+        self._calls_to_wait = min(max(int(AGREE_EVERY_S / max(call_s, 1e-6)), 1), MAX_CALLS)
 
     def checked(self, items: Iterable[T], max_num_batches: int, position: str) -> Iterator[T]:
         """Yield the items with a `check` after each; every process makes at least `max_num_batches` checks."""

@@ -11,7 +11,7 @@ To add a model, add one file with a function of `num_classes`, decorated with `@
 its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,18 +48,13 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
-class SelectedOutputs(nn.Module):
-    """A model whose logits (N, num_classes) are restricted to some columns; other outputs are left unchanged."""
+def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) -> None:
+    """Restrict the logits (N, num_classes) of a model to some columns, on its device; other outputs are unchanged."""
 
-    def __init__(self, model: nn.Module, num_classes: int, columns: Sequence[int]):
-        super().__init__()
-        self.model, self.num_classes = model, num_classes
-        self.register_buffer("columns", torch.tensor(columns), persistent=False)
+    def select(_module: nn.Module, _inputs: Any, logits: Any) -> Any:
+        return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits (N, columns)."""
-        logits = self.model(images)
-        return logits[:, self.columns] if getattr(logits, "shape", ())[1:] == (self.num_classes,) else logits
+    model.register_forward_hook(select)
 
 
 def initialize(model: nn.Module) -> None:

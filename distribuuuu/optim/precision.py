@@ -25,7 +25,7 @@ class Precision:
         self._dtype = AUTOCAST_DTYPES[name]
         self._device_type = torch.device(device).type
         self._cache = cache
-        self._scaler = torch.amp.GradScaler(self._device_type, enabled=name == "fp16")  # disabled: does nothing
+        self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context of a forward pass."""
@@ -35,25 +35,29 @@ class Precision:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a loss (), scaled."""
-        self._scaler.scale(loss).backward()
+        (self._scaler.scale(loss) if self._scaler else loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Unscale the gradients, clip them with `clip(parameters)`, and take the optimizer's step.
 
         Waits for the device only with float16 and an optimizer that is not fused.
         """
-        self._scaler.unscale_(optimizer)
+        if self._scaler:
+            self._scaler.unscale_(optimizer)
         clip(parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        if self._scaler:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+        else:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scaling; empty without float16."""
-        return self._scaler.state_dict()
+        return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Load the state of the loss scaling; an empty one, of a run without float16, is ignored."""
-        if content and self._scaler.is_enabled():
+        if content and self._scaler:
             self._scaler.load_state_dict(content)
 
 

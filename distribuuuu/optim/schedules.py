@@ -7,6 +7,7 @@ gets those of `max_epoch`, `min_lr`, `steps`, `lr_mult` and `peak` (the end of t
 The formulas are those of pycls (Radosavovic et al., https://github.com/facebookresearch/pycls).
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -78,10 +79,11 @@ def build_schedule(cfg) -> Callable[[float], float]:
     known = {"max_epoch": optim.MAX_EPOCH, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
     settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
+    base_lr, lag, warmup_epochs, factor = optim.BASE_LR, optim.LR_LAG, optim.WARMUP_EPOCHS, optim.WARMUP_FACTOR
 
+    @functools.lru_cache(maxsize=1)  # with `hold` it is the same in each step of an epoch
     def lr_at(epoch: float) -> float:
-        epoch = max(0.0, (math.floor(epoch) if hold else epoch) - optim.LR_LAG)
-        warmup = warmup_factor(epoch, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
-        return optim.BASE_LR * factor_at(epoch, **settings) * warmup
+        epoch = max(0.0, epoch - lag)
+        return base_lr * factor_at(epoch, **settings) * warmup_factor(epoch, warmup_epochs=warmup_epochs, factor=factor)
 
-    return lr_at
+    return (lambda epoch: lr_at(math.floor(epoch))) if hold else lr_at

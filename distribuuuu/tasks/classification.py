@@ -48,9 +48,7 @@ class Classification(Task):
             logits = model(images)
             if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
                 logits = (logits.clone() + model(images.flip(-1))) / 2
-        is_real = self.cfg.TEST.LABELS == "imagenet_real"  # any of several labels is right
-        right = targets.gt(0).to(torch.uint8) if is_real else self.metric_targets(targets)
-        return StepOutput(self.eval_criterion(logits, targets), logits, right)
+        return StepOutput(self.eval_criterion(logits, targets), logits, self.metric_targets(targets))
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets in the form of `StepOutput.targets`."""

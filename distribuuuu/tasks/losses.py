@@ -1,9 +1,9 @@
 """Losses, from logits and targets to the mean over the images.
 
-A criterion takes logits (N, classes) of any float type and targets: int64 labels (N,), or soft targets (N, classes) of
-any float type, e.g. of mixed images. It returns the mean loss () of the N images, computed in float32 or wider. The
-divisor is N for any class weights, not the sum of the weights in the batch. The loss and the gradients averaged over
-the micro-batches of all processes are therefore those of the global batch.
+A criterion takes logits (N, classes) of any float type and targets: int64 labels (N,), soft targets (N, classes) of any
+float type, or for cross-entropy uint8 (N, classes), 1 for each right class. It returns the mean loss () of the N images
+in float32 or wider. The divisor is N for any class weights, not the sum of the weights in the batch. The loss and the
+gradients averaged over the micro-batches of all processes are therefore those of the global batch.
 """
 
 from collections.abc import Sequence
@@ -55,6 +55,8 @@ class CrossEntropy(Loss):
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss ()."""
         logits = self.upcast(logits)
+        if targets.dtype == torch.uint8:  # several classes are right: equal shares
+            targets = targets / targets.sum(dim=1, keepdim=True)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         if self.weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.smoothing)

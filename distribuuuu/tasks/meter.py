@@ -11,6 +11,8 @@ from distribuuuu.tasks.metrics import Metric, ScoreMetric, StepOutput, SumMetric
 
 # Logits of a process that a checkpoint stores at most, 20 MiB; with more, a resumed run starts a new accumulation.
 _MAX_SAVED = 2**22
+# Batches that are kept until their metrics are computed together, and their logits at most.
+_MAX_PENDING, _MAX_PENDING_LOGITS = 16, 2**20
 
 
 class NonFiniteLoss(ConfigError):
@@ -38,7 +40,8 @@ class Meter:
     """Number of images, mean loss and metrics over all batches since the last read.
 
     All sums are in one tensor on the device: `update` does not synchronize, and `read` needs one collective for them.
-    Sums are added over the processes before they are divided, so every image has the same weight.
+    Sums are added over the processes before they are divided, so every image has the same weight. Several batches are
+    added at a time: right after a step, each small operation takes long.
 
     Args:
         metrics: metrics by name.
@@ -60,21 +63,35 @@ class Meter:
         no_scores = torch.empty(0, num_classes, device=device)
         self._no_scores = no_scores, no_scores.to(torch.uint8)
         self._scores = [self._no_scores]
+        self._pending: list[StepOutput] = []
 
-    @torch.no_grad()
     def update(self, output: StepOutput) -> None:
         """Add one batch."""
-        self._count += output.num_images
-        self._loss.add_(output.loss.detach(), alpha=output.num_images)
+        self._pending.append(output.detach())
+        num = len(self._pending)
+        if self._score_metrics or num == _MAX_PENDING or num * output.logits.numel() >= _MAX_PENDING_LOGITS:
+            self._add_pending()
+
+    @torch.no_grad()
+    def _add_pending(self) -> None:
+        """Add the pending batches to the sums: counts at once, other values one after the other, as they round."""
+        pending, self._pending = self._pending, []
+        joined = pending
+        if len({(output.logits.shape[1:], output.targets.shape[1:]) for output in pending}) == 1:
+            logits = torch.cat([output.logits for output in pending])
+            joined = [StepOutput(pending[0].loss, logits, torch.cat([output.targets for output in pending]))]
+        for output in pending:
+            self._loss.add_(output.loss, alpha=output.num_images)
+        self._count += sum(output.num_images for output in pending)
         for metric, sums in zip(self._sum_metrics.values(), self._views, strict=True):
-            sums.add_(metric.batch_sums(output))
-        if self._score_metrics:
-            # Copy: a compiled model may write its next logits to the same memory.
-            logits = output.logits.detach().to(torch.float32, copy=True)
-            self._scores.append((logits, one_hot(output.targets, logits.shape[1])))
+            for output in joined if metric.is_count else pending:
+                sums.add_(metric.batch_sums(output))
+        for output in joined if self._score_metrics else ():
+            self._scores.append((output.logits.float(), one_hot(output.targets, output.logits.shape[1])))
 
     def read(self) -> dict[str, float]:
         """Return count, loss and metrics over all processes, and reset. Every process must call it."""
+        self._add_pending()
         sums, scores = self._sums.clone(), self._scores
         self._sums.zero_()
         self._scores = [self._no_scores]
@@ -99,6 +116,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the sums and logits of this process since the last read; zeros if the logits exceed `_MAX_SAVED`."""
+        self._add_pending()
         if not self._score_metrics:
             return {"sums": self._sums.cpu()}
         is_small = sum(logits.numel() for logits, _ in self._scores) <= _MAX_SAVED
@@ -111,6 +129,7 @@ class Meter:
 
         States of other metrics or other classes are ignored.
         """
+        self._pending = []
         self._sums.zero_()
         self._scores = [self._no_scores]
         empty = self.state_dict()

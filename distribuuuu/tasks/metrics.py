@@ -21,7 +21,7 @@ _MAX_SORTED = 2**24
 
 @dataclass
 class StepOutput:
-    """Loss of a micro-batch of N images, and the inputs of the metrics.
+    """Loss of a micro-batch of N images, and the inputs of the metrics, whose memory later steps do not change.
 
     Attributes:
         loss: the mean loss ().
@@ -39,7 +39,13 @@ class StepOutput:
     @property
     def num_images(self) -> int:
         """N."""
-        return len(self.targets)
+        return self.targets.shape[0]
+
+    def detach(self) -> "StepOutput":
+        """Return it without gradients; on CUDA a copy, since the replay of a CUDA graph writes to the same memory."""
+        keep = (lambda value: value.detach().clone()) if self.loss.is_cuda else torch.Tensor.detach
+        sums = {name: keep(value) for name, value in self.sums.items()}
+        return StepOutput(keep(self.loss), keep(self.logits), keep(self.targets), sums)
 
     def ranked(self, k: int) -> torch.Tensor:
         """Return the classes with the k largest logits, the largest first: int64 (N, k); computed once."""
@@ -72,6 +78,9 @@ class Metric:
 
 class SumMetric(Metric):
     """A metric computed from sums over the images, e.g. the number of correct predictions."""
+
+    # Whether the sums are counts: exact, so the meter may compute those of several batches at once.
+    is_count = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +119,7 @@ class Mean(SumMetric):
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
         """Return the sum that the task computed."""
-        return output.sums[self.key].detach()
+        return output.sums[self.key]
 
     def value(self, sums: torch.Tensor, count: float) -> float:
         """Return the mean."""
@@ -146,7 +155,7 @@ def display_names(metrics: Mapping[str, Metric]) -> dict[str, str]:
 
 
 def hard_labels(targets: torch.Tensor) -> torch.Tensor:
-    """Return int64 labels (N,): the labels themselves, or the class with the largest share of soft targets."""
+    """Return int64 labels (N,) for soft targets: the class with the largest share; return other targets unchanged."""
     return targets.argmax(dim=1) if targets.is_floating_point() else targets
 
 
@@ -160,6 +169,8 @@ def one_hot(targets: torch.Tensor, num_classes: int) -> torch.Tensor:
 @METRICS.register("topk")
 class TopK(SumMetric):
     """Share of the images whose label is among the k classes with the largest logits; k is TRAIN.TOPK."""
+
+    is_count = True
 
     def label(self, name: str) -> str:
         """Return e.g. 'top5'."""
@@ -196,7 +207,7 @@ class _ConfusionMetric(SumMetric):
     above 0, a probability above 0.5, is predicted.
     """
 
-    for_multilabel = True
+    for_multilabel = is_count = True
 
     @property
     def shape(self) -> tuple[int, ...]:

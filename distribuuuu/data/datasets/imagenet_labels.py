@@ -63,8 +63,7 @@ def find_folder_problems(labels: str, folder: Path, found: Iterable[str]) -> Ite
 class RealLabels(ImageDataset):
     """The ImageNet validation images with their ReaL labels (Beyer et al., arXiv 2006.07159), one or several each.
 
-    The number in its file name selects the labels of an image. Images without a label are left out. A target is float32
-    (1000,): equal shares of the labels, with a sum of 1.
+    The number in a file name selects the labels. Images without a label are left out. A target is uint8 (1000,).
 
     Raises:
         ConfigError: a file name has no number, or timm lacks the labels.
@@ -92,10 +91,7 @@ class RealLabels(ImageDataset):
         return self._files[index][0]
 
     def label(self, index: int) -> "np.ndarray":
-        """Return the shares of the classes of image `index`."""
+        """Return which classes are right for image `index`."""
         import numpy as np
 
-        right = self._files[index][1]
-        shares = np.zeros(len(self.classes), np.float32)
-        shares[right] = 1 / len(right)
-        return shares
+        return np.isin(np.arange(len(self.classes)), self._files[index][1]).astype(np.uint8)
