@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 import zipfile
 from types import SimpleNamespace
 
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn import metrics as reference
 from support.processes import on_processes
 from support.runs import records, small_options, timeless
+from support.tiers import slow
+from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.report import predictions
+from distribuuuu.report.html.analysis import list_figures
 from distribuuuu.report.predictions import Recorder, read_predictions, write_arrays
 from distribuuuu.report.results import hash_config, read_results
 from distribuuuu.trainer import test_model as evaluate_run
@@ -82,17 +87,43 @@ def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path
     [(1, 1, ()), (1, 37, ("MODEL.CHANNELS_LAST", True)), (1, 64, ("DATA.LOADER", "device")), (2, 7, ()), (3, 16, ())],
 )
 def test_the_bytes_depend_on_neither_batch_size_nor_processes(trained, small_cfg, tmp_path, num, batch_size, options):
-    weights = ("MODEL.WEIGHTS", trained / "best.pth.tar", *options)
+    metrics = ("TEST.METRICS", "[top1, macro_recall, macro_f1, ece, map]")
+    weights = ("MODEL.WEIGHTS", trained / "best.pth.tar", *metrics, *options)
     evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
-    on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
+    results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
     files = [tmp_path / name / "predictions.npz" for name in ("out", "reference")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert read(tmp_path / "out").meta["epoch"] is None
+    content = read(tmp_path / "out")
+    assert content.meta["epoch"] is None
+    expected, figures = reference_figures(content), list_figures(content)
+    for result in results:
+        assert {name: result[name] / 100 for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert figures["accuracy"] == pytest.approx(expected["top1"], abs=1e-6)
+    assert figures["calibration"]["ece"] == pytest.approx(expected["ece"], abs=1e-6)
+    for name in ("macro_recall", "macro_f1"):
+        assert figures[name] == pytest.approx(expected[name], abs=1e-6)
 
 
-@pytest.mark.parametrize("num", [1, 3])
+def reference_figures(content) -> dict[str, float]:
+    """Return metrics of scikit-learn and torchmetrics on predictions with one label per image, as fractions."""
+    truth, answers, logits = content.label, content.scores.argmax(1), torch.tensor(content.scores)
+    one_hot = np.eye(len(content.classes))[truth]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a class may never be predicted
+        return {
+            "top1": reference.accuracy_score(truth, answers),
+            "macro_recall": reference.balanced_accuracy_score(truth, answers),
+            "macro_f1": reference.f1_score(truth, answers, average="macro"),
+            "ece": float(
+                multiclass_calibration_error(logits.double().softmax(1), torch.tensor(truth), logits.shape[1])
+            ),
+            "map": reference.average_precision_score(one_hot, content.scores, average="macro"),
+        }
+
+
+@pytest.mark.parametrize("num", [1, slow(2), 3])
 def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
-    cfg = small_cfg(*multilabel_options, "OPTIM.MAX_EPOCH", 1)
+    cfg = small_cfg(*multilabel_options, "OPTIM.MAX_EPOCH", 1, "TEST.METRICS", "[map, macro_recall, macro_f1]")
     on_processes(num, train_model, cfg)
     content, last = read(tmp_path / "out"), read_results(tmp_path / "out" / "results.json")["accuracy"]["raw"]["last"]
     assert content.label.shape == content.scores.shape == (37, 3) and content.label.sum(axis=1).tolist()[:4] == [
@@ -103,6 +134,14 @@ def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
     ]
     assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-5)
     assert np.allclose(content.probabilities(), torch.tensor(content.scores).sigmoid(), atol=1e-6)
+    figures, answers = list_figures(content), content.scores > 0
+    expected = {
+        "map": reference.average_precision_score(content.label, content.scores, average="macro"),
+        "macro_recall": reference.recall_score(content.label, answers, average="macro"),
+        "macro_f1": reference.f1_score(content.label, answers, average="macro", zero_division=0),
+    }
+    assert {name: last[name] / 100 for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_data_set_without_files_is_recorded_by_index(small_cfg, tmp_path):
