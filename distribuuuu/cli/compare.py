@@ -68,9 +68,9 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
         folders = [folder for folder in folders if folder.is_dir()]
         if not folders:
             parent = Path(pattern).parent
-            names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+            names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
             problems.append(f"RUN: no such folder: {pattern}{did_you_mean(Path(pattern).name, names)}")
-        sides[pattern] = folders
+        sides[str(Path(pattern))] = folders
     if not problems and len(sides) < 2:
         problems.append(f"RUN: got {counted(len(sides), 'different run')}; expected two or more")
     if len(sides) > _MAX_SIDES:
@@ -81,9 +81,9 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
 
 
 def _short_names(patterns: list[str]) -> list[str]:
-    """Return the patterns without the folders that all of them begin with."""
+    """Return the patterns without the folders that all of them begin or end with."""
     parts = [Path(pattern).parts for pattern in patterns]
-    num_common = 0
-    while all(len(own) > num_common + 1 and own[num_common] == parts[0][num_common] for own in parts):
-        num_common += 1
-    return ["/".join(own[num_common:]) for own in parts]
+    for side in (0, -1):
+        while all(len(own) > 1 and own[side] == parts[0][side] for own in parts):
+            parts = [own[1:] if side == 0 else own[:-1] for own in parts]
+    return ["/".join(own) for own in parts]

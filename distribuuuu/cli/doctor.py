@@ -60,11 +60,11 @@ def _run(prog: str, args: list[str]) -> int:
         groups = find_groups(scan, options, progress)
     source = str(folder) if folder is not None else f"{flags.cfg or 'the defaults'}, DATA.NAME {cfg.DATA.NAME}"
     report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
-    _print(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
+    print_report(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
     return USAGE_ERROR if report["status"] != "clean" else 0
 
 
-def _print(text: str) -> None:
+def print_report(text: str) -> None:
     """Print a text, with escapes for what the encoding of standard output lacks.
 
     Raises:

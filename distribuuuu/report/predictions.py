@@ -266,7 +266,7 @@ class Predictions:
 
     def probabilities(self, rows: Any = slice(None)) -> np.ndarray:
         """Return the probabilities of the stored classes, by softmax or with several labels by sigmoid, in float64."""
-        scores = self.scores[rows].astype(np.float64)
+        scores = torch.from_numpy(self.scores[rows]).double().numpy()  # from float16 several times faster than numpy
         if self.multilabel:
             return 0.5 * (1 + np.tanh(0.5 * scores))
         if self.log_total is not None:
@@ -277,8 +277,9 @@ class Predictions:
     @cached_property
     def confidence(self) -> np.ndarray:
         """The probability of the predicted class: float64 (N,)."""
-        step, rows = 4096, np.arange(len(self))
-        parts = [self.probabilities(rows[at : at + step]).max(axis=1, initial=0) for at in range(0, len(self), step)]
+        step = max(1, 2**17 // len(self.classes))
+        rows = (slice(start, start + step) for start in range(0, len(self), step))
+        parts = [self.probabilities(part).max(axis=1, initial=0) for part in rows]
         return np.concatenate([np.zeros(0), *parts])
 
 

@@ -27,6 +27,8 @@ COLORED = 6.0
 MAX_NEIGHBORS = 256
 # Thumbnails in memory, of 12 KiB each.
 _CACHED = 1024
+# Hashes that are processed at a time, and the bits of a sort key that hold the index of a hash.
+_ROWS, _INDEX = 1 << 16, np.uint64(0xFFFFFFFF)
 
 
 class Group(NamedTuple):
@@ -57,57 +59,100 @@ def key_bytes() -> list[tuple[int, ...]]:
     return chosen
 
 
-def find_near_pairs(hashes: np.ndarray, progress: Callable[[int], object] = lambda num: None) -> np.ndarray:
+def find_near_pairs(
+    hashes: np.ndarray,
+    progress: Callable[[int], object] = lambda num: None,
+    is_compared: np.ndarray | None = None,
+) -> np.ndarray:
     """Return the pairs of hashes that differ in at most RADIUS bits.
 
     Hashes with an equal triple of bytes are neighbors after sorting; these are compared bit by bit. Of several equal
-    hashes, the first stands for all others.
+    hashes, the first stands for all others. Besides the pairs, the search needs about 10 bytes per hash.
 
     Args:
-        hashes: uint8 (N, 16).
+        hashes: uint8 (N, 16), which may be a column of records.
         progress: called after each of the triples of `key_bytes`.
+        is_compared: the hashes to compare, bool (N,); None: all.
 
     Returns:
         int64 (pairs, 3): two indices, the smaller one first, and the number of different bits.
     """
-    words = np.ascontiguousarray(hashes).view(np.uint64)
-    order = np.lexsort((words[:, 1], words[:, 0]))
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = (words[order[1:]] != words[order[:-1]]).any(1)
-    # The sort is stable, so the first of equal hashes has the smallest index.
-    firsts = order[is_first]
-    equal = np.stack([firsts[np.cumsum(is_first)[~is_first] - 1], order[~is_first]], 1)
-    words = words[firsts]
-    del hashes, order, is_first
-    columns = words.view(np.uint8)
+    is_first = np.ones(len(hashes), bool) if is_compared is None else is_compared.copy()
+    equal = _find_equal(hashes, is_first)
+    is_first[equal[:, 1]] = False
     found = np.zeros(0, np.uint64)
     for triple in key_bytes():
-        # The sort moves one number for each image: the key above the position.
-        keys = np.arange(len(firsts), dtype=np.uint64)
-        for shift, byte in zip((48, 40, 32), triple, strict=True):
-            keys |= columns[:, byte].astype(np.uint64) << np.uint64(shift)
-        keys.sort()
-        new = [one << np.uint64(32) | other for one, other in _compare_neighbors(keys, words)]
+        keys = _sort_keys(hashes, is_first, functools.partial(_join_bytes, triple))
+        new = [one << np.uint64(32) | other for one, other in _compare_neighbors(keys, hashes)]
         found = np.unique(np.concatenate([found, *new])) if new else found
         progress(1)
-    one, other = (found >> np.uint64(32)).astype(np.int64), (found & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    near = np.sort(np.stack([firsts[one], firsts[other]], 1), axis=1)
-    distance = np.concatenate([np.zeros(len(equal), np.int64), count_bits(words[one] ^ words[other])])
-    return np.column_stack([np.concatenate([equal, near]), distance])
+    near = np.sort(np.stack([found >> np.uint64(32), found & _INDEX], 1).astype(np.int64), axis=1)
+    distances = np.concatenate([np.zeros(len(equal), np.int64), _distances(hashes, *near.T)])
+    return np.column_stack([np.concatenate([equal, near]), distances])
 
 
-def _compare_neighbors(keys: np.ndarray, words: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the positions of pairs within RADIUS among the sorted keys that are equal above bit 32."""
-    shift, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
-    start = np.flatnonzero((keys[1:] ^ keys[:-1]) >> shift == 0)
-    for gap in range(1, MAX_NEIGHBORS + 1):
-        if not len(start):
-            return
-        one, other = keys[start] & mask, keys[start + gap] & mask
-        is_near = count_bits(words[one] ^ words[other]) <= RADIUS
-        yield one[is_near], other[is_near]
-        start = start[start + gap + 1 < len(keys)]
-        start = start[(keys[start] ^ keys[start + gap + 1]) >> shift == 0]
+def _sort_keys(hashes: np.ndarray, is_used: np.ndarray, shorten: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return ascending uint64 of the hashes in use: 32 bits of `shorten` above the index, so that 8 bytes move."""
+    keys, end = np.empty(np.count_nonzero(is_used), np.uint64), 0
+    for start in range(0, len(hashes), _ROWS):
+        chosen = np.flatnonzero(is_used[start : start + _ROWS])
+        short = shorten(hashes[start : start + _ROWS])[chosen]
+        keys[end : end + len(chosen)] = short << np.uint64(32) | (chosen + start).astype(np.uint64)
+        end += len(chosen)
+    keys.sort()
+    return keys
+
+
+def _join_bytes(triple: tuple[int, ...], hashes: np.ndarray) -> np.ndarray:
+    first, second, third = (hashes[:, byte].astype(np.uint64) for byte in triple)
+    return first << np.uint64(16) | second << np.uint64(8) | third
+
+
+def _mix(hashes: np.ndarray) -> np.ndarray:
+    """Return 32 bits that depend on all bits of a hash."""
+    words = np.ascontiguousarray(hashes).view(np.uint64)
+    return (words * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)).sum(1) >> np.uint64(32)
+
+
+def _find_equal(hashes: np.ndarray, is_used: np.ndarray) -> np.ndarray:
+    """Return the pairs of equal hashes, the first one of them with each other one: int64 (pairs, 2).
+
+    Of hashes with the same `_mix` that are not equal, some copies may be left out; the later search finds them.
+    """
+    keys = _sort_keys(hashes, is_used, _mix)
+    parts = [np.zeros((0, 2), np.int64)]
+    for start in range(0, len(keys), _ROWS):
+        at = _find_neighbors(keys, start) + 1
+        at = at[(hashes[keys[at] & _INDEX] == hashes[keys[at - 1] & _INDEX]).all(1)]
+        parts.append(np.stack([at, (keys[at] & _INDEX).astype(np.int64)], 1))
+    places, others = np.concatenate(parts).T
+    starts = np.diff(places, prepend=-1) != 1  # of each run of equal hashes, the second place
+    firsts = keys[places[starts] - 1] & _INDEX
+    return np.stack([firsts.astype(np.int64)[np.cumsum(starts) - 1], others], 1)
+
+
+def _find_neighbors(keys: np.ndarray, start: int) -> np.ndarray:
+    """Return the places from `start` on, up to _ROWS, of keys that are equal to the next one above the index."""
+    part = keys[start : start + _ROWS + 1]
+    return start + np.flatnonzero((part[1:] ^ part[:-1]) >> np.uint64(32) == 0)
+
+
+def _compare_neighbors(keys: np.ndarray, hashes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the indices of pairs within RADIUS among the sorted keys that are equal above the index."""
+    for begin in range(0, len(keys), _ROWS):
+        start = _find_neighbors(keys, begin)
+        for gap in range(1, MAX_NEIGHBORS + 1):
+            if not len(start):
+                break
+            one, other = keys[start] & _INDEX, keys[start + gap] & _INDEX
+            is_near = _distances(hashes, one, other) <= RADIUS
+            yield one[is_near], other[is_near]
+            start = start[start + gap + 1 < len(keys)]
+            start = start[(keys[start] ^ keys[start + gap + 1]) >> np.uint64(32) == 0]
+
+
+def _distances(hashes: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return count_bits((hashes[one] ^ hashes[other]).view(np.uint64))
 
 
 @functools.cache
@@ -134,11 +179,9 @@ def find_groups(
     for one, other in _find_identical(scan.records):
         _join(parents, one, other)
         is_copy[other] = True
-    compared = np.flatnonzero((flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
-    pairs = find_near_pairs(scan.records["hash"][compared], progress)
+    pairs = find_near_pairs(scan.records["hash"], progress, (flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
     confirm = Confirm(scan, options)
     for one, other, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
-        one, other = int(compared[one]), int(compared[other])
         if _root(parents, one) != _root(parents, other) and confirm(one, other):
             _join(parents, one, other)
             distances[one] = distance
@@ -147,12 +190,16 @@ def find_groups(
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
     """Return pairs of images with equal contents: each copy with the one before it."""
-    usable = np.flatnonzero(records["flags"] & UNUSABLE == 0)
-    order = usable[np.argsort(records["content"][usable], kind="stable")]
-    before, after = order[:-1], order[1:]
-    is_equal = records["content"][before] == records["content"][after]
-    pairs = np.stack([before[is_equal], after[is_equal]], 1)
-    return [(one, other) for one, other in pairs.tolist() if records[one] == records[other]]
+    is_usable = records["flags"] & UNUSABLE == 0
+    contents = records["content"][is_usable]
+    contents.sort()
+    repeated = np.unique(contents[1:][contents[1:] == contents[:-1]])
+    starts = range(0, len(records) if len(repeated) else 0, _ROWS)
+    parts = [start + np.flatnonzero(np.isin(records["content"][start : start + _ROWS], repeated)) for start in starts]
+    copies = np.concatenate([np.zeros(0, np.int64), *parts])
+    copies = copies[is_usable[copies]]
+    order = copies[np.argsort(records["content"][copies], kind="stable")]
+    return [(one, other) for one, other in itertools.pairwise(order.tolist()) if records[one] == records[other]]
 
 
 def _root(parents: dict[int, int], index: int) -> int:

@@ -212,23 +212,23 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
 
 
 def _size_findings(scan: Scan) -> Iterator[Finding]:
-    indices, width, height = _sizes(scan)
-    if not len(indices):
+    is_usable, width, height = _sizes(scan)
+    if not len(width):
         return
-    shorter, pixels = np.minimum(width, height), width * height
+    shorter, pixels = np.minimum(width, height), np.multiply(width, height, dtype=np.int64)
     median, typical = np.median(shorter), np.median(pixels)
-    wide = np.maximum(width, height) / shorter
     for kind, chosen, text, fix in (
         ("tiny", shorter < median / TINY, f"tiny: the shorter side is below 1/{TINY} of the median {median:.0f} px",
          "replace the files by larger versions, or remove them"),
         ("large", (pixels > LARGE * typical) & (pixels > LARGE_PIXELS),
          f"large: more than {LARGE} times the median {typical / 1e6:.2f} megapixels",
          "scale them down, e.g. with tools/pack_dataset.py --shorter-side, which speeds up loading"),
-        ("elongated", wide > MAX_ASPECT, f"elongated: one side is more than {MAX_ASPECT} times the other",
+        ("elongated", np.maximum(width, height) > MAX_ASPECT * shorter,
+         f"elongated: one side is more than {MAX_ASPECT} times the other",
          "crop them to the object: training and evaluation crop squares"),
     ):  # fmt: skip
         if chosen.any():
-            yield _image_finding(scan, kind, NOTE, text, fix, indices[chosen].tolist())
+            yield _image_finding(scan, kind, NOTE, text, fix, np.flatnonzero(is_usable)[chosen].tolist())
 
 
 def _image_finding(scan: Scan, kind: str, severity: str, text: str, fix: str, found: list[int]) -> Finding:
@@ -238,10 +238,9 @@ def _image_finding(scan: Scan, kind: str, severity: str, text: str, fix: str, fo
 
 
 def _sizes(scan: Scan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the indices, widths and heights, int64, of the usable images."""
-    indices = np.flatnonzero(scan.records["flags"] & UNUSABLE == 0)
-    sizes = scan.records[indices]
-    return indices, sizes["width"].astype(np.int64), sizes["height"].astype(np.int64)
+    """Return whether each image is usable, bool (N,), and the widths and heights of those that are, uint32."""
+    is_usable = scan.records["flags"] & UNUSABLE == 0
+    return is_usable, scan.records["width"][is_usable], scan.records["height"][is_usable]
 
 
 # ---------------------------------------------------------------------------------------- duplicates
@@ -287,8 +286,8 @@ def _has_copies_within(group: dict[str, Any]) -> bool:
 
 def measure_statistics(scan: Scan) -> dict[str, Any]:
     """Return mean and std of the channels (0 to 1) over the training split, and percentiles of sizes; empty if none."""
-    indices, width, height = _sizes(scan)
-    if not len(indices):
+    _, width, height = _sizes(scan)
+    if not len(width):
         return {}
     sums = next((row for row in scan.pixel_sums if row[6]), scan.pixel_sums[0])
     mean, square = sums[:3] / sums[6], sums[3:6] / sums[6]

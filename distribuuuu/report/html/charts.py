@@ -11,8 +11,8 @@ import numpy as np
 from distribuuuu.report.html.page import escape
 
 # Size of a chart in its own units, and the margins for the numbers on its axes.
-_WIDTH, _HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
+_WIDTH, _HEIGHT = 350, 215
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
 # Points of a curve at most; more are averaged, because they would have less than a pixel each.
 _MAX_POINTS = 400
 # Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
@@ -32,6 +32,8 @@ class Series:
         x, y: its points; a NaN in y is a gap.
         is_dashed: whether the line is dashed.
         has_dots: whether the points are drawn too.
+        is_joined: whether a line joins the points.
+        texts: a text for each point, which appears under the pointer; empty: its values.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Series:
     y: Sequence[float]
     is_dashed: bool = False
     has_dots: bool = False
+    is_joined: bool = True
+    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,13 @@ def find_ticks(low: float, high: float, num: int = 5) -> list[float]:
     ]
 
 
+def find_log_ticks(low: float, high: float) -> list[float]:
+    """Return the powers of ten from 10**low to 10**high; with few of them, also 2 and 5 times these."""
+    factors = (1, 2, 5) if high - low < 2 else (1,)
+    ticks = [factor * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for factor in factors]
+    return [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+
+
 def format_tick(value: float) -> str:
     """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-05'."""
     if abs(value) >= 10_000:
@@ -69,35 +80,37 @@ def format_tick(value: float) -> str:
 
 
 class _Axes:
-    """The map from values to positions, with the axes and grid of a chart."""
+    """The map from values to positions, with the axes and grid of a chart; of a logarithmic axis, x is log10."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], height: int = _HEIGHT):
-        self.x_range, self.y_range, self.height = x_range, y_range, height
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_log: bool = False,
+                 x_names: Sequence[str] = ()):  # fmt: skip
+        self.x_range, self.y_range, self.is_log, self.x_names = x_range, y_range, is_log, x_names
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value."""
         low, high = self.x_range
+        value = math.log10(value) if self.is_log else value
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Return the vertical position of a value."""
         low, high = self.y_range
-        return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     def to_svg(self, x_label: str, y_label: str) -> str:
         """Return the axes, their numbers and labels, and the grid."""
-        bottom, parts = self.height - _BOTTOM, []
+        bottom, parts = _HEIGHT - _BOTTOM, []
         for tick in find_ticks(*self.y_range):
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
-        for tick in find_ticks(*self.x_range, num=6):
-            parts.append(
-                f'<text x="{self.x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{format_tick(tick)}</text>'
-            )
+        x_ticks = find_log_ticks(*self.x_range) if self.is_log else find_ticks(*self.x_range, num=6)
+        texts = [(float(x), _clip(name, 12)) for x, name in enumerate(self.x_names)]
+        for x, text in texts or [(tick, format_tick(tick)) for tick in x_ticks]:
+            parts.append(f'<text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{escape(text)}</text>')
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="{self.height - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
         if y_label:
             place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
             parts.append(f'<text {place} text-anchor="middle">{escape(y_label)}</text>')
@@ -111,6 +124,9 @@ def line_chart(
     y_label: str = "",
     y_range: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
+    is_log: bool = False,
+    x_names: Sequence[str] = (),
+    note: str = "",
 ) -> str:
     """Return a chart of curves with a legend; an empty text if no curve has a point.
 
@@ -120,20 +136,27 @@ def line_chart(
         x_label, y_label: texts on the axes.
         y_range: the values at the bottom and at the top; None: so that every point is seen.
         marks: vertical lines.
+        is_log: whether the horizontal axis is logarithmic.
+        x_names: texts at x = 0, 1, ... instead of numbers.
+        note: a note below.
     """
     series = [_shorten(curve) for curve in series]
     points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
     if not points:
         return ""
-    x_values = [x for x, _ in points]
-    axes = _Axes(_widen(min(x_values), max(x_values), 0), y_range or _widen(*_spread([y for _, y in points])))
+    x_values = [math.log10(x) if is_log else x for x, _ in points]
+    low, high = min(x_values), max(x_values)
+    has_zero = not is_log and (0 <= low <= high / 2 or low == high > 0)
+    x_range = (-0.5, len(x_names) - 0.5) if x_names else _widen(0.0 if has_zero else low, high, 0)
+    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, x_names)
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
-        line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{axes.height - _BOTTOM}"/>'
+        line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         parts.append(f"<g><title>{escape(mark.text)}</title>{line}</g>")
     parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
-    return figure(title, "".join(parts), _WIDTH, axes.height, [curve.name for curve in series if len(series) > 1])
+    legend = [curve.name for curve in series if len(series) > 1]
+    return figure(title, "".join(parts), _WIDTH, _HEIGHT, legend, note=note)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
@@ -152,8 +175,8 @@ def _widen(low: float, high: float, margin: float = 0.05) -> tuple[float, float]
 
 
 def _shorten(curve: Series) -> Series:
-    """Return a curve of at most `_MAX_POINTS` points; each is the mean of its neighbors."""
-    if len(curve.x) <= _MAX_POINTS:
+    """Return a curve without dots as at most `_MAX_POINTS` points; each is the mean of its neighbors."""
+    if curve.has_dots or len(curve.x) <= _MAX_POINTS:
         return curve
     parts = [np.array_split(np.asarray(values, dtype=float), _MAX_POINTS) for values in (curve.x, curve.y)]
     x, y = ([float(part.mean()) for part in parts_of] for parts_of in parts)
@@ -163,7 +186,7 @@ def _shorten(curve: Series) -> Series:
 def _draw(curve: Series, axes: _Axes, color: str) -> str:
     low, high = axes.y_range
     path, is_gap, dots = "", True, ""
-    for x, y in zip(curve.x, curve.y, strict=True):
+    for number, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
         if not math.isfinite(y):
             is_gap = True
             continue
@@ -171,7 +194,11 @@ def _draw(curve: Series, axes: _Axes, color: str) -> str:
         path, is_gap = f"{path}{'M' if is_gap else 'L'}{place}", False
         if curve.has_dots or len(curve.x) == 1:
             cx, cy = place.split()
-            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}"><title>{x:.4g}: {y:.4g}</title></circle>'
+            text = escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
+            size = 2.5 if curve.is_joined else 4
+            dots += f'<circle cx="{cx}" cy="{cy}" r="{size}" fill="{color}"><title>{text}</title></circle>'
+    if not curve.is_joined:
+        return dots
     dash = ' stroke-dasharray="5 4"' if curve.is_dashed else ""
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"{dash}/>{dots}'
 
@@ -181,7 +208,16 @@ def color_of(number: int) -> str:
     return f"var(--c{number % _NUM_COLORS + 1})"
 
 
-def figure(title: str, content: str, width: float, height: float, legend: Sequence[str] = (), note: str = "") -> str:
+def figure(
+    title: str,
+    content: str,
+    width: float,
+    height: float,
+    legend: Sequence[str] = (),
+    note: str = "",
+    max_width: float | None = None,
+    min_width: float = 0,
+) -> str:
     """Return an SVG with a title, a legend and a note in small print.
 
     Args:
@@ -190,10 +226,14 @@ def figure(title: str, content: str, width: float, height: float, legend: Sequen
         width, height: the size of its coordinate system; it fills the width that it is given.
         legend: names of the series, in the order of their colors.
         note: a note below.
+        max_width: the largest width in pixels; None: any.
+        min_width: the width in pixels below which it scrolls.
     """
     entries = (f'<span><i style="background:{color_of(n)}"></i>{escape(name)}</span>' for n, name in enumerate(legend))
     names = f'<div class="legend">{"".join(entries)}</div>' if legend else ""
-    svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{content}</svg>'
+    most = f";max-width:{max_width:.0f}px" if max_width else ""
+    kind = f'viewBox="0 0 {width:g} {height:g}" style="min-width:{min_width:.0f}px{most}"'
+    svg = f'<svg {kind} role="img" aria-label="{escape(title)}">{content}</svg>'
     below = f"<figcaption>{escape(note)}</figcaption>" if note else ""
     return f"<figure><figcaption><b>{escape(title)}</b></figcaption>{names}{svg}{below}</figure>"
 
@@ -228,24 +268,20 @@ def bar_chart(
         colors: the color of each bar, e.g. "var(--bad)"; empty: the same for all.
     """
     limit, content = limit or max((abs(amount) for _, amount, _ in bars), default=1.0) or 1.0, ""
-    is_long = any(len(name) > _BAR_NAME for name, _, _ in bars)  # then each name has a line of its own
-    height, left, full = (38, 0, 320) if is_long else (22, 146, 200)
+    longest = max((len(name) for name, _, _ in bars), default=0)
+    is_long = longest > _BAR_NAME  # then each name has a line of its own
+    height, left = (38, 0.0) if is_long else (22, 8 + 6.2 * longest)
     for number, (name, amount, text) in enumerate(bars):
-        y, width = height * number, full * abs(amount) / limit
+        y, width = height * number, (_WIDTH - left - 76) * abs(amount) / limit
         color = colors[number] if colors else "var(--c1)"
-        place = f'x="0" y="{y + 12}"' if is_long else f'x="138" y="{y + 14}" text-anchor="end"'
+        place = f'x="0" y="{y + 12}"' if is_long else f'x="{left - 8:.0f}" y="{y + 14}" text-anchor="end"'
         top = y + (18 if is_long else 3)
         content += (
-            f'<text class="strong" {place}>{escape(_clip(name, 66))}<title>{escape(name)}</title></text>'
-            f'<rect x="{left}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" fill="{color}"/>'
-            f'<text x="{left + width + 6:.1f}" y="{top + 10}">{escape(text)}</text>'
+            f'<text class="strong" {place}>{escape(_clip(name, 58))}<title>{escape(name)}</title></text>'
+            f'<rect x="{left:.0f}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" '
+            f'fill="{color}"/><text x="{left + width + 6:.1f}" y="{top + 10}">{escape(text)}</text>'
         )
-    return _limit(figure(title, content, _WIDTH, max(22, height * len(bars))))
-
-
-def _limit(drawn: str, width: float = 640) -> str:
-    """Return a figure that is not wider than `width` pixels."""
-    return drawn.replace("<figure>", f'<figure style="max-width:{width:.0f}px">', 1)
+    return figure(title, content, _WIDTH, max(22, height * len(bars)), max_width=460)
 
 
 def _clip(text: str, length: int) -> str:
@@ -261,23 +297,21 @@ def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, 
         counts: the images of each bin (bins,).
         note: a note below.
     """
-    axes, num, content = _Axes((0, 1), (0, 1), 300), len(counts), ""
-    content += axes.to_svg("confidence", "accuracy")
-    width = axes.x(1 / num) - axes.x(0) - 2
+    axes, num = _Axes((0, 1), (0, 1)), len(counts)
+    content, width = axes.to_svg("confidence", "accuracy"), axes.x(1 / num) - axes.x(0) - 2
     for number in np.flatnonzero(counts):
         x, top, expected = axes.x(number / num) + 1, axes.y(accuracy[number]), axes.y(confidence[number])
         text = f"{counts[number]:,} images: confidence {confidence[number]:.1%}, accuracy {accuracy[number]:.1%}"
         share = 0.35 + 0.65 * math.sqrt(counts[number] / counts.max())
-        gap = f'<rect x="{x:.1f}" y="{min(top, expected):.1f}" width="{width:.1f}" height="{abs(top - expected):.1f}" '
+        box = f'<rect x="{x:.1f}" width="{width:.1f}" y='
         content += (
-            f"<g><title>{escape(text)}</title>"
-            f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
-            f'opacity="{share:.2f}"/>{gap}fill="var(--c2)" opacity=".45"/></g>'
+            f'<g><title>{escape(text)}</title>{box}"{top:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
+            f'opacity="{share:.2f}"/>{box}"{min(top, expected):.1f}" height="{abs(top - expected):.1f}" '
+            f'fill="var(--c2)" opacity=".2"/>{box}"{expected - 1:.1f}" height="2" fill="var(--c2)"/></g>'
         )
     ends = f'x1="{axes.x(0)}" y1="{axes.y(0)}" x2="{axes.x(1)}" y2="{axes.y(1)}"'
-    return figure(
-        title, f'{content}<line class="mark" {ends}/>', _WIDTH, 300, ["accuracy", "gap to the confidence"], note
-    )
+    content += f'<line class="mark" {ends}/>'
+    return figure(title, content, _WIDTH, _HEIGHT, ["accuracy", "confidence"], note)
 
 
 # --------------------------------------------------------------------------------------- heat maps
@@ -298,19 +332,20 @@ def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "
     if len(names) > MAX_LABELED:
         return _picture_map(title, counts, note)
     num = len(names)
-    size = 30 if num <= 20 else 18
-    margin = min(150, 16 + 6.2 * max(len(_clip(name, 20)) for name in names))
+    size = 44 if num <= 5 else 30 if num <= 20 else 18
+    margin = min(150, max(76, 16 + 6.2 * max(len(_clip(name, 20)) for name in names)))
     shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-    content = ""
+    end = f'x="{margin - 6:.1f}" text-anchor="end"'
+    content = f'<text {end} y="{margin - 24:.1f}">prediction →</text><text {end} y="{margin - 8:.1f}">label ↓</text>'
     for row, name in enumerate(names):
         middle, label = margin + size * (row + 0.5), escape(_clip(name, 20))
-        content += f'<text class="strong" x="{margin - 6}" y="{middle + 4:.1f}" text-anchor="end">{label}</text>'
+        content += f'<text class="strong" {end} y="{middle + 4:.1f}">{label}</text>'
         place = f'transform="translate({middle + 4:.1f} {margin - 6:.1f}) rotate(-90)"'
         content += f'<text class="strong" {place}>{label}</text>'
         for column in range(num):
             content += _cell(margin, size, row, column, int(counts[row, column]), float(shares[row, column]), names)
     side = margin + size * num + 2
-    return _limit(figure(title, content, side, side, ["right", "wrong"], note), max(340, min(880, 1.25 * side)))
+    return figure(title, content, side, side, ["right", "wrong"], note, min(880, 1.3 * side), 0.75 * side * (num > 20))
 
 
 def _cell(margin: float, size: float, row: int, column: int, count: int, share: float, names: Sequence[str]) -> str:
@@ -321,8 +356,9 @@ def _cell(margin: float, size: float, row: int, column: int, count: int, share: 
     text = f"{names[row]} → {names[column]}: {count:,} ({share:.1%})"
     rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 1}" height="{size - 1}" rx="2" style="fill:{fill}"/>'
     number = ""
-    if count and len(str(count)) * 6 < size:
-        style = f"fill:var({'--on-heat' if alpha > 0.6 else '--ink'});font-size:{10 if size > 20 else 8}px"
+    height = 10 if size > 20 else 8
+    if count and len(str(count)) * 0.6 * height < size - 2:
+        style = f"fill:var({'--on-heat' if alpha > 0.6 else '--ink'});font-size:{height}px"
         place = f'x="{x + size / 2 - 0.5:.1f}" y="{y + size / 2 + 3.5:.1f}" text-anchor="middle"'
         number = f'<text {place} style="{style}">{count}</text>'
     return f"<g><title>{escape(text)}</title>{rect}{number}</g>"
@@ -352,10 +388,10 @@ def _picture_map(title: str, counts: np.ndarray, note: str) -> str:
     content = (
         '<rect x="22" y="22" width="576" height="576" style="fill:var(--grid)"/>'
         f'<image x="22" y="22" width="576" height="576" href="{uri}" style="image-rendering:pixelated"/>'
-        '<text x="310" y="15" text-anchor="middle">predicted class</text>'
-        '<text transform="translate(14 310) rotate(-90)" text-anchor="middle">label</text>'
+        '<text x="310" y="15" text-anchor="middle" style="font-size:15px">prediction →</text>'
+        '<text transform="translate(14 310) rotate(-90)" text-anchor="middle" style="font-size:15px">← label</text>'
     )
     block = -(-len(counts) // _MAX_CELLS)
     if block > 1:
         note = f"{note} A point stands for {block} x {block} neighboring classes.".strip()
-    return _limit(figure(title, content, 600, 600, ["right", "wrong"], note))
+    return figure(title, content, 600, 600, ["right", "wrong"], note, max_width=640)

@@ -191,19 +191,18 @@ def build_compare_page(comparison: Comparison) -> str:
 
 
 def _summary(comparison: Comparison) -> Section:
-    parts: list[str] = []
-    parts += [paragraph(sentence) for sentence in comparison.sentences()]
+    parts = [paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
+    parts.append(tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
     if comparison.groups:
         note = "The tests of single runs on the same images do not include the differences between seeds."
         parts += [heading("The first run of each side"), paragraph(note, "note")]
         parts += [paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
-    parts.append(tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
     if comparison.metric == "top-1":
         columns = [
             Column("A"),
             Column("B"),
             *(Column(name, "d") for name in ("only A right", "only B right")),
-            Column("B - A, points", "+.2f"),
+            Column("B \N{MINUS SIGN} A, points", "+.2f", signed=True),
             Column("95 % low", "+.2f"),
             Column("95 % high", "+.2f"),
             Column("p"),
@@ -267,7 +266,7 @@ def _curves(comparison: Comparison) -> Section:
     charts += [chart(f"Validation {name} in percent", name, "eval") for name in metrics]
     charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
     if drawn := [text for text in charts if text]:
-        parts.append(grid(drawn))
+        parts.append(grid(drawn, "narrow"))
     return Section("Curves", parts)
 
 
@@ -280,11 +279,11 @@ def _classes(comparison: Comparison) -> Section:
         images, *figures = pair.by_class
         if pair.metric == "map":
             columns = [Column("class"), Column("images", "d"), *(Column(f"AP of {name}", ".2f") for name in names),
-                       Column("difference", "+.2f")]  # fmt: skip
+                       Column("difference", "+.2f", signed=True)]  # fmt: skip
             change = figures[1] - figures[0]
         else:
             columns = [Column("class"), Column("images", "d"), *(Column(f"only {name} right", "d") for name in names),
-                       Column("difference in points", "+.2f")]  # fmt: skip
+                       Column("difference in points", "+.2f", signed=True)]  # fmt: skip
             change = 100 * (figures[1] - figures[0]) / np.maximum(1, images)
         order = np.argsort(-np.nan_to_num(np.abs(change)), kind="stable")[:_MAX_CLASSES]
         rows = [[classes[k], int(images[k]), *(_cell(values[k], pair.metric) for values in figures), float(change[k])]
@@ -309,11 +308,11 @@ def _changed_images(comparison: Comparison) -> Section:
             chosen.append(indices[np.argsort(-confidence, kind="stable")[:_MAX_CARDS]])
         first = runs[0].content
         targets = {int(index): int(first.predicted[index]) for index in np.concatenate(chosen)}
-        pictures = make_pictures(runs[0].out_dir, first, targets)
+        pictures = make_pictures(runs[0].out_dir, first, targets, has_saliency=False)
         for name, indices, shown in zip(names, (pair.only_a, pair.only_b), chosen, strict=True):
             if len(indices):
                 title = f"Only {name} is right: {counted(len(indices), 'image')}"
-                cards = gallery([_card(runs, names, places[:, index], pictures) for index in shown])
+                cards = gallery([_card(runs, names, places[:, index], pictures) for index in shown], "small")
                 parts.append(details(title, cards) if len(comparison.pairs) > 1 else heading(title) + cards)
         parts += [paragraph(note, "note") for note in pictures.notes]
     return Section("Changed answers", parts)
@@ -326,5 +325,5 @@ def _card(runs: Sequence[RunFiles], names: Sequence[str], places: np.ndarray, pi
         content = run.content
         lines.append(f"{name}: {content.classes[content.predicted[place]]} ({content.confidence[place]:.0%})")
     index, first = int(places[0]), runs[0].content
-    uris = pictures.uris.get(index, [])[:1]
-    return Card(f"label: {first.classes[first.label[index]]}", lines, str(first.path[index]), uris, pictures.is_tiny)
+    title, uris = f"label: {first.classes[first.label[index]]}", pictures.uris.get(index, ())
+    return Card(title, lines, str(first.path[index]), uris, pictures.is_tiny)

@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def curve(history: History, records: Sequence[dict[str, Any]], key: str, name: str, **style: bool) -> Series:
+def curve(history: History, records: Sequence[dict[str, Any]], key: str, name: str, **style: Any) -> Series:
     """Return a figure of records over the epochs; records without it, or with another type, are left out."""
     chosen = [record for record in records if isinstance(record.get(key), (int, float))]
     x = [history.position(record["epoch"], record["step"]) for record in chosen]
@@ -121,7 +121,7 @@ def draw_curves(history: History) -> str:
     speed = curve(history, history.train, "images_per_s", "")
     charts.append(line_chart("Throughput in images/s", [speed], "epoch", marks=marks))
     drawn = [text for text in charts if text]
-    return grid(drawn) if drawn else ""
+    return grid(drawn, "narrow") if drawn else ""
 
 
 def measure_time(history: History) -> dict[str, float]:

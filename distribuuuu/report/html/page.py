@@ -76,6 +76,9 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ConfigError(f"--out: {path} cannot be written: it is {kind}; fix: name another file")
     try:
         with replacing(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)
@@ -85,7 +88,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph of text; `kind` is "note" for small print or "notice" for a warning."""
+    """Return a paragraph of text; `kind` is "lead" for the main result, "note" for small print, "notice" to warn."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
@@ -129,11 +132,13 @@ class Column:
         name: its header.
         format: the format of its numbers, e.g. ".1%"; empty: its values are texts.
         bar: draw a bar before each number, which is a fraction from 0 to 1.
+        signed: color negative and positive numbers.
     """
 
     name: str
     format: str = ""
     bar: bool = False
+    signed: bool = False
 
     def cell(self, value: Any) -> str:
         """Return the cell of a value; None and NaN are dashes, which are sorted last."""
@@ -141,22 +146,28 @@ class Column:
             return f'<td class="text">{escape(value)}</td>'
         if value is None or math.isnan(value):
             return '<td class="num" data-v="">–</td>'
-        bar = f'<span class="bar" style="width:{48 * value:.0f}px"></span>' if self.bar else ""
-        return f'<td class="num" data-v="{value:.6g}">{bar}{format(value, self.format).replace("%", " %")}</td>'
+        bar = f'<span class="bar" style="background-size:{100 * value:.0f}% 100%"></span>' if self.bar else ""
+        color = " bad" if self.signed and value < 0 else " good" if self.signed and value > 0 else ""
+        text = format(value, self.format).replace("%", " %").replace("-", "\N{MINUS SIGN}")
+        return f'<td class="num{color}" data-v="{value:.6g}">{bar}{text}</td>'
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[Any]], sortable: bool = True) -> str:
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[Any]], sortable: bool = True, ascending_by: str = ""
+) -> str:
     """Return a table in a box that scrolls; a click on a header sorts it, and a long one can be filtered.
 
     Args:
         columns: the columns.
         rows: for each row, the value of each column: a text, or a number.
         sortable: whether it can be sorted and filtered.
+        ascending_by: the column by which the rows are sorted, if any, for its header.
     """
     head = ""
     for column in columns:
         name = escape(column.name)
         kind = ' class="num"' if column.format else ""
+        kind += ' aria-sort="ascending"' if column.name == ascending_by else ""
         head += f"<th{kind}>{f'<button type=button>{name}</button>' if sortable else name}</th>"
     body = "".join(
         f"<tr>{''.join(column.cell(value) for column, value in zip(columns, row, strict=True))}</tr>" for row in rows
@@ -188,13 +199,16 @@ class Card:
     def to_html(self) -> str:
         """Return the card."""
         kind = ' class="tiny"' if self.is_tiny else ""
-        images = "".join(f'<img{kind} src="{uri}" alt="{escape(self.file)}" loading="lazy">' for uri in self.images)
-        shown = f'<div class="images">{images}</div>' if images else ""
+        name = escape(self.file)
+        images = "".join(f'<img{kind} src="{uri}" alt="{name}">' for uri in self.images)
+        images = f'<div class="images">{images}</div>' if images else ""
         lines = "".join(f"<div>{escape(line)}</div>" for line in self.lines)
-        text = f'<div class="title">{escape(self.title)}</div>{lines}<div class="file">{escape(self.file)}</div>'
-        return f'<div class="card">{shown}<div class="text">{text}</div></div>'
+        shown = f"…/{'/'.join(self.file.split('/')[-3:])}" if self.file.startswith("/") else self.file
+        file = f'<div class="file" title="{name}">{escape(shown)}</div>'
+        text = f'<div class="title">{escape(self.title)}</div>{lines}{file}'
+        return f'<div class="card">{images}<div class="text">{text}</div></div>'
 
 
-def gallery(cards: Sequence[Card]) -> str:
-    """Return images with texts, in as many columns as fit."""
-    return f'<div class="gallery">{"".join(card.to_html() for card in cards)}</div>'
+def gallery(cards: Sequence[Card], kind: str = "") -> str:
+    """Return images with texts, in as many columns as fit; `kind` is "small" for more columns."""
+    return f'<div class="gallery {kind}">{"".join(card.to_html() for card in cards)}</div>'

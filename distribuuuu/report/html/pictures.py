@@ -69,13 +69,16 @@ def load_model(out_dir: Path, content: Predictions) -> LoadedRun:
     return load_run(path if path.exists() else out_dir)
 
 
-def make_pictures(out_dir: Path, content: Predictions, targets: Mapping[int, int]) -> Pictures:
+def make_pictures(
+    out_dir: Path, content: Predictions, targets: Mapping[int, int], has_saliency: bool = True
+) -> Pictures:
     """Return pictures of some images; what fails is noted.
 
     Args:
         out_dir: the folder of the run.
         content: its predictions.
         targets: index of each image -> the class whose saliency is shown.
+        has_saliency: whether there are saliency maps.
     """
     pictures = Pictures()
     if not targets:
@@ -100,6 +103,8 @@ def make_pictures(out_dir: Path, content: Predictions, targets: Mapping[int, int
         pixels = to_pixels(crop, run.transform.mean, run.transform.std)
         pictures.is_tiny = max(pixels.shape) < _TINY
         pictures.uris[index] = [to_uri(pixels)]
+    if not has_saliency:
+        return pictures
     try:
         _add_saliency(pictures, run, crops, targets)
     except (RuntimeError, TypeError, ValueError) as error:  # a model without gradients, or of an unusual form

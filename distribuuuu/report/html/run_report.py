@@ -173,9 +173,9 @@ def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
 def describe_classes(content: Predictions) -> Section:
     """Return the section with a table of the classes."""
     figures = analysis.compute_class_figures(content)
-    columns = [Column("class"), Column("images", ",d"), Column("predicted", ",d"), Column("precision", ".1%"),
-               Column("recall", ".1%"), Column("F1", ".1%", bar=True)]  # fmt: skip
-    values = [content.classes, figures.support, figures.predicted, figures.precision, figures.recall, figures.f1]
+    columns = [Column("class"), Column("F1", ".1%", bar=True), Column("precision", ".1%"), Column("recall", ".1%"),
+               Column("images", ",d"), Column("predicted", ",d")]  # fmt: skip
+    values = [content.classes, figures.f1, figures.precision, figures.recall, figures.support, figures.predicted]
     parts = []
     if content.multilabel and content.top_class is None:
         labels = analysis.compute_label_figures(content)
@@ -185,7 +185,8 @@ def describe_classes(content: Predictions) -> Section:
         parts.append(paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
     rows = [[value.item() if isinstance(value, np.generic) else value for value in row]
             for row in zip(*values, strict=True)]  # fmt: skip
-    parts.append(table(columns, rows))
+    order = np.argsort(figures.f1, kind="stable")  # NaN last
+    parts.append(table(columns, [rows[number] for number in order], ascending_by="F1"))
     if not figures.support.all():
         missing = counted(int((figures.support == 0).sum()), "class")
         parts.append(paragraph(f"No image of {missing}; their recall is not defined.", "note"))
@@ -196,11 +197,9 @@ def describe_confusions(content: Predictions) -> Section:
     """Return the section with the confusion matrix and the most confused pairs."""
     confusions, names = analysis.count_confusions(content), content.classes
     worst = analysis.list_confused_pairs(confusions, _NUM_PAIRS)
-    note = "Rows are labels, columns are predictions. Hold the pointer over a cell for its share of the row."
+    note = "Hold the pointer over a cell for its share of the row."
     if len(names) > MAX_LABELED:
-        note = (
-            "Rows are labels, columns are predictions, in the order of the classes; stronger colors are more of a row."
-        )
+        note = "The classes are in their order; stronger colors are more of a row."
     bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, confusions[row].sum()):.1%})")
             for row, column, count in worst]  # fmt: skip
     chart = heat_map("Confusion matrix", confusions, names, note)
@@ -232,8 +231,18 @@ def rank_uncertain(content: Predictions) -> list[int]:
 
 
 def choose_images(content: Predictions) -> dict[int, int]:
-    """Return the images of the galleries, and the class whose saliency is shown: the predicted one."""
-    return {index: int(content.predicted[index]) for index in [*rank_mistakes(content), *rank_uncertain(content)]}
+    """Return the images of the galleries, and the class whose saliency is shown."""
+    chosen = {index: find_focus(content, index, False) for index in rank_uncertain(content)}
+    return chosen | {index: find_focus(content, index, True) for index in rank_mistakes(content)}
+
+
+def find_focus(content: Predictions, index: int, is_mistake: bool) -> int:
+    """Return the class that an image is shown for: the predicted one; of several labels, the most or least certain."""
+    if not content.multilabel or content.top_class is not None:
+        return int(content.predicted[index])
+    probabilities = content.probabilities(slice(index, index + 1))[0]
+    errors, doubts = np.abs(probabilities - content.label[index]), np.abs(probabilities - 0.5)
+    return int(errors.argmax() if is_mistake else doubts.argmin())
 
 
 def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
@@ -252,11 +261,16 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
     }
 
 
-def _card(content: Predictions, index: int, pictures: Pictures) -> Card:
+def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures) -> Card:
     answer = describe_answer(content, index)
-    labels = ", ".join(answer["labels"]) or "no label"
+    lines = [f"label: {', '.join(answer['labels']) or 'none'}"]
     first, *others = [f"{name} {percent(share)}" for name, share in answer["predicted"].items()]
-    lines = [f"label: {labels}", *([f"then {', '.join(others)}"] if others else [])]
+    if content.multilabel and content.top_class is None:
+        focus = find_focus(content, index, is_mistake)
+        lines.append(f"predicted: {', '.join([first, *others])}")
+        first = f"{content.classes[focus]} {percent(content.probabilities(slice(index, index + 1))[0, focus])}"
+    elif others:
+        lines.append(f"then {', '.join(others)}")
     return Card(first, lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
 
 
@@ -271,8 +285,9 @@ def describe_images(content: Predictions, pictures: Pictures) -> Section:
         parts.append(paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
     else:
         parts.append(paragraph("There is no mistake."))
-    parts.append(gallery([_card(content, index, pictures) for index in mistakes]))
-    parts += [heading("Least certain images"), gallery([_card(content, index, pictures) for index in uncertain])]
+    parts.append(gallery([_card(content, index, True, pictures) for index in mistakes]))
+    parts.append(heading("Least certain images"))
+    parts.append(gallery([_card(content, index, False, pictures) for index in uncertain]))
     return Section("Images", parts)
 
 

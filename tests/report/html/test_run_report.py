@@ -1,6 +1,7 @@
 """The command report: content of the page, escaping, missing files, errors."""
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -13,9 +14,9 @@ from support.processes import on_processes
 from support.runs import small_options
 
 from distribuuuu.cli.report import report
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.report.html.history import read_history
-from distribuuuu.report.html.page import percent
+from distribuuuu.report.html.page import percent, write_page
 from distribuuuu.report.html.run_report import read_run
 from distribuuuu.report.predictions import write_arrays
 from distribuuuu.trainer import train_model
@@ -196,6 +197,13 @@ def test_errors_have_a_message_and_status_2(run, capsys, arrange, args, message)
     arrange(run)
     status, printed = make(run, capsys, *args)
     assert status == 2 and message in printed and "Traceback" not in printed
+
+
+def test_a_page_replaces_no_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe cannot be written: it is no regular file"):
+        write_page(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys):
