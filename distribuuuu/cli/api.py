@@ -73,11 +73,13 @@ def train(config: str | os.PathLike | Config | None = None, overrides: Overrides
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
+        from distribuuuu.cli.main import resolve_batch_size
         from distribuuuu.engine.setup import build_checkpoints
         from distribuuuu.models import check_model
         from distribuuuu.trainer import train_model
 
         check_model(cfg)
+        cfg = resolve_batch_size(cfg)
         best = train_model(cfg)
         files = build_checkpoints(cfg).bests
         kind = next((kind for kind in ("ema", "raw") if kind in files and files[kind].exists()), None)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -17,7 +18,7 @@ from distribuuuu.cli.flag_hints import CommandParser, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, defaults, get_cfg
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
-from distribuuuu.config.rules import REGISTERED
+from distribuuuu.config.rules import AUTO, REGISTERED
 from distribuuuu.config.tree import get_value, iter_options
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
@@ -36,16 +37,14 @@ from distribuuuu.launch.signals import (
 )
 
 
-def run_on_config(
-    prog: str, args: Sequence[str], description: str, start: Callable[[Config], object], train: bool
-) -> int:
+def run_on_config(prog: str, args: Sequence[str], description: str, start: Callable[..., object], train: bool) -> int:
     """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg), with --nproc in several processes.
 
     Args:
         prog: the name in the usage text.
         args: the arguments of the command.
         description: text of --help.
-        start: called with the checked config.
+        start: called with the checked config, and with `stop_epoch` if --stop-epoch is given.
         train: check for training; else for an evaluation.
 
     Returns:
@@ -53,15 +52,27 @@ def run_on_config(
     """
 
     def run() -> int:
-        cfg, nproc = parse_args(description, args, train, prog)
-        if nproc > 1:
-            return run_processes(nproc, without_nproc(own_command()))
+        cfg, flags = parse_args(description, args, train, prog)
+        options = {"stop_epoch": flags.stop_epoch} if flags.stop_epoch else {}
+        if options and "stop_epoch" not in inspect.signature(start).parameters:
+            raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
+        if flags.nproc > 1:
+            return run_processes(flags.nproc, without_nproc(own_command()))
         if cfg is not None:
             tune_malloc()
-            start(cfg)
+            start(resolve_batch_size(cfg) if train else cfg, **options)
         return 0
 
     return run_guarded(run)
+
+
+def resolve_batch_size(cfg: Config) -> Config:
+    """Return the config with a number for TRAIN.BATCH_SIZE auto; see `micro_batch.find_batch_size`."""
+    if cfg.TRAIN.BATCH_SIZE != AUTO:
+        return cfg
+    from distribuuuu.cli.micro_batch import find_batch_size
+
+    return find_batch_size(cfg)
 
 
 def run_guarded(run: Callable[[], int]) -> int:
@@ -140,13 +151,13 @@ def report(error: ConfigError) -> None:
 
 def parse_args(
     description: str, args: Sequence[str], train: bool, prog: str | None = None
-) -> tuple[Config | None, int]:
-    """Return the checked config of a command line (None after printing only) and the number of processes.
+) -> tuple[Config | None, argparse.Namespace]:
+    """Return the checked config of a command line (None after printing only) and the flags.
 
     Raises:
         ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
     """
-    flags, overrides, problems = parse_flags(build_parser(description, prog), args)
+    flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
     run_config = None
     if not flags.cfg and not train and flags.help_config is None:
@@ -163,15 +174,18 @@ def parse_args(
         cfg.MODEL.WEIGHTS = None  # the initial weights of the run; its best weights are to be evaluated
         cfg.freeze()
     problems += [*found, *_find_nproc_problems(flags.nproc)]
+    if flags.stop_epoch is not None and flags.stop_epoch < 1:
+        problems.append(Problem("--stop-epoch", f"got {flags.stop_epoch}; expected 1 or more"))
     if not prints:
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
+    flags.nproc = flags.nproc or 1
     if not prints:
-        return resolve_num_classes(cfg), flags.nproc or 1
+        return resolve_num_classes(cfg), flags
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
     print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
-    return None, 1
+    return None, flags
 
 
 def find_run_config(overrides: Sequence[str]) -> str | None:
@@ -202,8 +216,8 @@ def _find_nproc_problems(nproc: int | None) -> list[Problem]:
     return []
 
 
-def build_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
+def build_parser(description: str, prog: str | None = None, train: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of the flags of a training or an evaluation; the remaining arguments are KEY VALUE pairs."""
     parser = CommandParser(
         prog=prog,
         description=description,
@@ -215,6 +229,8 @@ def build_parser(description: str, prog: str | None = None) -> argparse.Argument
     add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
     add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
     add("--nproc", metavar="N", type=int, help="start N processes on this machine, like torchrun --nproc_per_node=N")
+    stop = "end after epoch N with a checkpoint; the same command without this flag continues"
+    add("--stop-epoch", metavar="N", type=int, help=stop if train else argparse.SUPPRESS)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser
 

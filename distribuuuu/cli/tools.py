@@ -41,12 +41,12 @@ deviation over its seeds, beside published results. Unfinished runs are omitted.
 def train(prog: str, args: list[str]) -> int:
     """Check the model, then train it."""
 
-    def start(cfg: Config) -> None:
+    def start(cfg: Config, stop_epoch: int | None = None) -> None:
         from distribuuuu.models import check_model
         from distribuuuu.trainer import train_model
 
         check_model(cfg)
-        train_model(cfg)
+        train_model(cfg, stop_epoch)
 
     return run_on_config(prog, args, _TRAIN, start, train=True)
 

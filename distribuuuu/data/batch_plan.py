@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.config.rules import AUTO
 
 # The values of MODEL.COMPILE that replay CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -54,6 +55,26 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
         f" into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images; fix: set it to {' or '.join(fitting)}"
     )
     raise ConfigError(Problem("TRAIN.GLOBAL_BATCH_SIZE", message))
+
+
+def plan_of(cfg, world_size: int) -> BatchPlan:
+    """Return the plan of a config; with TRAIN.BATCH_SIZE auto, without accumulation. Errors as `plan_batches`."""
+    size, global_batch_size = cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE
+    size = max(1, global_batch_size // world_size) if size == AUTO else size
+    return plan_batches(size, global_batch_size, world_size)
+
+
+def list_micro_batches(cfg, world_size: int) -> list[int]:
+    """Return the micro-batches that divide the images per process and step, ascending; even ones if images are mixed.
+
+    Raises:
+        ConfigError: the global batch is not divisible by the processes.
+    """
+    share = plan_of(cfg, world_size).per_process
+    if cfg.MODEL.COMPILE in GRAPH_MODES:  # no accumulation, see `check_accumulation`
+        return [share]
+    step = 2 if cfg.AUG.MIXUP or cfg.AUG.CUTMIX else 1
+    return [size for size in range(step, share + 1, step) if share % size == 0]
 
 
 def check_pairs(cfg, plan: BatchPlan) -> None:

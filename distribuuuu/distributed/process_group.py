@@ -52,6 +52,31 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+class _Early:
+    """The store of this start, if it was needed before the process group."""
+
+    store: torch_dist.Store | None = None
+
+
+def exchange(launch: Launch, number: int, timeout_s: float, startup_timeout_s: float) -> list[int]:
+    """Return the number of every process in the order of ranks, before `process_group`, on every process.
+
+    Args:
+        launch: rank and world size of this process.
+        number: its number.
+        timeout_s: seconds to wait for the other processes to start.
+        startup_timeout_s: seconds to wait for their numbers.
+    """
+    if launch.world_size == 1:
+        return [number]
+    store = _Early.store = _Early.store or create_store(launch, timeout_s)
+    turn = store.add(f"turn of {launch.rank}", 1)
+    store.set(f"number {turn} of {launch.rank}", str(number))
+    keys = [f"number {turn} of {rank}" for rank in range(launch.world_size)]
+    store.wait(keys, datetime.timedelta(seconds=startup_timeout_s))
+    return [int(store.get(key)) for key in keys]
+
+
 @contextlib.contextmanager
 def process_group(
     launch: Launch,
@@ -90,7 +115,7 @@ def process_group(
         reason = "gloo cannot send shards of CUDA tensors"
         raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store = create_store(launch, timeout_s)
+    store, _Early.store = _Early.store or create_store(launch, timeout_s), None
     if backend == "nccl":
         check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
@@ -113,6 +138,7 @@ def _join_group(
         store=store,
         device_id=device if backend == "nccl" else None,  # connects now, so that errors occur here, not in a step
     )
+    GroupState.rank = launch.rank
     GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]  # a member
     is_abandoned = False
     try:
@@ -121,7 +147,7 @@ def _join_group(
         is_abandoned = not getattr(error, "on_all_processes", False)
         raise
     finally:
-        GroupState.host_group = None
+        GroupState.rank, GroupState.host_group = 0, None
         if not is_abandoned:  # else it could wait for the other processes forever
             torch_dist.destroy_process_group()
 

@@ -1,23 +1,19 @@
 """Out-of-memory errors that name the batch, the memory and the options that reduce it."""
 
-import contextlib
 import functools
-import os
 import re
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.distributed import comm as dist
+from distribuuuu.report.environment import address_space_limit, list_memory_limits, read_sizes
 
 # Messages of torch's plain RuntimeErrors: the CPU allocator, MPS, the CUDA runtime and its libraries.
 _MESSAGES = re.compile(r"DefaultCPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED")
-# A cgroup limit above this value means no limit.
-_MAX_LIMIT = 1 << 60
 
 
 class OutOfMemory(ConfigError):
@@ -85,29 +81,9 @@ def _memory() -> str:
         used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         name = torch.cuda.get_device_name()
         return f"{_gib(used)} allocated and {_gib(reserved)} reserved of {_gib(total)} on {name}"
-    return f"{_gib(_resident_bytes())} resident of {_gib(_host_limit())} of host memory"
+    limit = min(address_space_limit(), *(limit for limit, _ in list_memory_limits()))
+    return f"{_gib(read_sizes('/proc/self/status').get('VmRSS', 0))} resident of {_gib(limit)} of host memory"
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def _resident_bytes() -> int:
-    with contextlib.suppress(AttributeError, OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _host_limit() -> int:
-    """Return the memory limit of this process in bytes: of the machine, its cgroup or `ulimit -v`."""
-    limits = [_MAX_LIMIT]
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # AttributeError: Windows
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
-            limits.append(int(Path(path).read_text()))
-    with contextlib.suppress(ImportError):
-        import resource
-
-        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
-    return min(limit for limit in limits if 0 < limit <= _MAX_LIMIT)

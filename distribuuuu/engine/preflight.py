@@ -11,8 +11,8 @@ from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.rules import find_problems
-from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_batches
+from distribuuuu.config.rules import AUTO, find_problems
+from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
 
@@ -42,8 +42,8 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         if launch.rank == 0 and address and port and (problem := find_port_problem(address, port)):
             problems.append(Problem("launcher", problem))
         world_size = nproc or launch.world_size
-        if train and cfg.TRAIN.BATCH_SIZE > 0 and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0:
-            plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
+        if train and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0 and (cfg.TRAIN.BATCH_SIZE == AUTO or cfg.TRAIN.BATCH_SIZE > 0):
+            plan = plan_of(cfg, world_size)
             check_pairs(cfg, plan)
             check_accumulation(cfg, plan)
             has_data = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)

@@ -13,7 +13,7 @@ from torch import nn
 
 from distribuuuu import __version__
 from distribuuuu.config.errors import counted
-from distribuuuu.config.rules import find_unused_options
+from distribuuuu.config.rules import AUTO, find_unused_options
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run
@@ -52,6 +52,8 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
         logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
     plan = train_loader.plan
+    if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
+        logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     for problem in find_unused_options(cfg):

@@ -28,6 +28,7 @@ from typing import Any
 
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.rules import AUTO
 from distribuuuu.config.tree import iter_options
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ SCHEMA_VERSION = 1
 FILE_NAME, TEST_FILE_NAME = "results.json", "test_results.json"
 # Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
 NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "TEST.SAVE_PREDICTIONS",
-              "TEST.LABELS", "DATA.CACHE_DIR")  # fmt: skip
+              "TEST.LABELS", "DATA.CACHE_DIR", "DATA.CACHE_GB", "DATA.TIMEOUT_S")  # fmt: skip
 # Options that are not meant to change results: hashed, but not listed as overrides.
 SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
               "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
@@ -106,8 +107,14 @@ def _is_hashed(key: str) -> bool:
 def hash_config(cfg: Config) -> str:
     """Return the SHA-256 of all options except `NOT_HASHED` and LOG.*: equal for all seeds of a config."""
     # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
-    values = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
+    options = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
+    values = [(key, AUTO if is_found(cfg, key) else value) for key, value in options]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def is_found(cfg: Config, key: str) -> bool:
+    """Tell whether the value of an option was `auto` and has been found on this machine."""
+    return cfg.origins.get(key, "").startswith(f"{AUTO}, ")
 
 
 def config_name(cfg: Config) -> str | None:

@@ -1,0 +1,107 @@
+"""Arithmetic of a planned run: hours, disk and bottleneck from the measurements of a few steps."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.samplers import build_im_size
+
+# Image sides of progressive resizing that are measured; the others are interpolated.
+MAX_SIZES = 4
+_ASSUMED = "as fast as the one measured here, with as many cores and workers; communication costs no time"
+# Share of the time from which the evaluation is the bottleneck.
+MAX_EVALUATION = 0.5
+
+
+def sizes_of(cfg) -> list[int]:
+    """Return the side of the training images in each epoch, in pixels."""
+    im_size_at = build_im_size(cfg)
+    return [im_size_at(epoch) if im_size_at else cfg.TRAIN.IM_SIZE for epoch in range(cfg.OPTIM.MAX_EPOCH)]
+
+
+def epochs_to_measure(sizes: Sequence[int]) -> list[int]:
+    """Return an epoch of each size, of at most MAX_SIZES sizes that include the smallest and the largest."""
+    different = sorted(set(sizes))
+    last, num = len(different) - 1, min(MAX_SIZES, len(different))
+    chosen = {different[round(last * index / max(1, num - 1))] for index in range(num)}
+    return [sizes.index(size) for size in sorted(chosen)]
+
+
+def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
+    """Return the seconds of `total` steps of which the first ones were timed.
+
+    The first group counts, but not in the rate, which is the median over the groups after it.
+
+    Args:
+        ends: seconds from the start to the end of each timed step.
+        total: number of steps.
+        group: steps whose batches the workers prepare ahead.
+    """
+    if len(ends) >= total:
+        return ends[total - 1] if total else 0.0
+    return ends[-1] + (total - len(ends)) * step_seconds(ends, group)
+
+
+def step_seconds(ends: Sequence[float], group: int = 1) -> float:
+    """Return the seconds of a step after the first ones; see `extrapolate`."""
+    group = max(1, min(group, (len(ends) - 1) // 2))
+    starts = range(group - 1, len(ends) - group, group)
+    return statistics.median((ends[at + group] - ends[at]) / group for at in starts) if starts else ends[0]
+
+
+def interpolate(known: dict[int, float], size: int) -> float:
+    """Return the seconds at an image side: linear in the number of pixels between the measured sides."""
+    low = max((side for side in known if side <= size), default=min(known))
+    high = min((side for side in known if side >= size), default=max(known))
+    share = (size**2 - low**2) / (high**2 - low**2) if high > low else 0.0
+    return known[low] + share * (known[high] - known[low])
+
+
+def count_checkpoints(cfg, num_steps: int) -> int:
+    """Return the largest number of checkpoint files, with the one that is being written."""
+    checkpoint, epochs = cfg.CHECKPOINT, cfg.OPTIM.MAX_EPOCH
+    every = checkpoint.EVERY_STEPS
+    per_epoch = 1 + (sum(step % every in (0, every // 2) for step in range(1, num_steps)) if every else 0)
+    newest = min(checkpoint.KEEP_LAST, epochs * per_epoch)
+    first_new = epochs + 1 - -(-newest // per_epoch)
+    older = len(range(checkpoint.KEEP_EVERY, first_new, checkpoint.KEEP_EVERY)) if checkpoint.KEEP_EVERY else 0
+    return newest + older + (epochs * per_epoch > newest)
+
+
+def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan of a run: the measurements that are shown, and what follows from them.
+
+    Args:
+        cfg: the config.
+        plan: the images of a step.
+        found: `images`; and, unless the run does not fit into memory, the other measurements of `cli.plan.measure_run`:
+            `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `last_s` of what follows the
+            last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`, `bottleneck`.
+    """
+    epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
+    result = {
+        **found,
+        "epochs": epochs,
+        "steps_per_epoch": num_steps,
+        "steps": epochs * num_steps,
+        "images_seen": epochs * num_steps * plan.global_batch,
+        "batch": {**vars(plan), "global_batch": plan.global_batch},
+        "assumption": f"{plan.world_size} processes, each {_ASSUMED}" if plan.world_size > 1 else None,
+    }
+    if "epoch_s" not in found:
+        return result
+    seconds = {
+        "start": found["start_s"],
+        "training": sum(interpolate(found["epoch_s"], size) for size in sizes_of(cfg)),
+        "evaluation": epochs * found["evaluation_s"] + found["last_s"],
+        "checkpoints": 2 * epochs * found["checkpoint_s"],
+    }
+    share, files = seconds["evaluation"] / max(1e-9, sum(seconds.values())), count_checkpoints(cfg, num_steps)
+    disk = files * found["checkpoint_mib"] + found["best_mib"]
+    result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600, "checkpoints": files, "disk_mib": disk}
+    if share > MAX_EVALUATION:
+        options = {"MODEL.PRECISE_BN 0": cfg.MODEL.PRECISE_BN, "TEST.FLIP False": cfg.TEST.FLIP}
+        remedies = [*(option for option, is_on in options.items() if is_on), "fewer validation images"]
+        result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {' or '.join(remedies)}"
+    return result
