@@ -20,10 +20,13 @@ COMMANDS = {
     "predict": ("predict", "predict", "predict the classes of images with a trained model"),
     "export": ("export", "export", "write a model for timm, ONNX, torch.export; check it"),
     "report": ("report", "report", "make an HTML page about a run"),
+    "probe": ("probe", "probe", "measure the features of a run: k-NN, linear probe"),
     "compare": ("compare", "compare", "compare runs on the same images: is one better?"),
     "table": ("tools", "table", "make a Markdown table of finished runs"),
     "doctor": ("doctor", "run", "check a data set: damage, duplicates, leakage, labels"),
     "split": ("split", "split", "split a folder of images into lists"),
+    "sweep": ("sweep", "sweep", "search options by many runs, which survive any stop"),
+    "plan": ("plan", "run", "predict the hours, memory and disk of a run"),
     "pack": ("tools", "pack", "pack a data set into a few large files, or verify them"),
     "time": ("tools", "time", "measure the parts of a step and name the bottleneck"),
 }

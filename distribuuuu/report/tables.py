@@ -1,6 +1,7 @@
 """Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,12 +77,18 @@ class Row:
 def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
     """Group the finished runs that differ in the seed only; return the groups and messages.
 
-    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once.
+    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
+    runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
     """
     groups: dict[tuple, list[Run]] = {}
-    notes = []
+    notes: list[str] = []
+    of_sweeps: Counter[Path] = Counter()
     for run in runs:
         record, training, data = run.record, run.record["training"], run.record["data"]
+        sweep = run.path.parent.parent.parent
+        if not record["finished"] and (sweep / "sweep.json").exists():
+            of_sweeps[sweep] += 1
+            continue
         if not record["finished"]:
             done, planned = training["epochs_done"], training["epochs_planned"]
             notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
@@ -93,6 +100,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
             notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
         else:
             group.append(run)
+    notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
     for group in groups.values():
         notes += _find_differences(group)
     return list(groups.values()), notes

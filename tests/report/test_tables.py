@@ -136,6 +136,20 @@ def test_unfinished_runs_and_repeated_seeds_are_skipped_with_a_message(make, tmp
     assert f"{tmp_path}/c/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
 
 
+def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    for trial in range(5):
+        changes = {"config_hash": f"{trial}", "overrides": {"OPTIM.BASE_LR": trial}, "finished": trial < 2}
+        for seed in range(3 if trial == 0 else 1):
+            top1 = 95.0 - trial + seed / 10
+            save(tmp_path / f"trial_00{trial}" / f"seed_{seed}" / "results.json", seed=seed,
+                 accuracy__raw__last__top1=top1, **changes)  # fmt: skip
+    status, rows, err = make(tmp_path)
+    found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
+    assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
+    assert err == f"{tmp_path}: skipped: 3 unfinished runs of the sweep\n"
+
+
 def test_different_commits_and_versions_are_reported(make, tmp_path):
     save(tmp_path / "seed_0.json")
     save(tmp_path / "seed_1.json", seed=1, commit="fedcba9876543210+changes", versions={"torch": "2.8.0"})
