@@ -17,12 +17,14 @@ from support.core_lines import count_core_lines
 from support.images import draw_folder
 from support.runs import ROOT
 
-from distribuuuu.cli import doctor, make_table, pack_dataset
+from distribuuuu.cli import doctor, make_table, pack_dataset, plan, sweep
 from distribuuuu.cli.commands import COMMANDS as CONSOLE_COMMANDS
+from distribuuuu.cli.flag_hints import parse_flags
 from distribuuuu.cli.main import parse_args
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
+from distribuuuu.sweep.space import parse_space
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.
@@ -106,8 +108,15 @@ def parse_command(command: str) -> None:
     elif name == "pack":
         _, rest = pack_dataset.build_parser("").parse_known_args(args)
         assert not read_cfg(None, rest[1:])[1]
+    elif name == "sweep":
+        flags, words, problems = parse_flags(sweep.build_parser(""), args)
+        fixed, space, found = parse_space(words)
+        values = {key: dimension.at(0.0) for key, dimension in space.items()}
+        assert not [*problems, *found, *sweep.read_trials(flags.cfg, fixed, [values])[1]]
     elif name == "doctor":
         doctor.parse_args(None, args)
+    elif name == "plan":
+        assert not plan.parse_flags_and_cfg(None, args)[2]
     elif program == "distribuuuu" and name != "--help":
         assert name in CONSOLE_COMMANDS, f"no such command: {name}"
         module = importlib.import_module(f"distribuuuu.cli.{CONSOLE_COMMANDS[name][0]}")
@@ -135,6 +144,7 @@ def test_every_command_is_accepted_by_its_tool(page, command, monkeypatch, capsy
         "torchrun --nproc_per_node=8 -m distribuuuu train NO.KEY 1",
         "python -m distribuuuu table --redme x",
         "distribuuuu split my_images --vall 0.2",
+        "distribuuuu sweep OPTIM.BASE_LR=log:1 --trials 3 OUT_DIR x",
     ],
 )
 def test_a_wrong_command_is_not_accepted(command, monkeypatch):
