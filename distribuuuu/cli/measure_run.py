@@ -149,7 +149,6 @@ def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[flo
         state.finish_step(loader.num_steps)
     state.step = 0
     waits.append(loader.pop_data_time())
-    list(loader.batches_from(state.stream_seed, epoch, loader.num_steps))  # the workers finish what they have begun
     return ends
 
 

@@ -21,7 +21,7 @@ from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.rules import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batches
-from distribuuuu.data.loader import build_loader
+from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.process_group import exchange, pick_device
@@ -204,8 +204,7 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
     cfg.freeze()
     device = pick_device(launch.local_rank)
     set_backends(cfg, device)
-    train_loader, val_loader = build_loader(cfg, launch, device, True), build_loader(cfg, launch, device, False)
-    run = build_run(cfg, train_loader, val_loader)
+    run = build_run(cfg, *build_loaders(cfg, launch, device))
     with run.log:
         yield run
 

@@ -15,7 +15,7 @@ from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
 
-_DESCRIPTION = """Tell what a run needs before it starts: parameters, FLOPs, steps, memory, hours,
+_DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory, hours,
 disk, and its bottleneck. It measures the steps of the run for about a minute,
 longer if a step takes more than a second, and writes nothing to OUT_DIR.
 
