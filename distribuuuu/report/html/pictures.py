@@ -106,6 +106,8 @@ def make_pictures(
     if not has_saliency:
         return pictures
     try:
+        if len(content.classes) < len(run.classes):  # TEST.LABELS selects some outputs of the model
+            targets = {index: run.classes.index(content.classes[target]) for index, target in targets.items()}
         _add_saliency(pictures, run, crops, targets)
     except (RuntimeError, TypeError, ValueError) as error:  # a model without gradients, or of an unusual form
         pictures.notes.append(f"No saliency maps: {' '.join(str(error).split())[:200]}")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from support.runs import small_options
 
 from distribuuuu.cli.report import report
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.report.html import pictures
 from distribuuuu.report.html.history import read_history
 from distribuuuu.report.html.page import percent, write_page
 from distribuuuu.report.html.run_report import read_run
@@ -219,3 +221,13 @@ def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys)
     figures = json.loads(make(tmp_path / "out", capsys, "--format", "json")[1])
     last = json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"]["raw"]["last"]
     assert 100 * figures["map"] == pytest.approx(last["map"], abs=1e-4)
+
+
+def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, monkeypatch):
+    """TEST.LABELS evaluates some outputs of a model; its predictions number these only."""
+    content = read_run(str(finished)).content
+    selected, shown = replace(content, classes=content.classes[1:]), []
+    monkeypatch.setattr(pictures, "_add_saliency", lambda *args: shown.append(dict(args[-1])))
+    pictures.make_pictures(finished, selected, {0: 0, 3: 1})
+    pictures.make_pictures(finished, content, {0: 0, 3: 1})
+    assert shown == [{0: 1, 3: 2}, {0: 0, 3: 1}]
