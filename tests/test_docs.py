@@ -234,7 +234,7 @@ def script_of(page: str) -> str:
             extra = next((more for (where, part), more in RUN.items() if where == page and part in line), "skip")
             if "tools/" not in line and not re.match(r"\.|python3|torchrun|.*-m distribuuuu", line):
                 lines.append(line)  # a loop, a here-document, mkdir, cp
-            elif extra != "skip":
+            elif extra != "skip" and "://" not in line:  # a URL of data that is not there
                 command = line.partition("  #")[0]
                 lines.append(command if extra is None else f"{command} {SMALL} {extra}")
     return "\n".join(lines)
