@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Measure what grows with the number of processes: collectives, start-up traffic, and the connections of the watchdog.
+
+python benchmarks/scale.py collectives --processes 2 4 8 16
+python benchmarks/scale.py watchdog --processes 4096 --seconds 60
+
+`collectives` trains with real gloo processes on this machine and counts the collectives of rank 0 by torch's profiler.
+`watchdog` holds one connection for each process to a real server, then closes one of them.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import multiprocessing
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from machine import describe_run
+
+PHASES = ("start", "step", "evaluation", "checkpoint", "between")
+# Bytes of an element by the profiler's name of its type.
+ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
+# Options of the trained model: small, with batch norm, so that its buffers are broadcast.
+OVERRIDES = [
+    "MODEL.ARCH", "resnet14", "MODEL.NUM_CLASSES", "10", "MODEL.DUMMY_INPUT", "True", "TRAIN.WORKERS", "0",
+    "TRAIN.BATCH_SIZE", "8", "TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "32", "OPTIM.MAX_EPOCH", "1",
+    "TEST.BATCH_SIZE", "50", "LOG.TENSORBOARD", "False",
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ collectives
+
+
+def measure_collectives(num: int) -> None:
+    """Train with `num` processes and print the collectives of each phase, and what the start cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        proxy = CountingProxy(port)
+        proxy.start()
+        env = {**os.environ, "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "rank", folder]
+        processes = [
+            subprocess.Popen(
+                command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num),
+                              "MASTER_PORT": str(proxy.port if rank else port)},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for rank in range(num)
+        ]  # fmt: skip
+        errors = [process.communicate()[1] for process in processes]
+        if any(process.returncode for process in processes):
+            sys.exit(errors[0][-2000:])
+        ranks = [json.loads(Path(folder, f"rank_{rank}.json").read_text()) for rank in range(num)]
+    for phase, found in ranks[0]["collectives"].items():
+        calls = found["calls"] or 1
+        parts = [f"{count / calls:g} {name} ({size / calls:,.0f} B)" for name, (count, size) in found["sent"].items()]
+        print(f"{num:4d}  {phase:10s}  {', '.join(parts) or 'none'}")
+    print(f"{num:4d}  {'store':10s}  {proxy.num_bytes / max(1, num - 1):,.0f} B a process; the groups were joined in"
+          f" {ranks[0]['join_s']:.2f} s; {ranks[0]['sockets']} sockets on rank 0, {ranks[-1]['sockets']} on the last",
+          flush=True)  # fmt: skip
+
+
+def run_rank(folder: str) -> None:
+    """Train as one rank, with the profiler on rank 0; write rank_0.json."""
+    import torch.distributed as torch_dist
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from distribuuuu import trainer
+    from distribuuuu.checkpoint.manager import CheckpointManager
+    from distribuuuu.config import load_cfg
+
+    def replace(owner: Any, name: str, wrap: Callable) -> None:
+        setattr(owner, name, functools.partialmethod(wrap, getattr(owner, name)) if isinstance(owner, type)
+                else functools.partial(wrap, None, getattr(owner, name)))  # fmt: skip
+
+    def timed(_, function: Callable, *args, **kwargs):
+        began = time.perf_counter()
+        result = function(*args, **kwargs)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    def in_phase(phase: str) -> Callable:
+        def run(self, function: Callable, *args, **kwargs):
+            with record_function(f"phase {phase}"):
+                return function(*([self] if self else []), *args, **kwargs)
+
+        return run
+
+    def evaluate_and_count(_, function: Callable, *args):
+        sockets.append(count_sockets())
+        return function(*args)
+
+    seconds: list[float] = []
+    sockets: list[int] = []
+    replace(torch_dist, "init_process_group", timed)
+    replace(torch_dist, "new_group", timed)
+    replace(trainer, "train_step", in_phase("step"))
+    replace(trainer, "evaluate_epoch", evaluate_and_count)
+    replace(trainer, "evaluate_epoch", in_phase("evaluation"))
+    replace(CheckpointManager, "save_in_background", in_phase("checkpoint"))
+    recording = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    is_main, cfg = os.environ["RANK"] == "0", load_cfg(None, [*OVERRIDES, "OUT_DIR", f"{folder}/run"])
+    with recording if is_main else contextlib.nullcontext():
+        trainer.train_model(cfg)
+    Path(folder, f"rank_{os.environ['RANK']}.json").write_text(json.dumps({
+        "collectives": summarize(recording.events()) if is_main else {}, "join_s": sum(seconds), "sockets": sockets[0],
+    }))  # fmt: skip
+
+
+def summarize(events: Iterable[Any]) -> dict[str, dict]:
+    """Return the number of calls of each phase, and of each collective in it the number and the bytes sent."""
+    events = list(events)
+    phases = [(event.time_range.start, event.time_range.end, event.name.removeprefix("phase "))
+              for event in events if event.name.startswith("phase ")]  # fmt: skip
+    found: dict[str, dict] = {phase: {"calls": 0, "sent": {}} for phase in PHASES}
+    for _, _, phase in phases:
+        found[phase]["calls"] += 1
+    first_step = min(start for start, _, phase in phases if phase == "step")
+    for event in (event for event in events if event.name.startswith("gloo:")):
+        start = event.time_range.start
+        outside = "start" if start < first_step else "between"
+        phase = next((name for begin, end, name in phases if begin <= start <= end), outside)
+        count_and_size = found[phase]["sent"].setdefault(event.name.removeprefix("gloo:"), [0, 0])
+        count_and_size[0] += 1
+        for shape, kind in zip(event.input_shapes, event.input_dtypes, strict=False):
+            count_and_size[1] += math.prod(shape) * ITEM_SIZES.get(kind, 1) if shape else 0
+    return found
+
+
+def count_sockets() -> int:
+    """Return the number of open sockets of this process."""
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+class CountingProxy(threading.Thread):
+    """Forwards connections to a port of this machine and counts the bytes of both directions."""
+
+    def __init__(self, target: int):
+        super().__init__(daemon=True)
+        self.num_bytes = 0
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self._listener.getsockname()[1]
+
+    def run(self) -> None:
+        """Forward until the process ends."""
+        while True:
+            incoming, _ = self._listener.accept()
+            try:
+                outgoing = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # rank 0 does not listen yet: the client tries again
+                incoming.close()
+                continue
+            for source, sink in ((incoming, outgoing), (outgoing, incoming)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.num_bytes += len(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def free_port() -> int:
+    """Return a port of the loopback address that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------------ watchdog
+
+
+def measure_watchdog(num: int, seconds: float) -> None:
+    """Hold `num` connections to a watchdog server for some seconds, then close one and wait for the end of all."""
+    context = multiprocessing.get_context("spawn")
+    parent, child = context.Pipe()
+    server = context.Process(target=_serve, args=(num, child))
+    server.start()
+    port, token, memory_before = parent.recv()
+    _raise_file_limit()
+    selector, connections = selectors.DefaultSelector(), []
+    began = time.perf_counter()
+    for rank in range(num):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(
+            token.encode() + b"\n" + json.dumps({"rank": rank, "host": f"node{rank // 8}"}).encode() + b"\n"
+        )
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, rank)
+        connections.append(connection)
+    connected_s = time.perf_counter() - began
+    parent.send("usage")
+    cpu_s, _ = parent.recv()
+    alarms = _beat(selector, connections, seconds)
+    parent.send("usage")
+    cpu_after_s, memory = parent.recv()
+    share = (cpu_after_s - cpu_s) / seconds
+    print(f"{num:5d} connections in {connected_s:.2f} s; {seconds:.0f} s: {alarms} false alarms, server "
+          f"{share:.2%} of a core, {memory - memory_before:.1f} MiB more")  # fmt: skip
+    selector.unregister(connections[-1])
+    began = time.perf_counter()
+    connections[-1].close()
+    told = _count_ended(selector, num - 1)
+    print(f"{num:5d} one process died: {told} of {num - 1} others ended within {time.perf_counter() - began:.2f} s")
+    server.terminate()
+    if alarms or told < num - 1:
+        sys.exit(1)
+
+
+def _serve(num: int, pipe: Any) -> None:
+    from distribuuuu.distributed.watchdog_server import WatchdogServer
+
+    memory, token = _memory_mib(), "0" * 32
+    server = WatchdogServer(num, token, timeout_s=600)
+    server.start()
+    pipe.send((server.ports[0], token, memory))
+    while True:
+        pipe.recv()
+        pipe.send((time.process_time(), _memory_mib()))
+
+
+def _beat(selector: selectors.BaseSelector, connections: list[socket.socket], seconds: float) -> int:
+    """Send heartbeats at the interval that the server demands; return the number of processes told to end."""
+    num, interval_s, alarms = len(connections), 1.0, 0
+    began = time.monotonic()
+    next_beats = [began + interval_s * rank / num for rank in range(num)]
+    step = 0
+    while (now := time.monotonic()) < began + seconds:
+        for key, _ in selector.select(timeout=0.01):
+            for line in key.fileobj.recv(1 << 16).splitlines():
+                message = json.loads(line)
+                interval_s = message.get("beat_s", interval_s)
+                alarms += "end" in message
+        step += 1
+        for rank, due in enumerate(next_beats):
+            if now >= due:
+                beat = {"at": f"epoch 1, step {step}", "marks": step, "starting": False}
+                connections[rank].send(json.dumps(beat).encode() + b"\n")
+                next_beats[rank] = now + interval_s
+    return alarms
+
+
+def _count_ended(selector: selectors.BaseSelector, num: int) -> int:
+    """Return how many of the processes are told to end within 30 s; each closes its connection then."""
+    ended, deadline = 0, time.monotonic() + 30
+    while ended < num and time.monotonic() < deadline:
+        for key, _ in selector.select(timeout=0.1):
+            if b'"end"' in key.fileobj.recv(1 << 16):
+                ended += 1
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+    return ended
+
+
+def _memory_mib() -> float:
+    """Return the resident memory of this process in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def _raise_file_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main() -> None:
+    """Run the chosen measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["collectives", "watchdog", "rank"])
+    parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4], help="numbers of processes")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the watchdog's test")
+    flags = parser.parse_args()
+    if flags.kind == "rank":
+        run_rank(flags.folder)
+        return
+    print(describe_run(), flush=True)
+    for num in flags.processes:
+        if flags.kind == "collectives":
+            measure_collectives(num)
+        else:
+            measure_watchdog(num, flags.seconds)
+
+
+if __name__ == "__main__":
+    main()
