@@ -213,10 +213,10 @@ def measure_watchdog(num: int, seconds: float) -> None:
     selector.unregister(connections[-1])
     began = time.perf_counter()
     connections[-1].close()
-    told = _count_ended(selector, num - 1)
-    print(f"{num:5d} one process died: {told} of {num - 1} others ended within {time.perf_counter() - began:.2f} s")
+    ended = _count_ended(selector, num - 1)
+    print(f"{num:5d} one process died: {ended} of {num - 1} others ended within {time.perf_counter() - began:.2f} s")
     server.terminate()
-    if alarms or told < num - 1:
+    if alarms or ended < num - 1:
         sys.exit(1)
 
 
@@ -233,7 +233,7 @@ def _serve(num: int, pipe: Any) -> None:
 
 
 def _beat(selector: selectors.BaseSelector, connections: list[socket.socket], seconds: float) -> int:
-    """Send heartbeats at the interval that the server demands; return the number of processes told to end."""
+    """Send heartbeats at the interval that the server demands; return the number of orders to end."""
     num, interval_s, alarms = len(connections), 1.0, 0
     began = time.monotonic()
     next_beats = [began + interval_s * rank / num for rank in range(num)]
@@ -254,7 +254,7 @@ def _beat(selector: selectors.BaseSelector, connections: list[socket.socket], se
 
 
 def _count_ended(selector: selectors.BaseSelector, num: int) -> int:
-    """Return how many of the processes are told to end within 30 s; each closes its connection then."""
+    """Return the number of processes that receive the order to end within 30 s; each then closes its connection."""
     ended, deadline = 0, time.monotonic() + 30
     while ended < num and time.monotonic() < deadline:
         for key, _ in selector.select(timeout=0.1):

@@ -196,5 +196,5 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     speeds["loader"] = rate = plan.per_process / timed.seconds
     num_workers, most = (count_workers(number, _HERE) for number in (cfg.TRAIN.WORKERS, -1))
     remedies = find_remedies(cfg, loader.images, num_workers)
-    told = diagnose_bottleneck(Speeds(model, rate, combined, waited), num_workers, most, remedies, not on_gpu)
-    return {"images_per_s": speeds, "bottleneck": told}
+    bottleneck = diagnose_bottleneck(Speeds(model, rate, combined, waited), num_workers, most, remedies, not on_gpu)
+    return {"images_per_s": speeds, "bottleneck": bottleneck}
