@@ -1,6 +1,7 @@
 """TRAIN.BATCH_SIZE auto: the largest micro-batch that fits into memory, found by training steps in fresh processes."""
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batc
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
+from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import exchange, pick_device
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.run import Run
@@ -33,6 +35,7 @@ from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.signals import die_with_parent
 from distribuuuu.models import check_model
 from distribuuuu.report.environment import address_space_limit, list_memory_limits, local_peak_bytes, read_sizes
+from distribuuuu.report.predictions import build_recorder
 from distribuuuu.report.run_log import logging_to
 from distribuuuu.trainer import train_step
 
@@ -182,7 +185,7 @@ def search(sizes: Sequence[int], measure: Callable[[int], Peak | str], fits: Cal
             return best
         size = worth[(len(worth) - 1) // 2 if killed else -1]
     shown = peak if isinstance(peak, str) else f"{peak.used / 2**20:,.0f} MiB"
-    fix = "a smaller MODEL.ARCH or TRAIN.IM_SIZE; or MODEL.ACT_CHECKPOINT True"
+    fix = "a smaller MODEL.ARCH, TRAIN.IM_SIZE or TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True"
     problem = f"got auto; a micro-batch of {sizes[0]} does not fit into memory: {shown}; fix: {fix}"
     raise OutOfMemory(Problem("TRAIN.BATCH_SIZE", problem))
 
@@ -210,7 +213,7 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
 
 
 def measure_steps(folder: str, cfg: Config, launch: Launch, plan: BatchPlan) -> Peak:
-    """Return the peak memory of training steps and of a checkpoint, in a fresh process."""
+    """Return the peak memory of training steps, a checkpoint and an evaluation, in a fresh process."""
     with trial_run(cfg, launch, plan, folder) as run:
         loader, state = run.train_loader, run.state
         batches = loader.batches_from(state.stream_seed, 0, 0)
@@ -219,7 +222,19 @@ def measure_steps(folder: str, cfg: Config, launch: Launch, plan: BatchPlan) -> 
             train_step(run, batches, step)
             state.finish_step(loader.num_steps)
         run.checkpoints.save(state)
+        evaluate_batch(run)
         return read_peak(loader.device)
+
+
+def evaluate_batch(run: Run) -> None:
+    """Evaluate a batch as after the last epoch, with the pass that makes the predictions."""
+    recorder = build_recorder(run.cfg, run.task, run.state.model, run.val_loader)
+    run.state.model.eval()
+    with inference(run.state.model):
+        for images, targets in itertools.islice(run.val_loader, 1):
+            (recorder or run.task).eval_step(run.state.model, images, targets)
+        if recorder:
+            recorder.finish(run.state.model)
 
 
 def read_peak(device: torch.device) -> Peak:

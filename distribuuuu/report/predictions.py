@@ -151,6 +151,18 @@ class Recorder:
         return {name: dist.gather_rows(columns.pop(name)).cpu().numpy()[order] for name in names}
 
 
+def build_recorder(cfg, task: Any, model: torch.nn.Module, loader: Any) -> Recorder | None:
+    """Return the recorder of an evaluation; None if no predictions are saved."""
+    num_images, is_cpu = len(loader.images), loader.device.type == "cpu"
+    if cfg.TEST.SAVE_PREDICTIONS and num_images > MAX_IMAGES:
+        logger.info("%s is not written for more than %s images", FILE_NAME, f"{MAX_IMAGES:,}")
+    saves = cfg.TEST.SAVE_PREDICTIONS and 0 < num_images <= MAX_IMAGES
+    if not saves or task.num_outputs != len(task.classes) or cfg.TEST.LABELS == "imagenet_real":
+        return None
+    layout = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
+    return Recorder(task, num_images, loader.sampler.indices, is_cpu and not is_sharded(model), layout)
+
+
 @contextlib.contextmanager
 def recording(
     cfg, task: Any, model: torch.nn.Module, loader: Any, weights: str, epoch: int | None = None, is_last: bool = True
@@ -168,15 +180,10 @@ def recording(
         epoch: the number of finished epochs; None: not the evaluation of a training run.
         is_last: False: yield the task itself, and write nothing.
     """
-    num_images, is_cpu = len(loader.images), loader.device.type == "cpu"
-    if is_last and cfg.TEST.SAVE_PREDICTIONS and num_images > MAX_IMAGES:
-        logger.info("%s is not written for more than %s images", FILE_NAME, f"{MAX_IMAGES:,}")
-    saves = is_last and cfg.TEST.SAVE_PREDICTIONS and 0 < num_images <= MAX_IMAGES
-    if not saves or task.num_outputs != len(task.classes) or cfg.TEST.LABELS == "imagenet_real":
+    recorder = build_recorder(cfg, task, model, loader) if is_last else None
+    if not recorder:
         yield task
         return
-    layout = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
-    recorder = Recorder(task, num_images, loader.sampler.indices, is_cpu and not is_sharded(model), layout)
     yield recorder
     recorder.finish(model)
     arrays = recorder.gather(loader.device)

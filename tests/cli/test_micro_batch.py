@@ -116,8 +116,7 @@ def test_two_processes_take_the_same_number_and_a_resume_keeps_it(image_folder, 
 @pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v")
 def test_a_run_with_a_limit_on_its_memory_takes_fewer_images_at_once(image_folder, tmp_path):
     large = ("TRAIN.IM_SIZE", 96, "TEST.IM_SIZE", 96, "TEST.BATCH_SIZE", 1, "MODEL.KWARGS.width", 64)
-    # The trials are training steps only: the evaluation, and the second pass that makes predictions, must be smaller.
-    large = (*large, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0, "TEST.SAVE_PREDICTIONS", False)
+    large = (*large, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "trial", *large))
     plan = micro_batch.plan_batches(4, 8, 1)
     peak = micro_batch.in_fresh_process(micro_batch.measure_steps, cfg, micro_batch.Launch("trial"), plan)
