@@ -20,7 +20,7 @@ from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.run import Run, expected_passes
+from distribuuuu.engine.run import Run, expected_passes, is_evaluated
 from distribuuuu.engine.run_description import describe_end, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
 from distribuuuu.engine.setup import Training, build_checkpoints, build_run, build_test_model, find_weights, open_run
@@ -58,6 +58,10 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                     train_epoch(run)
                 except NonFiniteLoss as error:
                     roll_back(run, error)
+                    continue
+                if not is_evaluated(cfg, run.state.epoch):
+                    run.state.finish_epoch()
+                    run.checkpoints.save_in_background(run.state)
                     continue
                 run.checkpoints.save_in_background(run.state)  # if the evaluation fails, no training step is lost
                 evaluations = evaluate_epoch(run)

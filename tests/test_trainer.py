@@ -67,6 +67,23 @@ def test_a_run_that_ends_after_an_epoch_continues_exactly(reference, small_cfg, 
     assert finished["finished"] and finished["config_hash"] == results["config_hash"]
 
 
+@pytest.mark.parametrize("workers", [0, slow(2)])
+def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path, workers):
+    options = ("OPTIM.MAX_EPOCH", 3, "TRAIN.WORKERS", workers, "EMA.HALF_LIFE", 50, "MODEL.PRECISE_BN", 12)
+    train_model(small_cfg(*options, "OUT_DIR", tmp_path / "every"))
+    cfg = small_cfg(*options, "TRAIN.EVAL_PERIOD", 2)
+    train_model(cfg, stop_epoch=1)
+    assert newest(cfg.OUT_DIR)["epoch"] == 0 and not (Path(cfg.OUT_DIR) / "results.json").exists()
+    train_model(cfg)
+    every, mine = newest(tmp_path / "every"), newest(cfg.OUT_DIR)
+    for key in ("state_dict", "ema_state_dict"):
+        assert all(torch.equal(every[key][name], tensor) for name, tensor in mine[key].items())
+    assert mine["best_epoch"] in (1, 2) and mine["checkpoints"] == every["checkpoints"]
+    is_expected = [row["kind"] == "train" or row["epoch"] > 1 for row in timeless(tmp_path / "every")]
+    rows = [{**row, "best_top1": None} for row in itertools.compress(timeless(tmp_path / "every"), is_expected)]
+    assert [{**row, "best_top1": None} for row in timeless(cfg.OUT_DIR)] == rows
+
+
 def test_a_run_writes_the_expected_files(reference):
     files = sorted(path.name for path in reference.iterdir())
     written = [

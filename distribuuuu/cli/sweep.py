@@ -95,8 +95,8 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
         problems.append(Problem("--trials", f"is missing; {ranges[0]} is a range; fix: add --trials 20"))
     if "OUT_DIR" not in fixed[::2]:
         problems.append(Problem("OUT_DIR", "is missing; fix: add OUT_DIR exp/my_sweep"))
-    if flags.asha and "OPTIM.MAX_EPOCH" in space:
-        problems.append(Problem("OPTIM.MAX_EPOCH", "cannot be swept with --asha, which compares equal epochs"))
+    for key in {"OPTIM.MAX_EPOCH", "TRAIN.EVAL_PERIOD"} & set(space) if flags.asha else ():
+        problems.append(Problem(key, "cannot be swept with --asha, which compares equal epochs"))
     ends = [{key: dim.at(end) for key, dim in space.items()} for end in (0.0, 1 - 1e-9)]
     (first, _), found = read_trials(flags.cfg, fixed, ends)
     problems += found
@@ -150,10 +150,11 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
     from distribuuuu.sweep.asha import plan_rungs
     from distribuuuu.sweep.trials import Sweep, Trial
 
-    rungs = plan_rungs(first.OPTIM.MAX_EPOCH, flags.asha or 0, len(values))
+    rungs = plan_rungs(first.OPTIM.MAX_EPOCH, flags.asha or 0, len(values), first.TRAIN.EVAL_PERIOD)
     if flags.asha and not rungs:
         got = f"got {flags.asha} for {len(values)} trials of {first.OPTIM.MAX_EPOCH} epochs"
-        raise ConfigError(Problem("--asha", f"{got}; expected at least {flags.asha} of both"))
+        expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
+        raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
     path = Path(find_config(flags.cfg)) if flags.cfg else None
     overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
     out_dir = Path(overrides.pop("OUT_DIR"))

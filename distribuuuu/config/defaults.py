@@ -75,6 +75,8 @@ _C.TRAIN.MATMUL_PRECISION = "high"
 _C.TRAIN.ON_NAN = "stop"
 # Maximum number of rollbacks in a run; after them it stops.
 _C.TRAIN.MAX_ROLLBACKS = 3
+# Epochs between two evaluations; the last epoch is always evaluated.
+_C.TRAIN.EVAL_PERIOD = 1
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = 5
 # Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).

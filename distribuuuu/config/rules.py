@@ -74,6 +74,7 @@ RANGES = {
     "TRAIN.IM_SIZE_MULTIPLE": (1, None),
     "TRAIN.WORKERS": (-1, None),
     "TRAIN.PRINT_FREQ": (1, None),
+    "TRAIN.EVAL_PERIOD": (1, None),
     "TRAIN.TOPK": (1, None),
     "TEST.BATCH_SIZE": (1, None),
     "TEST.IM_SIZE": (2, None),

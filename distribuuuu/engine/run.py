@@ -45,12 +45,17 @@ class Run(Training):
     stop: StopRequest
 
 
+def is_evaluated(cfg: Config, epoch: int) -> bool:
+    """Tell whether the model is evaluated after an epoch, from 0."""
+    return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
+
+
 def expected_passes(run: Run) -> Iterator[Pass]:
     """Return the passes over the data after the steps of this epoch, if the run is not rolled back."""
-    train, plan, seed, num_kinds = run.train_loader, run.train_loader.plan, run.state.stream_seed, len(run.state.models)
+    cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed
     samples, sampler, evaluation = train.samples, train.sampler, Pass(run.val_loader.samples, run.val_loader.sampler)
-    num_precise = -(-run.cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
-    epochs = range(run.state.epoch, run.cfg.OPTIM.MAX_EPOCH)
+    num_precise = -(-cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
+    epochs, kinds = range(run.state.epoch, cfg.OPTIM.MAX_EPOCH), tuple(run.state.models)
 
     def passes() -> Iterator[Pass]:  # without the loaders, whose workers keep it
         for epoch in epochs:
@@ -58,6 +63,6 @@ def expected_passes(run: Run) -> Iterator[Pass]:
             if epoch > epochs[0]:
                 yield Pass(samples, steps)
             precise = [Pass(samples, steps, num_precise)] if num_precise else []
-            yield from [*precise, evaluation] * num_kinds
+            yield from [*precise, evaluation] * len(kinds) * is_evaluated(cfg, epoch)
 
     return passes()

@@ -154,7 +154,8 @@ class TrainState:
             CheckpointError: the checkpoint is incomplete, or does not match the model, the optimizer or the classes.
         """
         check_resumable(content, path)
-        self._check_classes(content, path)
+        if mismatch := find_class_mismatch(content, self.classes):
+            raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; {WEIGHTS_ONLY}")
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)
@@ -202,10 +203,6 @@ class TrainState:
             states = []
         self.meter.load_state_dict(states)
 
-    def _check_classes(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        if mismatch := find_class_mismatch(content, self.classes):
-            raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; {WEIGHTS_ONLY}")
-
     def _optimizer_names(self) -> list[list[str]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
@@ -246,11 +243,11 @@ class TrainState:
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
             self.ema.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
-    def finish_epoch(self, values: dict[str, float]) -> list[str]:
-        """Count the epoch as done; return the kinds of weights that are the best so far by the first metric."""
-        better = self.higher_is_better
+    def finish_epoch(self, values: dict[str, float] | None = None) -> list[str]:
+        """Count the epoch as done, and evaluated if there are values; return the kinds of weights that are the best."""
+        values, better = values or {}, self.higher_is_better
         new_bests = [kind for kind, value in values.items() if self.bests[kind].update(value, self.epoch, better)]
-        self.evaluated_at = self.epoch, self.step
+        self.evaluated_at = (self.epoch, self.step) if values else None
         self.epoch, self.step = self.epoch + 1, 0
         return new_bests
 

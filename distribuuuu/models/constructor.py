@@ -111,14 +111,6 @@ def find_architecture(arch: str) -> Architecture:
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown(arch, names)))
 
 
-def _find_registered(name: str) -> Constructor | None:
-    return MODELS.get(name) if name in MODELS else None
-
-
-def _list_registered() -> NameTable:
-    return NameTable({name: _defaults(MODELS.get(name)) for name in MODELS.names()})
-
-
 def _defaults(constructor: Constructor) -> dict[str, bool] | None:
     """Return whether each parameter has a default; None if the constructor accepts **kwargs."""
     named, is_open = _named_parameters(inspect.signature(constructor).parameters)
@@ -142,23 +134,21 @@ def _list_timm() -> NameTable:
     return NameTable(names, tuple(deprecated()))
 
 
-def _find_torchvision(name: str) -> Constructor | None:
-    return torchvision.models.get_model_builder(name) if name in _torchvision_names() else None
-
-
-def _list_torchvision() -> NameTable:
-    return NameTable(dict.fromkeys(_torchvision_names()))
-
-
 def _torchvision_names() -> list[str]:
     """Return the names of the classifiers; those for other tasks are in sub-modules."""
     return torchvision.models.list_models(module=torchvision.models)
 
 
 _SOURCES: dict[str, tuple[Callable[[str], Constructor | None], Callable[[], NameTable]]] = {
-    "distribuuuu": (_find_registered, _list_registered),
+    "distribuuuu": (
+        lambda name: MODELS.get(name) if name in MODELS else None,
+        lambda: NameTable({name: _defaults(MODELS.get(name)) for name in MODELS.names()}),
+    ),
     "timm": (_find_timm, _list_timm),
-    "torchvision": (_find_torchvision, _list_torchvision),
+    "torchvision": (
+        lambda name: torchvision.models.get_model_builder(name) if name in _torchvision_names() else None,
+        lambda: NameTable(dict.fromkeys(_torchvision_names())),
+    ),
 }
 
 

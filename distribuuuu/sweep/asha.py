@@ -22,10 +22,14 @@ MAX_KILLS = 5
 POLL_S, REFRESH_S = 0.2, 2.0
 
 
-def plan_rungs(epochs: int, eta: int, num_trials: int) -> tuple[int, ...]:
-    """Return the epochs of the rungs, epochs / eta^k; as many as leave a trial for the last one."""
+def plan_rungs(epochs: int, eta: int, num_trials: int, period: int = 1) -> tuple[int, ...]:
+    """Return the epochs of the rungs, epochs / eta^k; as many as leave a trial for the last one.
+
+    They are rounded up to multiples of `period`, after which a run is evaluated.
+    """
     powers = [eta**k for k in range(1, 64) if eta**k <= min(epochs, num_trials)] if eta else []
-    return tuple(round(epochs / power) for power in reversed(powers))
+    rungs = {-(-round(epochs / power) // period) * period for power in powers}
+    return tuple(sorted(rung for rung in rungs if rung < epochs))
 
 
 def select_promoted(entered: Sequence[int], scores: Mapping[int, float], eta: int, is_closed: bool) -> list[int]:

@@ -77,6 +77,7 @@ def test_a_trial_continues_before_the_rung_is_complete_and_only_by_known_results
 
 def test_rungs_leave_a_trial_for_the_last_one():
     assert plan_rungs(14, 3, 20) == (2, 5) and plan_rungs(14, 3, 8) == (5,) and plan_rungs(14, 3, 2) == ()
+    assert plan_rungs(14, 3, 20, 4) == (4, 8) and plan_rungs(14, 3, 20, 7) == (7,) and plan_rungs(14, 3, 20, 14) == ()
     assert plan_rungs(2, 3, 20) == () and plan_rungs(9, 3, 81) == (1, 3) and plan_rungs(9, 0, 81) == ()
 
 

@@ -83,7 +83,12 @@ def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
     assert result["hours"] * 3600 == pytest.approx(5 + 300 + 32 + 2) and result["disk_mib"] == 4 * 2.0 + 1.0
     assert result["bottleneck"] == "x" and result["assumption"].startswith("2 processes, each as fast as")
     slow = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
-    assert slow["bottleneck"].startswith("evaluation, ") and "MODEL.PRECISE_BN 0" in slow["bottleneck"]
+    assert (
+        slow["bottleneck"].startswith("evaluation, 75%") and "EVAL_PERIOD 3 or MODEL.PRECISE_BN 0" in slow["bottleneck"]
+    )
+    cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "TRAIN.EVAL_PERIOD", "3"])
+    rarer = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
+    assert rarer["seconds"]["evaluation"] == 4 * 90 + 2 and rarer["seconds"]["checkpoints"] == pytest.approx(1.4)
 
 
 @pytest.fixture
