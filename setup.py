@@ -52,7 +52,9 @@ setup(
         "numpy>=1.23",
     ],
     extras_require={
+        # JPEG decoders: scaling while decoding, and decoding a region only.
         "simplejpeg": ["simplejpeg>=1.7"],
+        "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "onnx": [*ONNX],
         # Packed data at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
         "s3": ["s3fs>=2023.12"],
@@ -61,6 +63,7 @@ setup(
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
+            "nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'",
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
             *ONNX,
             # The references that our metrics and statistics are tested against.

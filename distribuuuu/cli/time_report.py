@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distribuuuu.config.errors import counted
+from distribuuuu.config.rules import OPTIONAL_DECODERS
 from distribuuuu.report.step_timing import MAX_DATA_FRACTION
 
 # Data sets that are arrays in memory: nothing is read or decoded.
@@ -94,7 +95,7 @@ def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
     is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
     applicable = {
         "a packed data set (distribuuuu pack)": name not in (*_IN_MEMORY, "packed"),
-        "DATA.DECODER simplejpeg": name not in _IN_MEMORY and not is_raw and data.DECODER != "simplejpeg",
+        "DATA.DECODER nvimgcodec": name not in _IN_MEMORY and not is_raw and data.DECODER not in OPTIONAL_DECODERS,
         "DATA.LOADER device": is_small and name != "dummy",
         "DATA.WORKER_KIND thread": num_workers > 0 and data.WORKER_KIND != "thread",
     }

@@ -118,7 +118,8 @@ _C.DATA.NAME = "imagefolder"
 _C.DATA.LOADER = "host"
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = "process"
-# Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil or simplejpeg (scales while it decodes).
+# Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil, simplejpeg (scales while it decodes) or
+# nvimgcodec (decodes only the crop).
 _C.DATA.DECODER = "auto"
 # Maximum pixels (width x height) of an image, 1 or more; larger ones count as corrupt and are not decoded.
 _C.DATA.MAX_PIXELS = 178_956_970

@@ -17,12 +17,14 @@ OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIO
 # Options that are lists of strings; all other lists are lists of numbers.
 TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "OPTIM.NO_WEIGHT_DECAY", "TRAIN.METRICS", "TEST.METRICS")
 
+# The decoders of optional packages, and the module that each one needs.
+OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcodec"}
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 CHOICES = {
     "AUG.ERASING_MODE": ("const", "pixel"),
     "AUG.MIX_BY": ("pair", "step"),
     "DATA.CROP": ("auto", "resized", "pad"),
-    "DATA.DECODER": ("auto", "torchvision", "pil", "simplejpeg"),
+    "DATA.DECODER": ("auto", "torchvision", "pil", *OPTIONAL_DECODERS),
     "DATA.INTERPOLATION": (*INTERPOLATIONS, "random"),
     "DATA.LOADER": ("host", "device"),
     "DATA.ON_BAD_IMAGE": ("raise", "skip"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import re
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeGuard
 import numpy as np
 import torch
 
-from distribuuuu.data.jpeg_header import Buffer, JpegHeader, cut_rows, read_jpeg_header
+from distribuuuu.config.rules import OPTIONAL_DECODERS
+from distribuuuu.data import optional_decoders
+from distribuuuu.data.jpeg_header import Box, Buffer, JpegHeader, cut_rows, read_jpeg_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,7 +54,7 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     Args:
         data: the file's bytes.
         decoder: "auto": torchvision for the JPEGs that it decodes as PIL does, else PIL; "torchvision": except PNG;
-            "pil"; "simplejpeg": for JPEGs, else PIL.
+            "pil"; "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
         options: the size limit, and whether EXIF applies.
 
     Raises:
@@ -64,19 +65,6 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     _silence_decoders()
     pixels = _DECODERS[decoder](data, options.max_pixels)
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
-
-
-class Box(NamedTuple):
-    """A region of an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return a view of the region of (3, H, W)."""
-        return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
 
 
 class LazyImage:
@@ -111,7 +99,7 @@ class EncodedImage(LazyImage):
         self._options = options
         self._decoded: torch.Tensor | None = None
         # An image that has to be rotated is decoded in full.
-        header = read_jpeg_header(data) if decoder in ("auto", "simplejpeg") and not options.exif_rotate else None
+        header = read_jpeg_header(data) if decoder in ("auto", *OPTIONAL_DECODERS) and not options.exif_rotate else None
         self._header = header if is_common_jpeg(header, options.max_pixels) else None
 
     @property
@@ -126,18 +114,13 @@ class EncodedImage(LazyImage):
         return self._decoded
 
     def crop(self, box: Box, size: int) -> torch.Tensor:
-        """Return the pixels of a region, decoding only the rows around it where the file allows that.
-
-        If the region is much larger than `size`, simplejpeg downscales it by 2 or 4 while decoding; the borders are
-        then rounded to multiples of that.
-        """
+        """Return the pixels of a region, decoding only the rows around it where the file allows that."""
         if not self._header:
             return super().crop(box, size)
-        factor = _scale_factor(box, size) if self._decoder == "simplejpeg" else 1
-        if factor > 1:
-            scaled = Box(*(value // factor for value in box))
-            with contextlib.suppress(ValueError):  # it rejects some files that others read
-                return scaled.crop(decode_scaled(self._data, self._header, factor))
+        if self._decoder in optional_decoders.CROP:
+            pixels = optional_decoders.CROP[self._decoder](self._data, self._header, box, size)
+            if pixels is not None:
+                return pixels
         data, first_row = cut_rows(self._data, self._header, box.top, box.top + box.height)
         return box._replace(top=box.top - first_row).crop(decode(data, self._decoder, self._options))
 
@@ -171,15 +154,6 @@ def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
     # A tensor can share neither read-only memory nor negative strides.
     pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
     return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
-
-
-def _scale_factor(box: Box, size: int) -> int:
-    """Return the largest of 1, 2 and 4 that leaves a box at least three times as large as `size`.
-
-    Decoders downscale with another filter than resizing does. With a factor of three left to resize, the mean
-    difference on photographs is within a quarter of a gray level; with none left, two thirds.
-    """
-    return next(factor for factor in (4, 2, 1) if factor == 1 or min(box.height, box.width) >= 3 * factor * size)
 
 
 def open_image(file: Buffer | BinaryIO, max_pixels: int = DEFAULTS.max_pixels) -> Image:
@@ -228,18 +202,6 @@ def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     """Return (3, H, W) upright: rotated and flipped according to an EXIF orientation."""
     pixels = pixels.transpose(1, 2) if orientation >= 5 else pixels
     return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
-
-
-def decode_scaled(data: Buffer, header: JpegHeader, factor: int) -> torch.Tensor:
-    """Return the pixels of a JPEG, downscaled by 1, 2, 4 or 8 while decoding (simplejpeg): uint8 (3, H', W').
-
-    H' and W' are the size of the file divided by `factor`, rounded up.
-    """
-    import simplejpeg
-
-    least = {"min_height": -(-header.height // factor), "min_width": -(-header.width // factor)}
-    pixels = simplejpeg.decode_jpeg(data, "RGB", min_factor=factor, **(least if factor > 1 else {}))
-    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def is_common_jpeg(header: JpegHeader | None, max_pixels: int) -> TypeGuard[JpegHeader]:
@@ -313,14 +275,10 @@ def _bytes_to_tensor(data: Buffer) -> torch.Tensor:
     return torch.frombuffer(bytearray(data) if memoryview(data).readonly else data, dtype=torch.uint8)
 
 
-def _decode_simplejpeg(data: Buffer, max_pixels: int) -> torch.Tensor:
+def _decode_optional(decoder: str, data: Buffer, max_pixels: int) -> torch.Tensor:
     header = read_jpeg_header(data)
-    if not is_common_jpeg(header, max_pixels):
-        return _decode_pil(data, max_pixels)
-    try:
-        return decode_scaled(data, header, 1)
-    except ValueError:  # it rejects stray bytes between the parts of a file, which others skip
-        return _decode_pil(data, max_pixels)
+    pixels = optional_decoders.DECODE[decoder](data, header) if is_common_jpeg(header, max_pixels) else None
+    return _decode_pil(data, max_pixels) if pixels is None else pixels
 
 
 def _decode_pil(data: Buffer, max_pixels: int) -> torch.Tensor:
@@ -332,5 +290,5 @@ _DECODERS: dict[str, Callable[[Buffer, int], torch.Tensor]] = {
     "auto": _decode_auto,
     "torchvision": _decode_torchvision,
     "pil": _decode_pil,
-    "simplejpeg": _decode_simplejpeg,
+    **{name: functools.partial(_decode_optional, name) for name in OPTIONAL_DECODERS},
 }

@@ -2,14 +2,32 @@
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 Buffer = bytes | bytearray | memoryview
+# The last bytes of a complete file.
+END = b"\xff\xd9"
 
-_START, _END, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xD9, 0xDD, 0xDA
+_START, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xDD, 0xDA
 # Markers C0 to CF start a frame, except these three: Huffman tables, an extension, arithmetic conditioning.
 _NO_FRAME = (0xC4, 0xC8, 0xCC)
 _BASELINE = (0xC0, 0xC1)
 _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
+
+
+class Box(NamedTuple):
+    """A region of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return a view of the region of (3, H, W)."""
+        return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
 
 
 @dataclass
@@ -101,7 +119,7 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     last = min(rows, -(-(bottom + margin) // header.block_height))
     across = -(-header.width // header.block_width)
     can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
-    if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != bytes((0xFF, _END)):
+    if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != END:
         return data, 0
     data = bytes(data)
     ends = [match.start() for match in _RESTARTS.finditer(data, header.scan_at)]
@@ -114,5 +132,5 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     parts = [data[:at], height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
     for number, row in enumerate(range(first, last)):
         parts += [data[starts[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
-    parts[-1] = bytes((0xFF, _END))
+    parts[-1] = END
     return b"".join(parts), first * header.block_height

@@ -11,7 +11,7 @@ from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.rules import AUTO, find_problems
+from distribuuuu.config.rules import AUTO, OPTIONAL_DECODERS, find_problems
 from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -94,8 +94,9 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
-    if cfg.DATA.DECODER == "simplejpeg" and not find_spec("simplejpeg"):
-        yield "DATA.DECODER", "got simplejpeg, which is not installed; fix: pip install simplejpeg"
+    module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
+    if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
+        yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not Path(path).is_file():

@@ -26,7 +26,7 @@ LINES = (
     "model: forward in evaluation", "loader: uint8 batches", "loader: normalized", "loader + model", "waiting for data",
     "all-reduce", "parameters", "peak per process", "diagnosis: ",
 )  # fmt: skip
-REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER simplejpeg")
+REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
 
 
 def hurry(monkeypatch=None) -> None:
@@ -173,11 +173,11 @@ def test_a_broken_image_is_named(tmp_path):
         (Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES,
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; TRAIN.WORKERS 5, one per core,"
          " would provide about 3,000 images/s; beyond that: a packed data set (distribuuuu pack) or DATA.DECODER"
-         " simplejpeg"),
+         " nvimgcodec"),
         (Speeds(3100, 2400, 2390, 0.25), 8, 8, REMEDIES,
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
          " (TRAIN.WORKERS 8 on 8 cores per process); fix: a packed data set (distribuuuu pack) or DATA.DECODER"
-         " simplejpeg"),
+         " nvimgcodec"),
         (Speeds(3100, 2400, 2390, 0.25), 1, 1, (),
          "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
          " (TRAIN.WORKERS 1 on 1 core per process); fix: more cores per process"),
@@ -189,10 +189,10 @@ def test_a_broken_image_is_named(tmp_path):
          " 1 worker per process (TRAIN.WORKERS 1)"),
         (Speeds(900, 1000, 480, 0.4), 2, 2, REMEDIES[1:],
          "loader-bound: the model processes 900, the loader provides 1,000 images/s, but both together reach only 480;"
-         " fix: DATA.DECODER simplejpeg"),
+         " fix: DATA.DECODER nvimgcodec"),
         (Speeds(1000, 700, 400, 0.2), 1, 2, REMEDIES[1:],
          "loader-bound: the model processes 1,000, the loader provides 700 images/s, but both together reach only 400;"
-         " fix: DATA.DECODER simplejpeg"),
+         " fix: DATA.DECODER nvimgcodec"),
         (Speeds(1000, 950, 930, 0.07), 2, 8, REMEDIES,
          "balanced: the model processes 1,000, the loader provides 950 images/s; 7% of the time is spent waiting for"
          " data"),
@@ -229,10 +229,10 @@ def remedies_of(num_images: int = 10**7, workers: int = 4, **data) -> str:
 
 def test_only_what_fits_the_config_is_recommended():
     everything = remedies_of()
-    assert "distribuuuu pack" in everything and "simplejpeg" in everything and "thread" in everything
+    assert "distribuuuu pack" in everything and "nvimgcodec" in everything and "thread" in everything
     assert "DATA.LOADER device" not in everything and "DATA.LOADER device" in remedies_of(num_images=3000)
     assert "distribuuuu pack" not in remedies_of(NAME="packed")
-    assert "simplejpeg" not in remedies_of(NAME="packed") + remedies_of(DECODER="simplejpeg")
+    assert "nvimgcodec" not in remedies_of(NAME="packed") + remedies_of(DECODER="simplejpeg")
     assert "thread" not in remedies_of(WORKER_KIND="thread") + remedies_of(workers=0)
     assert remedies_of(NAME="cifar10", num_images=50000) == "DATA.LOADER device DATA.WORKER_KIND thread"
     assert remedies_of(LOADER="device") == "DATA.LOADER host with TRAIN.WORKERS -1"

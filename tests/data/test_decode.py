@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import find_data
+from support.images import find_data, needs
 from support.runs import ROOT
 from torchvision import transforms as torchvision_transforms
 
@@ -26,25 +26,24 @@ from distribuuuu.data.decode import (
     Box,
     DecodeOptions,
     EncodedImage,
-    _scale_factor,
     decode,
     open_image,
     open_lazy_image,
     pil_to_tensor,
 )
 from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
+from distribuuuu.data.optional_decoders import scale_factor
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 
-DECODERS = ("auto", "torchvision", "pil", "simplejpeg")
+DECODERS = ("auto", "torchvision", "pil", "simplejpeg", "nvimgcodec")
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 
 
 @pytest.fixture(params=DECODERS)
 def decoder(request) -> str:
-    if request.param == "simplejpeg":
-        pytest.importorskip("simplejpeg")
+    needs(request.param)
     return request.param
 
 
@@ -509,7 +508,7 @@ def crop_differences(files: list[bytes], decoder: str) -> dict[int, list[float]]
     for number, data in enumerate(files):
         lazy_image, size = EncodedImage(data, decoder), (160, 96, 32, 16)[number % 4]
         box = random_resized_box(SampleRNG(1, number), *lazy_image.size, (0.3, 1))
-        factor = _scale_factor(box, size) if decoder == "simplejpeg" else 1
+        factor = scale_factor(box, size) if decoder == "simplejpeg" else 1
         snapped = Box(*(value // factor * factor for value in box))
         expected = pil_crop(Image.open(io.BytesIO(data)), snapped, size)
         found[factor].append(difference(resize(lazy_image.crop(box, size), size, size), expected))
@@ -534,9 +533,20 @@ def test_crops_are_pils(decoder):
     assert_close_to_pil(drawn_photographs(), decoder, when_scaled=2)
 
 
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_a_region_decoded_by_nvimgcodec_has_the_bytes_of_a_full_decode(subsampling):
+    needs("nvimgcodec")
+    data = encode(scene(333, 257), subsampling=subsampling, quality=90)
+    full = decode(data, "torchvision")
+    assert torch.equal(decode(data, "nvimgcodec"), full)
+    for number in range(40):
+        box = random_resized_box(SampleRNG(4, number), 257, 333, (0.05, 1))
+        assert torch.equal(EncodedImage(data, "nvimgcodec").crop(box, 64), box.crop(full))
+
+
 def test_a_crop_that_is_scaled_while_it_is_decoded_stays_close_to_the_box():
     """Its filter is another one than PIL's, and its borders lie up to a factor off; smooth images show neither."""
-    pytest.importorskip("simplejpeg")
+    needs("simplejpeg")
     ramp = np.stack(np.broadcast_arrays(np.arange(480) // 2, np.arange(360)[:, None] // 2, 90), axis=2)
     data = encode(Image.fromarray(ramp.astype(np.uint8)), quality=95)
     image = Image.open(io.BytesIO(data))

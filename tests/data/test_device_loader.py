@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from support.batches import ALONE, CPU, assert_same_batches, batches_of
-from support.images import draw_folder
+from support.images import draw_folder, needs
 from support.runs import run_tool
 
 from distribuuuu.config import ConfigError
@@ -116,9 +116,10 @@ def folder_and_packs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("decoder", ["auto", "simplejpeg"])
+@pytest.mark.parametrize("decoder", ["auto", "simplejpeg", "nvimgcodec"])
 @pytest.mark.parametrize("pack", ["files", "pixels"])
 def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder, train):
+    needs(decoder)
     words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
     folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)
     packed = ("TRAIN.DATASET", folder_and_packs / pack, "DATA.NAME", "packed", *words)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import draw_folder
+from support.images import draw_folder, needs
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError
@@ -611,11 +611,10 @@ def odd_images() -> dict[str, bytes]:
     return files
 
 
-@pytest.mark.parametrize("decoder", ["auto", "pil", "simplejpeg"])
+@pytest.mark.parametrize("decoder", ["auto", "pil", "simplejpeg", "nvimgcodec"])
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_odd_images_train_and_are_evaluated(small_cfg, tmp_path, kind, num, decoder):
-    if decoder == "simplejpeg":
-        pytest.importorskip("simplejpeg")
+    needs(decoder)
     for split in ("train", "val"):
         folder = tmp_path / split / "odd"
         folder.mkdir(parents=True)

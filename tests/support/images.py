@@ -2,10 +2,13 @@
 
 import os
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+from distribuuuu.config.rules import OPTIONAL_DECODERS
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
@@ -27,3 +30,10 @@ def find_data(name: str) -> Path:
     if not root or not (Path(root) / name).exists():
         pytest.skip(f"DATA_ROOT is not set to a folder that contains {name}")
     return Path(root) / name
+
+
+def needs(decoder: str) -> None:
+    """Skip the test if DATA.DECODER needs a package that is not installed; it is not imported."""
+    module = OPTIONAL_DECODERS.get(decoder, "torch")
+    if not (find_spec(module.partition(".")[0]) and find_spec(module)):
+        pytest.skip(f"{module} is not installed")
