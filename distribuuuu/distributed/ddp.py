@@ -101,7 +101,12 @@ def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.Abstrac
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy the main process's buffers, which are evaluated and saved, to every process."""
-    if is_distributed():
-        for buffer in model.buffers():
-            torch_dist.broadcast(buffer, src=0)
+    """Copy the main process's buffers, which are evaluated and saved, to every process: one broadcast for each type."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for buffer in model.buffers() if is_distributed() else ():
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in groups.values():
+        joined = torch.cat([buffer.flatten() for buffer in buffers])
+        torch_dist.broadcast(joined, src=0)
+        for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))

@@ -153,6 +153,21 @@ def test_collectives_work_without_a_process_group():
     assert dist.differentiable_sum(torch.ones(1)).item() == 1
 
 
+def receive_buffers() -> list[torch.Tensor]:
+    with process_group(detect_launch(), CPU, 60):
+        model = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.BatchNorm1d(2))
+        for number, buffer in enumerate(model.buffers()):
+            buffer.fill_(10 * dist.rank() + number)
+        broadcast_buffers(model)
+        return list(model.buffers())
+
+
+def test_every_process_gets_the_buffers_of_the_main_one():
+    for buffers in on_processes(2, receive_buffers):
+        assert [buffer.shape for buffer in buffers] == [(3,), (3,), (), (2,), (2,), ()]
+        assert all(bool((buffer == number).all()) for number, buffer in enumerate(buffers))
+
+
 def fetch(log) -> str:
     with process_group(detect_launch(), CPU, 60):
         return dist.local_main_first(lambda: fetch_once(log))
