@@ -68,18 +68,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(path, fault)
 
     def _send(self, path: Path, fault: str) -> None:
-        content, headers = path.read_bytes(), {"ETag": f'"{path.stat().st_mtime_ns}"'}
+        size, headers = path.stat().st_size, {"ETag": f'"{path.stat().st_mtime_ns}"'}
         if not self.owner.has_ranges:
-            self._answer(200, content, headers)
+            self._answer(200, path.read_bytes(), headers)
             return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        if first >= len(content):
+        if first >= size:
             self._answer(416, b"", headers)
             return
-        last = min(last, len(content) - 1)
+        last = min(last, size - 1)
         self.owner.requests.append((self.path, first, last))
-        body = content[first : last + 1]
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        with path.open("rb") as file:
+            file.seek(first)
+            body = file.read(last + 1 - first)
+        headers["Content-Range"] = f"bytes {first}-{last}/{size}"
         if fault == "corrupt":
             body = body[:-1] + bytes([body[-1] ^ 1])
         if fault == "truncated":
