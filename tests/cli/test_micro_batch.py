@@ -121,12 +121,12 @@ def test_a_run_with_a_limit_on_its_memory_takes_fewer_images_at_once(image_folde
     plan = micro_batch.plan_batches(4, 8, 1)
     peak = micro_batch.in_fresh_process(micro_batch.measure_steps, cfg, micro_batch.Launch("trial"), plan)
     limit_kib = int(peak.address_space / micro_batch.HEADROOM / 1024) + 100_000
-    words = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "auto", *large, *AUTO, 16)]
+    words = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "auto", *large, *AUTO, 48)]
     command = f"ulimit -v {limit_kib} && OMP_NUM_THREADS=1 {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     number = read_cfg(str(tmp_path / "auto" / "config.yaml"))[0].TRAIN.BATCH_SIZE
-    assert 2 <= number <= 8
-    sizes = ("TRAIN.BATCH_SIZE", number, "TRAIN.GLOBAL_BATCH_SIZE", 16)
+    assert 2 <= number <= 24
+    sizes = ("TRAIN.BATCH_SIZE", number, "TRAIN.GLOBAL_BATCH_SIZE", 48)
     train_model(load_cfg(None, small_options(image_folder, tmp_path / "hand", *large, *sizes)))
     assert_same_run(tmp_path / "auto", tmp_path / "hand")
