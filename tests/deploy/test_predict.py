@@ -32,6 +32,15 @@ from distribuuuu.tasks.metrics import MeanAveragePrecision
 CPU = torch.device("cpu")
 # Several chunks, of which the last one is smaller.
 SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
+SLOW_PREDICT = """
+import sys, time
+from distribuuuu.cli.commands import main
+from distribuuuu.deploy.journal import Journal
+
+append = Journal.append
+Journal.append = lambda *args: (append(*args), time.sleep(0.03))
+sys.exit(main())
+"""
 
 
 def run(*words) -> int:
@@ -42,6 +51,11 @@ def run(*words) -> int:
 
 def command(*words) -> list[str]:
     return [sys.executable, "-m", "distribuuuu", "predict", *(str(word) for word in words)]
+
+
+def slow_command(*words) -> list[str]:
+    """Return a command that waits after each chunk, so that it does not end before it is killed."""
+    return [sys.executable, "-c", SLOW_PREDICT, "predict", *(str(word) for word in words)]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -387,7 +401,7 @@ def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_
     subprocess.run(command(*words, "--out", whole), cwd=ROOT, check=True)
     sizes, num_kills, step = [0], 0, whole.stat().st_size // 12
     for kill in range(5):
-        process = subprocess.Popen(command(*words, "--nproc", 1 + (nproc + kill) % 2, "--out", out), cwd=ROOT,
+        process = subprocess.Popen(slow_command(*words, "--nproc", 1 + (nproc + kill) % 2, "--out", out), cwd=ROOT,
                                    start_new_session=True)  # fmt: skip
         while process.poll() is None and size_of(Path(f"{out}.partial")) < sizes[-1] + step:
             time.sleep(0.01)
@@ -410,7 +424,7 @@ def size_of(path: Path) -> int:
 def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_path):
     (tmp_path / "files.txt").write_text("".join(f"{path}\n" for path in shapes_folder.rglob("*.jpg")) * 100)
     words = (shapes_run, tmp_path / "files.txt", "--out", tmp_path / "out.csv", "--workers", 1)
-    process = subprocess.Popen(command(*words), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(slow_command(*words), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and size_of(tmp_path / "out.csv.partial") < 20_000:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
