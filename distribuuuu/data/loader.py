@@ -37,17 +37,35 @@ class BadImageError(ConfigError):
 
 
 class Normalizer:
-    """Moves uint8 batches to the device and normalizes them there; mean and std are per channel, in [0, 1]."""
+    """Moves uint8 batches to the device and normalizes them there.
 
-    def __init__(self, device: torch.device, mean: Sequence[float], std: Sequence[float], channels_last: bool):
+    Args:
+        device: where the images are normalized.
+        mean: per channel, in [0, 1].
+        std: per channel, in [0, 1].
+        channels_last: the memory layout of the images.
+        compiled: whether one compiled kernel converts and normalizes, with the same bits as the operations of torch.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        channels_last: bool,
+        compiled: bool = False,
+    ):
         self.device = device
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
         self.scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._normalize = torch.compile(_normalize) if compiled else None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 (N, 3, H, W) on the device from uint8 (N, 3, H, W) on any device."""
         pixels = pixels.to(self.device, non_blocking=True)
+        if self._normalize:
+            return self._normalize(pixels, self.mean, self.scale, self._format)
         images = self.empty(pixels.shape)
         # One image at a time stays in a CPU's cache, which halves the time.
         num = 1 if self.device.type == "cpu" else max(1, len(pixels))
@@ -58,6 +76,13 @@ class Normalizer:
     def empty(self, shape: Sequence[int]) -> torch.Tensor:
         """Return uninitialized memory for a batch of (N, 3, H, W)."""
         return torch.empty(shape, dtype=torch.float32, device=self.device, memory_format=self._format)
+
+
+def _normalize(
+    pixels: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, memory_format: torch.memory_format
+) -> torch.Tensor:
+    """Return normalized images in a memory layout; compiled, one pass over them instead of three."""
+    return pixels.to(torch.float32, memory_format=memory_format).sub(mean).mul(scale)
 
 
 class Loader:
@@ -229,7 +254,9 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
     loaders = []
     for train, (one, notes), made in zip(splits, parts, batches, strict=True):
         # After the workers have been forked.
-        normalize = Normalizer(device, *statistics_of(cfg, one.samples.images), cfg.MODEL.CHANNELS_LAST)
+        normalize = Normalizer(
+            device, *statistics_of(cfg, one.samples.images), cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE != "none"
+        )
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
 

@@ -741,6 +741,17 @@ def test_any_layout_of_bytes_is_normalized_alike(last):
     assert normalize(pixels).dtype == torch.float32
 
 
+@pytest.mark.slow
+def test_a_compiled_normalization_has_the_same_bits_and_layout():
+    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for last in (False, True):
+        plain, compiled = (Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last, flag) for flag in (False, True))
+        gray = pixels[:, :1].expand(-1, 3, -1, -1)
+        for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:2], pixels[..., :4], gray):
+            expected, images = plain(some), compiled(some)
+            assert torch.equal(images, expected) and images.stride() == expected.stride()
+
+
 def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
     parent = os.getpid()
 
