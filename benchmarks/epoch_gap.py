@@ -88,8 +88,7 @@ def measure(cfg, num_epochs: int) -> dict[str, dict[bool, list[float]]]:
         end = time.perf_counter()
         waits["evaluation"][ahead].append(evaluated[-1] - steps[-1])
         new_bests = finish_epoch(run, evaluations)
-        results.write(run.state, evaluations)
-        run.checkpoints.save_in_background(run.state, new_bests)
+        run.checkpoints.save_in_background(run.state, new_bests, results.prepare(run.state, evaluations))
     run.checkpoints.finish()
     return waits
 

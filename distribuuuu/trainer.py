@@ -66,8 +66,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                 run.checkpoints.save_in_background(run.state)  # if the evaluation fails, no training step is lost
                 evaluations = evaluate_epoch(run)
                 new_bests = finish_epoch(run, evaluations)
-                results.write(run.state, evaluations)
-                run.checkpoints.save_in_background(run.state, new_bests)
+                run.checkpoints.save_in_background(run.state, new_bests, results.prepare(run.state, evaluations))
             run.checkpoints.finish()
             results.finish()
         describe_end(run, started)

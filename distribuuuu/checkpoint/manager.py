@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Seconds between two attempts to write a checkpoint, and seconds of attempts for the last one of a run.
 RETRY_S = 5.0
 LAST_RETRIES_S = 10.0
+# The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
+YIELD_S = 1e-3
 # Seconds between two warnings about failed attempts.
 WARN_EVERY_S = 30.0
 
@@ -107,7 +109,9 @@ class CheckpointManager:
         self.finish()
         return path
 
-    def save_in_background(self, state: TrainingState, new_bests: Sequence[str] = ()) -> Path:
+    def save_in_background(
+        self, state: TrainingState, new_bests: Sequence[str] = (), first: Callable[[], None] = lambda: None
+    ) -> Path:
         """Copy the state, write it while training continues, then remove old checkpoints; return the file.
 
         Every process must call it. It waits for the previous save, except that a save after an evaluation abandons
@@ -116,6 +120,7 @@ class CheckpointManager:
         Args:
             state: the training state.
             new_bests: the kinds of its weights, "raw" and "ema", that are the best so far.
+            first: called in the background on the main process, before the state is written.
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         content = state.to_dict()
@@ -130,7 +135,7 @@ class CheckpointManager:
             self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
             self._own &= {path.name for path in self.list()}
             content["checkpoints"] = sorted(self._own | {path.name})
-            self._writer.start(lambda: self._write(path, content, before), f"checkpoint {path.name}")
+            self._writer.start(lambda: self._write(path, content, before, first), f"checkpoint {path.name}")
         return path
 
     def wait(self) -> None:
@@ -162,7 +167,8 @@ class CheckpointManager:
         """Return when the last save is on disk or its write has failed; unlike `wait`, on one process alone."""
         self._writer.join_or_abandon()
 
-    def _write(self, path: Path, content: dict[str, Any], superseded: Path | None) -> None:
+    def _write(self, path: Path, content: dict[str, Any], superseded: Path | None, first: Callable[[], None]) -> None:
+        first()
         weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is checked by the task
         if name := find_nonfinite(weights):
             self._unwritten_bests = {}
@@ -343,6 +349,7 @@ class BackgroundWriter:
 
     def _work(self, job: Callable[[], None], name: str) -> None:
         self._write_error = None
+        time.sleep(YIELD_S)
         while True:
             try:
                 job()

@@ -1,6 +1,8 @@
 """Content of results.json, of a training run, and of test_results.json, of an evaluation."""
 
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -72,10 +74,11 @@ class RunResults:
         if dist.is_main() and (state.epoch, state.step) == (0, 0):
             results.archive_results(self.out_dir)
 
-    def write(self, state: TrainState, evaluations: dict[str, dict]) -> None:
-        """Write the evaluations of the last epoch. Every process must call it.
+    def prepare(self, state: TrainState, evaluations: dict[str, dict]) -> Callable[[], None]:
+        """Return a function that writes the evaluations of the last epoch. Every process must call it.
 
-        If writing fails, the error is logged, and the next call or `finish` tries again.
+        It may run in another thread, after that of the epoch before. If it cannot write, the error is logged, and
+        `finish` tries again.
 
         Args:
             state: the state after `finish_epoch`.
@@ -93,13 +96,18 @@ class RunResults:
                 if best.epoch >= 0 or best.value > 0
             },
         )
-        self._unwritten = progress, evaluations
-        self.finish()
+        return functools.partial(self._write, progress, evaluations)
+
+    def _write(self, progress: results.Progress, evaluations: dict[str, dict]) -> None:
+        if not dist.is_main():
+            return
+        is_written = results.write_results(self.out_dir, self.metadata, progress, evaluations)
+        self._unwritten = None if is_written else (progress, evaluations)
 
     def finish(self) -> None:
         """Write the results that could not be written so far, if any."""
-        if dist.is_main() and self._unwritten and results.write_results(self.out_dir, self.metadata, *self._unwritten):
-            self._unwritten = None
+        if self._unwritten:
+            self._write(*self._unwritten)
 
 
 def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:

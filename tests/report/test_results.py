@@ -56,7 +56,7 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
     state._started -= 900
     state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
     state.timing.images, state.timing.seconds = 1234, 10.0
-    results.write(state, evaluations)
+    results.prepare(state, evaluations)()
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
 def test_nonfinite_numbers_become_null(cfg, path):
     state, results = start(cfg)
     state.finish_epoch({"raw": 1.0})
-    results.write(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
+    results.prepare(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})()
     text = path.read_text()
     assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
     assert read_results(path)["training"]["images_per_s"] is None

@@ -84,8 +84,8 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of `place`, (finished epochs, steps since), is written, and no step further."""
     save = CheckpointManager.save_in_background
 
-    def save_and_stop(self, state, new_bests=()):
-        save(self, state, new_bests)
+    def save_and_stop(self, state, *args):
+        save(self, state, *args)
         if (state.epoch, state.step) == place:
             self.wait()
             raise _Stopped
