@@ -16,7 +16,11 @@ Then ours and the bare loop alternate in a process group of size 1, which gives 
 FLOP rate of training, counted as three forward passes, relative to large bfloat16 matrix products in the same run.
 "peak GiB" is the peak memory of one loop: weights, optimizer state, batch, and what its steps allocate.
 
+With --loader FOLDER, an ImageFolder with train/, or --loader synthetic, the loader is measured too: our loop without
+it, the loader alone, and `train_epoch` with the real loader take turns in the same way; see gpu_end_to_end.py.
+
 To test it without a GPU: --device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --no-compile
+and the same with --loader synthetic --workers 2
 """
 
 import argparse
@@ -26,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,17 +45,23 @@ from gpu_contestants import (
     timm_loop,
     torchvision_loop,
 )
+from gpu_end_to_end import SYNTHETIC, BlockLoader, find_images, measure_end_to_end, show_end_to_end
 from machine import describe_run, show_spread
 from step import build_memory_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.config import load_cfg
+from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
+from distribuuuu.data.loader import build_loader
+from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_training
+from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 from distribuuuu.report.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
@@ -92,21 +102,31 @@ class MemoryLoader:
         return 0.0
 
 
-def make_cfg(args: argparse.Namespace, out_dir: Path):
-    """Return the config of the run; the tiny learning rate keeps the weights, and so the speed, constant."""
+def make_cfg(args: argparse.Namespace, out_dir: Path, data: Sequence[str] = ("DATA.NAME", "dummy")) -> Config:
+    """Return the config of the run; the tiny learning rate keeps the weights, and so the speed, constant.
+
+    Args:
+        args: the command line.
+        out_dir: the output folder, which is created.
+        data: options of the data set.
+    """
+    out_dir.mkdir()
     overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {args.classes} TRAIN.IM_SIZE {args.im_size} TRAIN.AMP bf16 "
-    overrides += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} DATA.NAME dummy "
+    overrides += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} "
     overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
     overrides += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
-    return load_cfg(None, overrides.split())
+    return load_cfg(None, [*overrides.split(), *data])
 
 
-def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant:
-    """Return our loop on its own model, wrapped in DDP inside a process group."""
-    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
-    images, labels = batches.batch
-    ours = build_memory_run(cfg, loader)
-    stack.enter_context(ours.log)
+def build_our_run(cfg, batches: Batches, stack: contextlib.ExitStack) -> Run:
+    """Return a run of our loop on its own model, wrapped in DDP inside a process group."""
+    run = build_memory_run(cfg, MemoryLoader(batches, cfg.MODEL.NUM_CLASSES))
+    stack.enter_context(run.log)
+    return run
+
+
+def build_ours(ours: Run) -> Contestant:
+    """Return our loop on the model and the batch of a run."""
     state = ours.state
 
     def run() -> None:
@@ -115,7 +135,7 @@ def build_ours(cfg, batches: Batches, stack: contextlib.ExitStack) -> Contestant
 
     parameters = list(state.model.parameters())
     buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.is_distributed()
-    return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), images, labels], buckets)
+    return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), *ours.train_loader.batch], buckets)
 
 
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
@@ -128,9 +148,9 @@ def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
     return Contestant(loop, state.optimizer, held)
 
 
-def build_contestants(args, cfg, batches: Batches, stack: contextlib.ExitStack) -> dict[str, Contestant]:
+def build_contestants(args, cfg, batches: Batches, ours: Contestant) -> dict[str, Contestant]:
     """Return the selected loops by name: bare, ours, control, and the reference scripts that are given."""
-    contestants = {"bare": build_other(cfg, batches, bare_loop), "ours": build_ours(cfg, batches, stack)}
+    contestants = {"bare": build_other(cfg, batches, bare_loop), "ours": ours}
     bare = contestants["bare"]
     contestants["control"] = Contestant(bare.run, bare.optimizer, bare.held)
     if args.timm:
@@ -166,6 +186,19 @@ def measure_matrix_rate(device: torch.device, num_blocks: int = 10, block: int =
     return 2 * side**3 * block / min(seconds[1:])
 
 
+def build_block_loader(args: argparse.Namespace, folder: Path, device: torch.device) -> BlockLoader:
+    """Return the loader of the end-to-end measurement; its workers are forked.
+
+    Raises:
+        ConfigError: the images contradict the arguments.
+    """
+    cfg = resolve_num_classes(make_cfg(args, folder / "loader", find_images(args, folder)))
+    if cfg.MODEL.NUM_CLASSES > args.classes:
+        raise ConfigError(f"--classes: got {args.classes}; expected at least {cfg.MODEL.NUM_CLASSES}, as in the images")
+    loader = build_loader(cfg, Launch("benchmark"), device, train=True)
+    return BlockLoader(loader, args.workers, args.steps)
+
+
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
     """Open a process group with a single process."""
@@ -178,22 +211,26 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 
 
 def run_all(args: argparse.Namespace, folder: Path, device: torch.device) -> dict:
-    """Run all loops; return the results without and with a process group, the FLOPs per image and the matrix rate."""
+    """Run all loops; return the results by kind: without and with a process group, end to end, FLOPs, matrix rate."""
+    # First of all, because the group starts threads: a fork while one of them holds a lock deadlocks the child.
+    loader = build_block_loader(args, folder, device) if args.loader else None
     images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
     labels = torch.arange(args.batch, device=device) % args.classes
     batches = Batches((images.to(memory_format=torch.channels_last), labels), args.steps)
-    cfgs = [make_cfg(args, folder / name) for name in ("alone", "group")]
-    for cfg in cfgs:
-        Path(cfg.OUT_DIR).mkdir()
+    cfgs = [make_cfg(args, folder / name) for name in ("alone", "group", "end_to_end")]
     flops, rate = count_forward_flops(cfgs[0], batches), measure_matrix_rate(device)
     with contextlib.ExitStack() as stack:
-        alone = build_contestants(args, cfgs[0], batches, stack)
+        run = build_our_run(cfgs[0], batches, stack)
+        alone = build_contestants(args, cfgs[0], batches, build_ours(run))
         take_turns(alone, args.blocks, device)
+        end_to_end = loader and measure_end_to_end(alone["ours"], run, cfgs[2], loader, args.blocks, device)
         bare = alone["bare"]
         stack.enter_context(group_of_one(device))
-        group = {"bare": Contestant(bare.run, bare.optimizer, bare.held), "ours": build_ours(cfgs[1], batches, stack)}
+        ours = build_ours(build_our_run(cfgs[1], batches, stack))
+        group = {"bare": Contestant(bare.run, bare.optimizer, bare.held), "ours": ours}
         take_turns(group, args.blocks, device)
-    return {"alone": alone, "group": group, "flops": flops, "rate": max(rate, measure_matrix_rate(device))}
+    rate = max(rate, measure_matrix_rate(device))
+    return {"alone": alone, "group": group, "end_to_end": end_to_end, "flops": flops, "rate": rate}
 
 
 def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
@@ -227,6 +264,29 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
         print("no bar: " + ("this is not a GPU" if fastest else "no reference script ran"))
 
 
+def add_loader_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the end-to-end measurement."""
+    parser.add_argument("--loader", metavar="FOLDER", help=f"measure our loader too, on FOLDER or {SYNTHETIC} JPEGs")
+    parser.add_argument("--workers", type=int, default=-1, help="TRAIN.WORKERS; default: one per available core; "
+                        "--steps is rounded up to a multiple")  # fmt: skip
+    parser.add_argument("--worker-kind", choices=("process", "thread"), default="process", help="DATA.WORKER_KIND")
+    parser.add_argument("--packed", action="store_true", help="FOLDER is packed; synthetic JPEGs are packed at 256 px")
+    parser.add_argument("--images", type=int, help="number of synthetic JPEGs; default: 1024 for a GPU, 128 for a CPU")
+
+
+def check_loader_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check the options of the end-to-end measurement; set the numbers that are not given."""
+    if args.loader != SYNTHETIC and not (Path(args.loader) / "train").is_dir():
+        parser.error(f"--loader {args.loader}: got no folder train/ in it; expected FOLDER/train or {SYNTHETIC}")
+    if args.images is None:
+        args.images = max(args.batch, 1024 if args.device == "cuda" else 128)
+    if args.workers < -1 or args.images < args.batch:
+        parser.error("expected --workers >= -1 and --images >= --batch")
+    args.workers = count_workers(args.workers, Launch("benchmark"))
+    # The workers start a block together and deliver their batches together, so each must make equally many of them.
+    args.steps += -args.steps % max(1, args.workers)
+
+
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,10 +297,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--classes", type=int, default=1000, help="number of classes; at least 5")
     parser.add_argument("--batch", type=int, default=256, help="images per step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
-    parser.add_argument("--steps", type=int, default=30, help="steps per block")
+    parser.add_argument("--steps", type=int, default=30, help="steps per block; see --workers")
     parser.add_argument("--blocks", type=int, default=10, help="blocks per loop after the warm-up")
     parser.add_argument("--threads", type=int, help="threads of the process; default: chosen by torch")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the models")
+    add_loader_arguments(parser)
     args = parser.parse_args()
     for path in filter(None, (args.timm, args.torchvision)):
         if not path.is_file():
@@ -249,6 +310,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("--device cuda: no GPU found; fix: --device cpu with a small model")
     if min(args.batch, args.im_size, args.steps, args.blocks) < 1 or args.classes < 5:
         parser.error("expected --batch, --im-size, --steps, --blocks >= 1 and --classes >= 5")
+    if args.loader:
+        check_loader_arguments(parser, args)
     return args
 
 
@@ -272,9 +335,15 @@ def main() -> None:
         contextlib.redirect_stderr(output),
     ):
         set_up_logging(folder, "train.log")
-        result = run_all(args, Path(folder), device)
-        close_logging()
+        try:
+            result = run_all(args, Path(folder), device)
+        except ConfigError as error:
+            raise SystemExit(str(error)) from error
+        finally:
+            close_logging()
     show(args, result, device)
+    if result["end_to_end"]:
+        show_end_to_end(args, result["end_to_end"], device)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ class Contestant:
         optimizer: optimizer of the loop.
         held: tensors that stay allocated between steps, except the optimizer state.
         bucket_bytes: gradient buckets that DDP keeps allocated.
+        prepare: function that is called before each block; it is not timed.
         seconds: duration of each block after the warm-up.
         peak_bytes: peak memory of this loop, without the other loops.
     """
@@ -163,11 +164,13 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     held: list[torch.Tensor]
     bucket_bytes: int = 0
+    prepare: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     def take_block(self, device: torch.device, counts: bool) -> None:
         """Run a block; record its duration and peak memory if `counts`."""
+        self.prepare()
         if device.type == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
