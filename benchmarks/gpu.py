@@ -114,7 +114,7 @@ def make_cfg(args: argparse.Namespace, out_dir: Path, data: Sequence[str] = ("DA
     overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {args.classes} TRAIN.IM_SIZE {args.im_size} TRAIN.AMP bf16 "
     overrides += f"MODEL.CHANNELS_LAST True MODEL.COMPILE {'default' if args.compile else 'none'} "
     overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {args.steps} TEST.IM_SIZE {args.im_size} "
-    overrides += f"OPTIM.BASE_LR 1e-6 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
+    overrides += f"OPTIM.BASE_LR 1e-6 OPTIM.MAX_EPOCH 100000 RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir}"
     return load_cfg(None, [*overrides.split(), *data])
 
 
@@ -130,8 +130,8 @@ def build_ours(ours: Run) -> Contestant:
     state = ours.state
 
     def run() -> None:
-        state.step = 0
         train_epoch(ours)
+        state.finish_epoch()  # the next block is the next epoch, because the log extrapolates from increasing positions
 
     parameters = list(state.model.parameters())
     buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.is_distributed()

@@ -158,8 +158,8 @@ def measure_end_to_end(
         deque(itertools.islice(loader.batches_from(0, 0, 0), loader.num_steps), maxlen=0)
 
     def train_with_loader() -> None:
-        state.step = 0
         train_epoch(with_loader)
+        state.finish_epoch()
 
     contestants = {
         MODEL: Contestant(ours.run, ours.optimizer, ours.held, prepare=loader.finish_block),
