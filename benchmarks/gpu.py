@@ -276,8 +276,8 @@ def add_loader_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_loader_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check the options of the end-to-end measurement; set the numbers that are not given."""
-    if args.loader != SYNTHETIC and not (Path(args.loader) / "train").is_dir():
-        parser.error(f"--loader {args.loader}: got no folder train/ in it; expected FOLDER/train or {SYNTHETIC}")
+    if args.loader != SYNTHETIC and not any((Path(args.loader) / "train").glob("*")):
+        parser.error(f"--loader {args.loader}: got no files in FOLDER/train; expected an ImageFolder or {SYNTHETIC}")
     if args.images is None:
         args.images = max(args.batch, 1024 if args.device == "cuda" else 128)
     if args.workers < -1 or args.images < args.batch:

@@ -16,8 +16,16 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
 SMALL = "--device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --blocks 2 --threads 1 --no-compile"
 
 
+# Each step is logged, like the first one of a block that begins more than 15 seconds after the last block.
+START = (
+    "import runpy, sys; sys.path.insert(0, {!r}); from distribuuuu.report import run_log; run_log.LOG_INTERVAL_S = 0"
+)
+
+
 def run_script(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPT, *SMALL.split(), *args], capture_output=True, text=True, timeout=300)
+    code = f"{START.format(str(SCRIPT.parent))}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, *SMALL.split(), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
