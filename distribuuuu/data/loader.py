@@ -250,7 +250,8 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
     else:
         pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
         num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
-        batches = start_workers([one for one, _ in parts], cfg.DATA.WORKER_KIND, num_workers, pin_memory)
+        passes = [one for one, _ in parts]
+        batches = start_workers(passes, cfg.DATA.WORKER_KIND, num_workers, pin_memory, max_batch_bytes(cfg, passes))
     loaders = []
     for train, (one, notes), made in zip(splits, parts, batches, strict=True):
         # After the workers have been forked.
@@ -259,6 +260,13 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
         )
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
+
+
+def max_batch_bytes(cfg, passes: Iterable[Pass]) -> int:
+    """Return the size of the images of the largest batch of some data sets."""
+    trains = [isinstance(one.sampler, ResumableDistributedSampler) for one in passes]
+    sides = [cfg.TRAIN.IM_SIZE if train else cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE for train in trains]
+    return max(3 * side**2 * one.sampler.batch_size for one, side in zip(passes, sides, strict=True))
 
 
 def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tuple[Any, list[str]]:

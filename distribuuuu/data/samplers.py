@@ -25,6 +25,9 @@ BatchKeys = list[SampleKey]
 class MicroBatchSampler(Protocol):
     """The micro-batches of one process, as lists of sample keys; those of equal samplers are equal."""
 
+    @property
+    def batch_size(self) -> int: ...
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[BatchKeys]: ...
@@ -64,6 +67,11 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     seed: int = 0
     epoch: int = 0
     first_step: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a micro-batch."""
+        return self.plan.micro_batch
 
     @property
     def num_steps(self) -> int:

@@ -1,6 +1,6 @@
 """Samples: images read, decoded and transformed, with substitutes for broken ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,17 +84,17 @@ def reason_of(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def collate(samples: list[Sample]) -> Batch:
+def collate(samples: list[Sample], stack: Callable[[list[torch.Tensor]], torch.Tensor] = default_collate) -> Batch:
     """Return (uint8 (N, 3, H, W), targets, messages); None for the images if one of them could not be read.
 
-    The channels of a pixel are adjacent in memory, as decoders and resizing return them.
+    The channels of a pixel are adjacent in memory, as decoders and resizing return them. In a worker process,
+    default_collate stacks the images directly into shared memory.
     """
     broken = tuple(message for sample in samples for message in sample.broken)
     images = [sample.pixels.permute(1, 2, 0) for sample in samples if sample.pixels is not None]
     if len(images) < len(samples):
         return None, torch.empty(0), broken
-    # In a worker process default_collate stacks directly into shared memory.
-    return default_collate(images).permute(0, 3, 1, 2), as_targets([sample.label for sample in samples]), broken
+    return stack(images).permute(0, 3, 1, 2), as_targets([sample.label for sample in samples]), broken
 
 
 def as_targets(labels: Sequence[int | np.ndarray]) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch_memory import BatchMemory
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
 from distribuuuu.data.samples import Batch, Sample, Samples, collate
 from distribuuuu.launch.detect import Launch
@@ -63,7 +64,9 @@ class Pass(NamedTuple):
     num: int | None = None
 
 
-def start_workers(passes: Sequence[Pass], kind: str, num_workers: int, pin_memory: bool) -> list["WorkerBatches"]:
+def start_workers(
+    passes: Sequence[Pass], kind: str, num_workers: int, pin_memory: bool, batch_bytes: int = 0
+) -> list["WorkerBatches"]:
     """Return for each pass an iterable over its batches; the same workers make all of them.
 
     Args:
@@ -71,22 +74,34 @@ def start_workers(passes: Sequence[Pass], kind: str, num_workers: int, pin_memor
         kind: "process" (forked now, kept until the end) or "thread".
         num_workers: 0: this process makes the batches itself.
         pin_memory: put the batches into page-locked memory.
+        batch_bytes: size of the images of the largest batch, for which processes share memory; 0: unknown.
     """
-    sources, kinds = [one.samples for one in passes], {"process": ProcessWorkers, "thread": ThreadWorkers}
-    workers = kinds[kind](sources, num_workers, pin_memory) if num_workers else Workers(sources, pin_memory)
+    sources = [one.samples for one in passes]
+    if not num_workers:
+        workers = Workers(sources, pin_memory)
+    elif kind == "thread":
+        workers = ThreadWorkers(sources, num_workers, pin_memory)
+    else:
+        workers = ProcessWorkers(sources, num_workers, pin_memory, batch_bytes)
     return [WorkerBatches(workers, one) for one in passes]
+
+
+# The number of a data set, keys, and the slot for the images; see `_Tasks`.
+Task = tuple[int, BatchKeys, int | None]
 
 
 class _Tasks(Dataset):
     """The batches to make, as an iterable over tasks; and the data set from which a task selects a batch.
 
-    A task is the number of a data set and keys. An iteration starts with a batch of the first pass: `start`. `pending`
-    has the pass and the position of each batch that is not taken yet; None: it is being taken.
+    An iteration starts with a batch of the first pass: `start`. `pending` has the pass and the position of each batch
+    that is not taken yet; None: it is being taken. `memory` has a slot for the images of a batch that another process
+    makes.
     """
 
     def __init__(self, sources: Sequence[Samples]):
         self.start: tuple[Iterable[Pass], int] = (), 0
         self.pending: deque[tuple[Pass, int] | None] = deque()
+        self.memory: BatchMemory | None = None
         self._sources = sources
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,16 +113,20 @@ class _Tasks(Dataset):
             scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
             for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
                 self.pending.append((current, position))
-                yield source, keys
+                yield source, keys, self.memory.reserve() if self.memory else None
             first = 0
 
-    def __getitems__(self, task: tuple[int, BatchKeys]) -> list[Sample]:
-        source, keys = task
-        return self._sources[source].__getitems__(keys)
+    def __getitems__(self, task: Task) -> tuple[list[Sample], int | None]:
+        source, keys, slot = task
+        return self._sources[source].__getitems__(keys), slot
 
-    def make_batch(self, task: tuple[int, BatchKeys], pin_memory: bool) -> Batch:
+    def collate(self, made: tuple[list[Sample], int | None]) -> Any:
+        """Return what a worker process sends for samples and their slot."""
+        return self.memory.collate(made) if self.memory else collate(made[0])
+
+    def make_batch(self, task: Task, pin_memory: bool) -> Batch:
         """Return the batch of a task."""
-        images, targets, broken = collate(self.__getitems__(task))
+        images, targets, broken = collate(self.__getitems__(task)[0])
         if pin_memory and images is not None:
             images, targets = images.pin_memory(), targets.pin_memory()
         return images, targets, broken
@@ -166,15 +185,17 @@ class WorkerBatches:
 class ProcessWorkers(Workers):
     """Processes, forked on construction, that live as long as this object."""
 
-    def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool):
+    def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool, batch_bytes: int):
         super().__init__(sources, pin_memory)
+        if batch_bytes and sys.platform == "linux":  # besides the batches made ahead, the last one and the next
+            self._tasks.memory = BatchMemory(PREFETCH * num_workers + 2, batch_bytes)
         # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(
             self._tasks,
             batch_sampler=self._tasks,
             num_workers=num_workers,
-            collate_fn=collate,
+            collate_fn=self._tasks.collate,  # type: ignore[arg-type]  # of what `__getitems__` returns
             pin_memory=pin_memory,
             persistent_workers=True,
             prefetch_factor=PREFETCH,

@@ -61,12 +61,13 @@ class Squares(ImageDataset):
         return index % 2
 
 
-def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4):
+def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4,
+          batch_bytes: int = 0):  # fmt: skip
     """Return the batches of an evaluation set, the sampler's position always at its beginning."""
     images = images or Squares()
     samples = Samples(images, transform or CenterCrop(8, 8), "auto", skip_broken=False)
     sampler = EvalSampler(len(images), batch_size, 0, 1)
-    return start_workers([Pass(samples, sampler)], kind, num, pin_memory=False)[0]
+    return start_workers([Pass(samples, sampler)], kind, num, False, batch_bytes)[0]
 
 
 def numbers_of(batches) -> list[list[int]]:
@@ -193,6 +194,38 @@ def test_after_an_error_the_workers_go_on(kind, num):
     for _ in range(2):
         with pytest.raises(LookupError, match="has no name"):
             list(batches)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes share memory on Linux only")
+@pytest.mark.parametrize("batch_bytes", [4 * 8 * 8 * 3, 4 * 8 * 8 * 3 - 1])
+def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batch_bytes):
+    batches = start("process", 2, batch_bytes=batch_bytes)
+    memory = batches.workers._tasks.memory
+    kept = list(batches)  # more than there are slots
+    assert numbers_of(kept) == EXPECTED and all((pixels == pixels[:, :1, :1, :1]).all() for pixels, _, _ in kept)
+    assert [targets.tolist() for _, targets, _ in kept] == [[0, 1, 0, 1]] * 10
+    part = kept[0][0][1:, :, 2]
+    del kept
+    for _ in range(2):
+        assert numbers_of(batches) == EXPECTED and part.unique().tolist() == [1, 2, 3]
+        next(iter(batches))  # the batches made ahead are discarded
+    assert numbers_of(batches) == EXPECTED
+    assert len(memory._free) == 6 - (batch_bytes == 4 * 8 * 8 * 3)  # of the kept one
+    del part
+    assert sorted(memory._free) == list(range(6))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes share memory on Linux only")
+def test_a_batch_without_images_leaves_its_memory_free():
+    class Broken(Squares):
+        def read(self, index: int) -> np.ndarray:
+            if index == 5:
+                raise OSError("torn")
+            return super().read(index)
+
+    batches = start("process", 1, Broken(), batch_bytes=4 * 8 * 8 * 3)
+    assert [pixels is None for pixels, _, _ in batches] == [False, True] + [False] * 8
+    assert sorted(batches.workers._tasks.memory._free) == list(range(4))
 
 
 ADVICE = {
