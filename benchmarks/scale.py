@@ -2,15 +2,19 @@
 """Measure what grows with the number of processes: collectives, start-up traffic, and the connections of the watchdog.
 
 python benchmarks/scale.py collectives --processes 2 4 8 16
+python benchmarks/scale.py start --processes 8 32 128
 python benchmarks/scale.py watchdog --processes 4096 --seconds 60
 
 `collectives` trains with real gloo processes on this machine and counts the collectives of rank 0 by torch's profiler.
+`start` forks processes that only join the process group, with gloo's full mesh (eager) and with connections at their
+first use (lazy), and compares the results of collectives of both bit by bit. The bytes are those of the kernel (Linux).
 `watchdog` holds one connection for each process to a real server, then closes one of them.
 """
 
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import multiprocessing
@@ -18,10 +22,10 @@ import os
 import resource
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,9 +33,13 @@ from typing import Any
 
 from machine import describe_run
 
+from distribuuuu.launch.ports import find_free_port
+
 PHASES = ("start", "step", "evaluation", "checkpoint", "between")
 # Bytes of an element by the profiler's name of its type.
 ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
+# Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info of linux/tcp.h.
+TCP_INFO_BYTES = 120
 # Options of the trained model: small, with batch norm, so that its buffers are broadcast.
 OVERRIDES = [
     "MODEL.ARCH", "resnet14", "MODEL.NUM_CLASSES", "10", "MODEL.DUMMY_INPUT", "True", "TRAIN.WORKERS", "0",
@@ -46,15 +54,12 @@ OVERRIDES = [
 def measure_collectives(num: int) -> None:
     """Train with `num` processes and print the collectives of each phase, and what the start cost."""
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        proxy = CountingProxy(port)
-        proxy.start()
-        env = {**os.environ, "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+               "MASTER_PORT": str(find_free_port())}  # fmt: skip
         command = [sys.executable, __file__, "rank", folder]
         processes = [
             subprocess.Popen(
-                command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num),
-                              "MASTER_PORT": str(proxy.port if rank else port)},
+                command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num)},
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for rank in range(num)
         ]  # fmt: skip
@@ -66,14 +71,12 @@ def measure_collectives(num: int) -> None:
         calls = found["calls"] or 1
         parts = [f"{count / calls:g} {name} ({size / calls:,.0f} B)" for name, (count, size) in found["sent"].items()]
         print(f"{num:4d}  {phase:10s}  {', '.join(parts) or 'none'}")
-    print(f"{num:4d}  {'store':10s}  {proxy.num_bytes / max(1, num - 1):,.0f} B a process; the groups were joined in"
-          f" {ranks[0]['join_s']:.2f} s; {ranks[0]['sockets']} sockets on rank 0, {ranks[-1]['sockets']} on the last",
-          flush=True)  # fmt: skip
+    print(f"{num:4d}  {'store':10s}  {ranks[-1]['store_bytes']:,d} B of the last process; {ranks[0]['sockets']} sockets"
+          f" on rank 0, {ranks[-1]['sockets']} on the last", flush=True)  # fmt: skip
 
 
 def run_rank(folder: str) -> None:
     """Train as one rank, with the profiler on rank 0; write rank_0.json."""
-    import torch.distributed as torch_dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from distribuuuu import trainer
@@ -84,12 +87,6 @@ def run_rank(folder: str) -> None:
         setattr(owner, name, functools.partialmethod(wrap, getattr(owner, name)) if isinstance(owner, type)
                 else functools.partial(wrap, None, getattr(owner, name)))  # fmt: skip
 
-    def timed(_, function: Callable, *args, **kwargs):
-        began = time.perf_counter()
-        result = function(*args, **kwargs)
-        seconds.append(time.perf_counter() - began)
-        return result
-
     def in_phase(phase: str) -> Callable:
         def run(self, function: Callable, *args, **kwargs):
             with record_function(f"phase {phase}"):
@@ -98,13 +95,10 @@ def run_rank(folder: str) -> None:
         return run
 
     def evaluate_and_count(_, function: Callable, *args):
-        sockets.append(count_sockets())
+        counted.update(count_sockets(int(os.environ["MASTER_PORT"])))
         return function(*args)
 
-    seconds: list[float] = []
-    sockets: list[int] = []
-    replace(torch_dist, "init_process_group", timed)
-    replace(torch_dist, "new_group", timed)
+    counted: dict[str, int] = {}
     replace(trainer, "train_step", in_phase("step"))
     replace(trainer, "evaluate_epoch", evaluate_and_count)
     replace(trainer, "evaluate_epoch", in_phase("evaluation"))
@@ -114,7 +108,7 @@ def run_rank(folder: str) -> None:
     with recording if is_main else contextlib.nullcontext():
         trainer.train_model(cfg)
     Path(folder, f"rank_{os.environ['RANK']}.json").write_text(json.dumps({
-        "collectives": summarize(recording.events()) if is_main else {}, "join_s": sum(seconds), "sockets": sockets[0],
+        "collectives": summarize(recording.events()) if is_main else {}, **counted,
     }))  # fmt: skip
 
 
@@ -138,46 +132,87 @@ def summarize(events: Iterable[Any]) -> dict[str, dict]:
     return found
 
 
-def count_sockets() -> int:
-    """Return the number of open sockets of this process."""
-    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+# ------------------------------------------------------------------------------------------ start
 
 
-class CountingProxy(threading.Thread):
-    """Forwards connections to a port of this machine and counts the bytes of both directions."""
+def measure_start(num: int) -> None:
+    """Let `num` forked processes join the group, eager and lazy, and print what it cost; exit if the results differ."""
+    digests = set()
+    for mode, value in (("eager", "0"), ("lazy", "1")):
+        os.environ["TORCH_GLOO_LAZY_INIT"] = value
+        context, port, running = multiprocessing.get_context("fork"), find_free_port(), []
+        for rank in range(num):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_join_and_count, args=(rank, num, port, sender), daemon=True)
+            process.start()
+            sender.close()
+            running.append((process, receiver))
+        found = [pipe.recv() for _, pipe in running]
+        for process, _ in running:
+            process.join()
+        digests |= {result["digest"] for result in found}
+        store_s, groups_s = (max(result[key] for result in found) for key in ("store_s", "groups_s"))
+        print(f"{num:4d} {mode:5s}  store {store_s:5.2f} s, groups {groups_s:5.2f} s; first barrier: "
+              f"{_show_means(found, 'joined')}; collectives: {_show_means(found, 'used')}", flush=True)  # fmt: skip
+    if len(digests) > 1:
+        sys.exit(f"{num} processes: the results of eager and lazy connections differ")
 
-    def __init__(self, target: int):
-        super().__init__(daemon=True)
-        self.num_bytes = 0
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = self._listener.getsockname()[1]
 
-    def run(self) -> None:
-        """Forward until the process ends."""
-        while True:
-            incoming, _ = self._listener.accept()
-            try:
-                outgoing = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:  # rank 0 does not listen yet: the client tries again
-                incoming.close()
+def _show_means(found: list[dict], when: str) -> str:
+    """Return the mean bytes and sockets of the processes, in parentheses those of process 0."""
+    counts = [result[when] for result in found]
+    num_bytes, sockets = (sum(count[key] for count in counts) / len(counts) for key in ("store_bytes", "sockets"))
+    return f"{num_bytes:,.0f} ({counts[0]['store_bytes']:,d}) B, {sockets:.1f} ({counts[0]['sockets']}) sockets"
+
+
+def _join_and_count(rank: int, num: int, port: int, pipe: Any) -> None:
+    """Join as one process of `num`, call collectives, and send the counts and a digest of the results."""
+    import torch
+    import torch.distributed as torch_dist
+
+    from distribuuuu.distributed import comm, process_group
+    from distribuuuu.launch.detect import Launch
+
+    def create_store(*args: Any) -> Any:
+        store = process_group_store(*args)
+        joined.append(time.perf_counter())
+        return store
+
+    process_group_store, process_group.create_store = process_group.create_store, create_store
+    joined = [time.perf_counter()]
+    launch = Launch("benchmark", rank, rank, num, "127.0.0.1", port, "start", num)
+    with process_group.process_group(launch, torch.device("cpu"), timeout_s=600):
+        comm.barrier()
+        joined.append(time.perf_counter())
+        counted = count_sockets(port)
+        torch.manual_seed(rank)
+        summed, sent, parts = torch.randn(100_003), torch.randn(1001), [torch.empty(77) for _ in range(num)]
+        torch_dist.all_reduce(summed)
+        torch_dist.broadcast(sent, src=0)
+        torch_dist.all_gather(parts, torch.randn(77))
+        greatest = comm.all_reduce_max([rank / 7])
+        comm.barrier()
+        values = torch.cat([summed, sent, *parts, torch.tensor(greatest)])
+        pipe.send({
+            "store_s": joined[1] - joined[0], "groups_s": joined[2] - joined[1], "joined": counted,
+            "used": count_sockets(port), "digest": hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+        })  # fmt: skip
+        comm.barrier()
+
+
+def count_sockets(store_port: int) -> dict[str, int]:
+    """Return the open sockets of this process, and the bytes on its connection to the store in both directions."""
+    num_bytes = sockets = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself, or a socket without a peer
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            for source, sink in ((incoming, outgoing), (outgoing, incoming)):
-                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.num_bytes += len(data)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-
-def free_port() -> int:
-    """Return a port of the loopback address that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+            sockets += 1
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family != socket.AF_UNIX and connection.getpeername()[1] == store_port:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                    num_bytes += sum(struct.unpack_from("QQ", info, TCP_INFO_BYTES))
+    return {"sockets": sockets, "store_bytes": num_bytes}
 
 
 # ------------------------------------------------------------------------------------------ watchdog
@@ -279,18 +314,24 @@ def _raise_file_limit() -> None:
 def main() -> None:
     """Run the chosen measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["collectives", "watchdog", "rank"])
+    parser.add_argument("kind", choices=["collectives", "start", "watchdog", "rank"])
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4], help="numbers of processes")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the watchdog's test")
     flags = parser.parse_args()
+    if flags.kind == "start" and min(flags.processes) < 2:
+        parser.error("start: a group needs 2 processes or more")
     if flags.kind == "rank":
         run_rank(flags.folder)
         return
     print(describe_run(), flush=True)
+    if flags.kind == "start":
+        import torch.distributed  # noqa: F401  # once, before the forks
     for num in flags.processes:
         if flags.kind == "collectives":
             measure_collectives(num)
+        elif flags.kind == "start":
+            measure_start(num)
         else:
             measure_watchdog(num, flags.seconds)
 

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,9 @@ FIRST_REPORT_S, REPORT_EVERY_S = 20.0, 60.0
 MAX_RANKS_NAMED = 10
 # Queries per second that all processes together send to the store.
 MAX_POLLS_PER_S = 4096
+# From this number of processes on, gloo connects two of them at their first exchange, not all with all at the start:
+# the store then sends some kB to each process, not 16 N^2 bytes. See docs/scaling.md.
+LAZY_FROM = 64
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -128,6 +132,9 @@ def _join_group(
     launch: Launch, store: torch_dist.Store, backend: str, device: torch.device, timeout_s: float
 ) -> Iterator[None]:
     """Initialize torch's process group for the length of the block."""
+    is_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"
+    if launch.world_size >= LAZY_FROM and is_tcp:  # torch raises an error for other transports
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # The watchdog ends a hanging run first, with a report; the backend's own timeout is the fallback.
     timeout = datetime.timedelta(seconds=timeout_s + 60)
     torch_dist.init_process_group(
@@ -247,6 +254,8 @@ class _JoinTimeout:
             return
         self._next_report_s = waited_s + REPORT_EVERY_S
         missing = find_missing()
+        if not missing:  # the last one has just joined
+            return
         is_reporter = self.launch.rank == 0 or missing == [0] and (self.launch.local_rank == 0 or self.launch.rank == 1)
         names = ", ".join(str(rank) for rank in missing[:MAX_RANKS_NAMED])
         names = f"rank{'s' if len(missing) > 1 else ''} {names}{', ...' if len(missing) > MAX_RANKS_NAMED else ''}"

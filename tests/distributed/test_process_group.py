@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from support.processes import free_port
-from support.runs import run_tool, small_options
+from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import process_group as group_module
@@ -86,6 +87,36 @@ def test_nccl_is_reported_its_device_and_has_it_alone(monkeypatch):
     assert asked["backend"] == "gloo" and asked["device_id"] is None and "refused" not in asked
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo has this option on Linux")
+def test_many_processes_connect_at_their_first_exchange(monkeypatch):
+    """The variable of the user has precedence; torch refuses the option for transports other than TCP."""
+    many = group_module.LAZY_FROM
+    for words, transport, own, expected in [
+        ((many, "auto"), None, None, "1"), ((many - 1, "gloo"), None, None, None), ((many, "gloo"), None, "0", "0"),
+        ((many, "gloo"), "TCP_TLS", None, None), ((many, "gloo"), "TCP", None, "1"),
+    ]:  # fmt: skip
+        for name, value in (("TORCH_GLOO_LAZY_INIT", own), ("GLOO_DEVICE_TRANSPORT", transport)):
+            monkeypatch.setenv(name, value or "")
+            if value is None:
+                monkeypatch.delenv(name)
+        enter(monkeypatch, words[1], world_size=words[0])
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected, (words, transport, own)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the bytes of sockets as Linux reports them")
+def test_connections_at_the_first_exchange_cost_less_and_give_the_same_results():
+    """The benchmark fails if the results of collectives differ in a bit."""
+    done = run_tool(ROOT / "benchmarks" / "scale.py", "start", "--processes", "6")
+    assert done.returncode == 0, done.stderr
+    eager, lazy = (
+        [float(number.replace(",", "")) for number in re.findall(r"([\d,.]+) \([\d,]+\)", line)]
+        for line in done.stdout.splitlines()[2:]
+    )
+    assert len(eager) == 4 and lazy[0] < eager[0] / 2 and lazy[1] < eager[1] - 4
+    assert lazy[2] < eager[2] and lazy[3] < eager[3], "after collectives"
+
+
 @pytest.mark.parametrize("shard", ["zero1", "fsdp"])
 def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
     with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
@@ -121,6 +152,14 @@ def test_a_process_that_never_comes_is_an_error_in_time():
     agree(store, 2, 0)  # an earlier start, of which process 1 left its name
     with pytest.raises(ConfigError, match="did not all join within 1 s"):
         _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+
+
+def test_nothing_is_reported_when_the_last_process_joins_at_the_time_of_the_report(caplog):
+    timeout = group_module._JoinTimeout(Launch("test", 0, 0, 2), timeout_s=0)
+    timeout.check(list)
+    assert not caplog.records
+    with pytest.raises(MissingProcessError, match="waiting for 1 of 2 processes: rank 1"):
+        timeout.check(lambda: [1])
 
 
 @pytest.mark.slow
