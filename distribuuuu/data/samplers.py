@@ -26,7 +26,8 @@ class MicroBatchSampler(Protocol):
     """The micro-batches of one process, as lists of sample keys; those of equal samplers are equal."""
 
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Images of a batch, at most."""
 
     def __len__(self) -> int: ...
 
