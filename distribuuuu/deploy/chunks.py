@@ -105,7 +105,8 @@ class ChunkLoader(Loader):
     ):
         samples = TolerantSamples(images, transform.crop, transform.decoder, False, transform.options)
         sampler = SpanSampler(spans, batch_size)
-        (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory=device.type == "cuda")
+        pin_memory, batch_bytes = device.type == "cuda", 3 * transform.crop.size**2 * batch_size
+        (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory, batch_bytes)
         super().__init__(samples, sampler, batches, transform.normalizer(device, transform.channels_last))
         # The cause of each broken image, by its position, until its chunk is taken.
         self._causes: dict[int, str] = {}
