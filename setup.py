@@ -68,6 +68,8 @@ setup(
             *ONNX,
             # The references that our metrics and statistics are tested against.
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
+            # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
+            *("s3fs>=2023.12", "moto[server]>=5"),
         ],
     },
 )

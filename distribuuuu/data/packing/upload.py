@@ -23,10 +23,15 @@ def find_url_problem(url: str) -> str:
     if url.partition("://")[0] not in PACKAGES:
         allowed = ", ".join(f"{protocol}://" for protocol in PACKAGES)
         return f"OUT: got {url}; expected a folder or a URL that can be written to ({allowed})"
+    bucket = "/".join(url.split("/")[:3])
     try:
-        read_meta(url)
+        if read_existing_meta(url) is None and bucket.startswith(("s3://", "gs://")):
+            call_filesystem(bucket, "info")
     except ConfigError as error:
-        return "" if str(error).endswith(MISSING) else f"OUT: {error}"
+        is_own = str(error).startswith(f"{bucket}/") or str(error).endswith(MISSING)
+        return f"OUT: {error}" if is_own else ""  # writing may be allowed without the right to describe the bucket
+    except OSError as error:
+        return f"OUT: {bucket}: {error}; fix: check the network, then run the same command again"
     return ""
 
 

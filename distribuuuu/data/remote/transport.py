@@ -93,7 +93,7 @@ def fetch(
             _logged_at[host], is_logged = time.monotonic(), True
             logger.warning("%s cannot be read: %s; it is retried for up to %.0f s", url, reason, timeout_s)
         time.sleep(min(pause_s * _pauses.uniform(0.5, 1.5), max(0.01, timeout_s - waited_s)))
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s, info = min(2 * pause_s, LONGEST_PAUSE_S), True  # shows whether the object was replaced
     if is_logged:
         logger.warning("%s can be read again after %.0f s", url, time.monotonic() - begin)
     return part
@@ -159,14 +159,25 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # each package has errors of its own
-        status = str(getattr(error, "code", getattr(error, "status", "")))
-        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__ or status in ("401", "403"):
+        status = _find_status(error)
+        # S3 answers an expired token with 400.
+        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__ or status in (400, 401, 403):
             raise RemoteError(f"{url}: {DENIED.format(_describe(error))}") from error
+        if status == 416:
+            raise RemoteError(f"{url}: {_PERMANENT[416]}") from error
         raise OSError(_describe(error)) from error
     if method != "info":
         return found
     versions = [found.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")]
     return found["size"], str(next(filter(None, versions), ""))
+
+
+def _find_status(error: Exception) -> int:
+    """Return the HTTP status of an error of a package, which botocore keeps in the cause; 0 if it is unknown."""
+    answer = getattr(error.__cause__, "response", None)
+    own = answer["ResponseMetadata"].get("HTTPStatusCode") if isinstance(answer, dict) else 0
+    status = str(getattr(error, "code", getattr(error, "status", own)))
+    return int(status) if status.isdigit() and not isinstance(error, TimeoutError) else 0
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Packing to a URL: what is read back is the local pack, and nothing that is incomplete can be read."""
 
 import shutil
-import socket
 from pathlib import Path
 
 import fsspec
@@ -101,29 +100,3 @@ def test_credentials_that_have_expired_are_reported_at_once(memory, monkeypatch,
     monkeypatch.setattr(type(memory), "info", fail)
     with pytest.raises(ConfigError, match=f"access denied.*{found}"):
         Packed("memory://a/b", "train")
-
-
-@pytest.mark.slow
-def test_packs_are_written_to_and_read_from_a_server_of_the_s3_protocol(folder, tmp_path, monkeypatch):
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    server = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {
-        "ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "ACCESS_KEY_ID": "a",
-        "SECRET_ACCESS_KEY": "b",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    running = server.ThreadedMotoServer("127.0.0.1", port)
-    running.start()
-    try:
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-        pack(tmp_path / "local", folder)
-        pack("s3://bucket/set", folder)
-        assert_same_images("s3://bucket/set", tmp_path / "local", tmp_path / "cache")
-        with pytest.raises(ConfigError, match="s3://bucket/other/train/index.bin: no such object"):
-            Packed("s3://bucket/other", "train")
-    finally:
-        running.stop()
