@@ -69,7 +69,7 @@ setup(
             # The references that our metrics and statistics are tested against.
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
-            *("s3fs>=2023.12", "moto[server]>=5"),
+            *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
         ],
     },
 )
