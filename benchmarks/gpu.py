@@ -310,6 +310,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("--device cuda: no GPU found; fix: --device cpu with a small model")
     if min(args.batch, args.im_size, args.steps, args.blocks) < 1 or args.classes < 5:
         parser.error("expected --batch, --im-size, --steps, --blocks >= 1 and --classes >= 5")
+    if not args.loader and (args.packed or args.images is not None):
+        parser.error("--packed and --images need --loader")
     if args.loader:
         check_loader_arguments(parser, args)
     return args

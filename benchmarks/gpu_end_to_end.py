@@ -22,6 +22,7 @@ from loader_images import make_jpegs
 from machine import show_spread
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader
 from distribuuuu.data.workers import PREFETCH, Pass
 from distribuuuu.engine.run import Run
@@ -179,7 +180,7 @@ def show_end_to_end(args: argparse.Namespace, result: EndToEnd, device: torch.de
     rates = {name: step_images / statistics.median(one.seconds) for name, one in contestants.items()}
     slower = min((MODEL, LOADER), key=rates.get)
     files = f"{result.num_images} {'packed ' if args.packed else ''}images{' (synthetic)' * (args.loader == SYNTHETIC)}"
-    print(f"\nend to end: {files}, {args.workers} workers ({args.worker_kind}), {count_cores()} cores; "
+    print(f"\nend to end: {files}, {counted(args.workers, 'worker')} ({args.worker_kind}), {count_cores()} cores; "
           f"medians of {args.blocks} blocks of {args.steps} steps")  # fmt: skip
     print(f"{'':<18}{'img/s':>9}   x {slower} (least to greatest)")
     for name, one in contestants.items():
