@@ -187,8 +187,10 @@ class ProcessWorkers(Workers):
 
     def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool, batch_bytes: int):
         super().__init__(sources, pin_memory)
-        if batch_bytes and sys.platform == "linux":  # besides the batches made ahead, the last one and the next
-            self._tasks.memory = BatchMemory(PREFETCH * num_workers + 2, batch_bytes)
+        if batch_bytes and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # without enough memory, batches are returned as torch does
+                # Besides the batches made ahead, the last one and the next.
+                self._tasks.memory = BatchMemory(PREFETCH * num_workers + 2, batch_bytes)
         # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     folder.save(state, new_bests)
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
     assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+
+
+def test_what_is_written_first_precedes_the_checkpoint_in_the_background(tmp_path):
+    folder, seen = CheckpointManager(tmp_path), []
+
+    def write_first() -> None:
+        seen.append(
+            (threading.current_thread() is threading.main_thread(), folder.list(), folder.bests["raw"].exists())
+        )
+
+    folder.save_in_background(make_state(epoch=1), ["raw"], write_first)
+    folder.finish()
+    assert seen == [(False, [], False)] and len(folder.list()) == 1 and folder.bests["raw"].exists()
 
 
 def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):

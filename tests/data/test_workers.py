@@ -215,6 +215,11 @@ def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batc
     assert sorted(memory._free) == list(range(6))
 
 
+def test_without_memory_to_share_the_batches_are_the_same():
+    batches = start("process", 1, batch_bytes=2**60)
+    assert batches.workers._tasks.memory is None and numbers_of(batches) == EXPECTED
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes share memory on Linux only")
 def test_a_batch_without_images_leaves_its_memory_free():
     class Broken(Squares):
