@@ -120,7 +120,8 @@ def test_a_run_with_a_limit_on_its_memory_takes_fewer_images_at_once(image_folde
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "trial", *large))
     plan = micro_batch.plan_batches(4, 8, 1)
     peak = micro_batch.in_fresh_process(micro_batch.measure_steps, cfg, micro_batch.Launch("trial"), plan)
-    limit_kib = int(peak.address_space / micro_batch.HEADROOM / 1024) + 100_000
+    # The address space of equal runs differs by up to 7 %, because their heaps are fragmented differently.
+    limit_kib = int(peak.address_space / micro_batch.HEADROOM / 1024) + 250_000
     words = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "auto", *large, *AUTO, 48)]
     command = f"ulimit -v {limit_kib} && OMP_NUM_THREADS=1 {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
