@@ -131,15 +131,26 @@ def _draw_and_install(root: Path, counts: dict[str, int], size: int, seed: int, 
 
 
 def _is_drawing(root: Path) -> bool:
-    """Return whether `root` holds nothing but a drawing, possibly an incomplete one."""
-    names = {path.name for path in root.iterdir()}
+    """Return whether `root` holds nothing but a drawing, possibly an incomplete one.
+
+    Another process may be replacing the drawing: a file that has been deleted meanwhile does not count, and the marker
+    may appear at any time.
+    """
+    names = set(os.listdir(root))
     if not names <= {MARKER, *SPLITS}:
         return False
-    if MARKER in names:
+    try:
         return (root / MARKER).read_text(encoding="utf-8", errors="replace").startswith(HEADING)
-    files = (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
-    drawn = re.compile(rf"({'|'.join(SPLITS)})/({'|'.join(SHAPES)})/\d{{4,}}\.jpg")
-    return all(drawn.fullmatch(file) for file in files)
+    except FileNotFoundError:
+        drawn = re.compile(rf"{re.escape(MARKER)}|({'|'.join(SPLITS)})/({'|'.join(SHAPES)})/\d{{4,}}\.jpg")
+        return all(drawn.fullmatch(file) or not os.path.lexists(root / file) for file in _list_files(root))
+
+
+def _list_files(root: Path) -> Iterator[str]:
+    """Yield the path of each file below `root`, relative to it, in POSIX form."""
+    for folder, _, files in os.walk(root):
+        for file in files:
+            yield (Path(folder) / file).relative_to(root).as_posix()
 
 
 def _empty_unless_complete(root: Path, marker: str) -> None:

@@ -1,9 +1,11 @@
 """The drawn data set: the same bytes every time, a whole folder or none, and no work for a linear model."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +64,36 @@ def test_processes_at_the_same_time_leave_one_whole_folder(small, tmp_path, draw
     assert [process.wait() for process in drawing] == [0, 0, 0]
     assert contents(root) == contents(small)
     assert os.listdir(root.parent) == ["shapes"]
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_folder_that_another_process_replaces_is_still_a_drawing(small, tmp_path, complete):
+    root = tmp_path / "shapes"
+    answers: list[bool | OSError] = []
+
+    def check() -> None:
+        while True:
+            try:
+                answers.append(module._is_drawing(root))
+            except OSError as error:
+                answers.append(error)
+            if replaced.is_set():
+                return
+
+    for _ in range(20):
+        shutil.copytree(small, root)
+        if not complete:
+            (root / MARKER).unlink()
+        replaced = threading.Event()
+        checking = threading.Thread(target=check)
+        checking.start()
+        module._empty_unless_complete(root, "a marker of another seed")
+        shutil.copytree(small, tmp_path / "part")
+        os.replace(tmp_path / "part", root)
+        replaced.set()
+        checking.join()
+        shutil.rmtree(root)
+    assert set(answers) == {True}
 
 
 def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
