@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import multiprocessing.connection
 import os
@@ -201,7 +202,7 @@ class ProcessWorkers(Workers):
             pin_memory=pin_memory,
             persistent_workers=True,
             prefetch_factor=PREFETCH,
-            worker_init_fn=functools.partial(set_up_worker_signals, parent=os.getpid()),
+            worker_init_fn=functools.partial(_set_up_worker, parent=os.getpid()),
             # From Python 3.14, fork is not the default.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
@@ -221,6 +222,16 @@ class ProcessWorkers(Workers):
         # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
         with torch.inference_mode(False):
             return next(self._running)
+
+
+def _set_up_worker(worker_id: int, parent: int) -> None:
+    """Let a worker exit with its parent, and leave all objects as they were at the fork.
+
+    Otherwise, the garbage collector could shut down workers of the parent here, with tracebacks of multiprocessing; it
+    would also write to the memory of all objects, which would no longer be shared.
+    """
+    gc.freeze()
+    set_up_worker_signals(parent)
 
 
 @contextlib.contextmanager

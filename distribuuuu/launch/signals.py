@@ -211,13 +211,12 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
         sys.__excepthook__(kind, error, trace)
 
 
-def set_up_worker_signals(worker_id: int, parent: int) -> None:
+def set_up_worker_signals(parent: int) -> None:
     """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
 
     Slurm signals every process of a step, the terminal every process in the foreground.
 
     Args:
-        worker_id: number of the worker, unused.
         parent: process id of the loading process.
     """
     ignore_signals()

@@ -388,6 +388,25 @@ def test_workers_end_with_a_loader_that_only_the_garbage_collector_can_free(smal
     assert children() <= before and not terminated
 
 
+def test_workers_leave_the_garbage_of_their_parent_alone(capfd):
+    class Collects(Squares):
+        def read(self, index: int) -> np.ndarray:
+            sys.unraisablehook = sys.__unraisablehook__  # in the worker; pytest's would print nothing
+            gc.collect()
+            return super().read(index)
+
+    gc.disable()
+    try:
+        garbage = start("process", 1)
+        garbage.itself = garbage
+        del garbage
+        assert numbers_of(start("process", 2, Collects())) == EXPECTED
+    finally:
+        gc.enable()
+    gc.collect()
+    assert capfd.readouterr().err == ""
+
+
 def test_threads_end_with_their_loader():
     def running() -> int:
         return sum(thread.name.startswith("loader") for thread in threading.enumerate())
@@ -794,7 +813,7 @@ def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
     parent = os.getpid()
 
     def fail(error: Exception) -> None:
-        set_up_worker_signals(0, parent)
+        set_up_worker_signals(parent)
         sys.excepthook(type(error), error, None)
 
     for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):

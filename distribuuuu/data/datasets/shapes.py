@@ -143,14 +143,8 @@ def _is_drawing(root: Path) -> bool:
         return (root / MARKER).read_text(encoding="utf-8", errors="replace").startswith(HEADING)
     except FileNotFoundError:
         drawn = re.compile(rf"{re.escape(MARKER)}|({'|'.join(SPLITS)})/({'|'.join(SHAPES)})/\d{{4,}}\.jpg")
-        return all(drawn.fullmatch(file) or not os.path.lexists(root / file) for file in _list_files(root))
-
-
-def _list_files(root: Path) -> Iterator[str]:
-    """Yield the path of each file below `root`, relative to it, in POSIX form."""
-    for folder, _, files in os.walk(root):
-        for file in files:
-            yield (Path(folder) / file).relative_to(root).as_posix()
+        files = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
+        return all(drawn.fullmatch(file.relative_to(root).as_posix()) or not os.path.lexists(file) for file in files)
 
 
 def _empty_unless_complete(root: Path, marker: str) -> None:
