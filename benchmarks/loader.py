@@ -103,6 +103,9 @@ def one_core(folder: Path) -> list[Contestant]:
     def other(title: str, function: str, **arguments) -> Contestant:
         return Contestant(title, function, {"folder": originals, "one_core": True, **arguments})
 
+    def floor(title: str, where: str, *overrides) -> Contestant:
+        return other(title, "floor", folder=where, overrides=(*classes, *overrides))
+
     packed = ("DATA.NAME", "packed")
     return [
         other(REFERENCE, "torchvision_v1"),
@@ -113,10 +116,12 @@ def one_core(folder: Path) -> list[Contestant]:
         ours("ours", originals, bar=1.6),
         ours("ours, simplejpeg", originals, "DATA.DECODER", "simplejpeg", bar=1.75),
         ours("ours, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
+        floor("floor, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec"),
         ours("ours, packed files", kept, *packed),
         ours("ours, packed JPEG 256", small, *packed, bar=4.0),
         ours("ours, packed JPEG 256, simplejpeg", small, *packed, "DATA.DECODER", "simplejpeg"),
         ours("ours, packed JPEG 256, nvimgcodec", small, *packed, "DATA.DECODER", "nvimgcodec", bar=6.0),
+        floor("floor, packed JPEG 256, nvimgcodec", small, *packed, "DATA.DECODER", "nvimgcodec"),
         ours("ours, packed raw 256", raw, *packed, bar=10.0),
         other("ffcv, JPEG 256", "ffcv", folder=str(folder), mode="jpg"),
         other("ffcv, raw 256", "ffcv", folder=str(folder), mode="raw"),
@@ -143,6 +148,11 @@ def two_workers(folder: Path) -> list[Contestant]:
         ours("ours, simplejpeg, threads", originals, *thread, "DATA.DECODER", "simplejpeg"),
         ours("ours, nvimgcodec, processes", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
         ours("ours, nvimgcodec, threads", originals, *thread, "DATA.DECODER", "nvimgcodec", bar=2.8),
+        Contestant(
+            "floor, nvimgcodec, threads",
+            "floor",
+            {"folder": originals, "overrides": (*classes, "DATA.DECODER", "nvimgcodec"), "workers": 2},
+        ),
         ours("ours, packed JPEG 256, threads", small, *packed, *thread),
         ours("ours, packed raw 256, threads", raw, *packed, *thread),
     ]

@@ -159,6 +159,40 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
     return run_pass
 
 
+def floor(folder, overrides=(), workers=0):
+    """Build what every loader with our decoder and resizing has to do, on files in memory with crops drawn before.
+
+    These are the calls that decode a region, resize it, copy it into the batch and, with workers, normalize the batch.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    from distribuuuu.config import load_cfg
+    from distribuuuu.data.decode import open_lazy_image
+    from distribuuuu.data.loader import Normalizer, build_images
+    from distribuuuu.data.seeding import SampleRNG
+    from distribuuuu.data.transforms import random_resized_box, resize
+
+    cfg = load_cfg(None, [str(value) for value in ("TRAIN.DATASET", folder, *overrides)])
+    images, normalize = build_images(cfg, train=True), Normalizer(torch.device("cpu"), MEAN, STD, channels_last=False)
+    encoded = [open_lazy_image(bytes(images.read(index)), cfg.DATA.DECODER) for index in range(len(images))]
+    boxes = [random_resized_box(SampleRNG(1, index), *image.size, (0.08, 1)) for index, image in enumerate(encoded)]
+
+    def make_batch(indices):
+        torch.set_num_threads(1)
+        batch = torch.empty(len(indices), SIZE, SIZE, 3, dtype=torch.uint8)
+        for pixels, index in zip(batch, indices, strict=True):
+            pixels.copy_(resize(encoded[index].crop(boxes[index], SIZE), SIZE, SIZE).permute(1, 2, 0))
+        return batch.permute(0, 3, 1, 2)
+
+    batches = [range(first, min(first + BATCH, len(encoded))) for first in range(0, len(encoded), BATCH)]
+    if not workers:
+        return lambda: sum(len(make_batch(indices)) for indices in batches)
+    pool = ThreadPoolExecutor(workers)
+    return lambda: sum(len(normalize(batch)) for batch in pool.map(make_batch, batches))
+
+
 def _files(folder):
     """Return (path, label) of each training image."""
     classes = sorted(os.listdir(f"{folder}/train"))

@@ -215,6 +215,9 @@ def state_of_the_process() -> dict:
     logger, cudnn = logging.getLogger("distribuuuu"), torch.backends.cudnn
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # of a queue that has been closed; it ends soon
+            thread.join(10)
     return {
         "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
