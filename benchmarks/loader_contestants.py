@@ -138,7 +138,6 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
 
     from distribuuuu.config import load_cfg
     from distribuuuu.data.loader import build_loader
-    from distribuuuu.data.samples import collate
     from distribuuuu.launch.detect import Launch
     from distribuuuu.launch.host import tune_malloc
 
@@ -153,7 +152,7 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
     def run_pass():
         if train:
             loader.sampler.set_position(1, next(epochs), 0)
-        in_worker = (collate([loader.samples[position] for position in positions]) for positions in loader.sampler)
+        in_worker = map(loader.samples.batch, loader.sampler)
         return sum(len(batch[0]) for batch in (loader if to_loop else in_worker))
 
     return run_pass

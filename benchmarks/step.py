@@ -7,6 +7,9 @@ zero_grad, forward, loss, backward and step; it has no metrics, log or checkpoin
 (the bare loop again) alternate in short blocks in one process, on the same model and optimizer. The measurement is
 repeated in new processes, because the speed of a small model varies between processes.
 
+With --parts, a fourth loop is `train_epoch` without metrics, log, seeding and stop requests: what remains of its
+overhead is the loop itself. With --bind, each process runs on a core of its own, which varies less.
+
 With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
 the bare loop uses the functions of torch directly.
 """
@@ -17,17 +20,20 @@ import copy
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import describe_run, show_spread
 from torch import nn
 
+from distribuuuu import trainer
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
@@ -119,7 +125,42 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
         else:
             run_bare(model, state.optimizer, criterion, loader.batches_from(0, 0, 0))
 
-    return {"bare": bare, "ours": ours, "control": bare}, run.log
+    def empty() -> None:
+        with replaced(parts_of(run)):
+            ours()
+
+    return {"bare": bare, "ours": ours, "control": bare, "empty": empty}, run.log
+
+
+def parts_of(run: Run) -> list[tuple[Any, str, Callable]]:
+    """Return what `train_epoch` calls besides the step, each with a function that does nothing."""
+
+    def nothing(*args, **kwargs) -> None:
+        pass
+
+    return [
+        (run.state.meter, "update", nothing),
+        (run.state.meter, "read", lambda: {"loss": 0.0}),
+        (run.log, "train", nothing),
+        (run.log, "show_step", nothing),
+        (run.log, "steps", lambda epoch, first_step: range(first_step, STEPS)),
+        (run.stop, "check", nothing),
+        (trainer, "derive_seed", nothing),
+        (trainer, "seed_step", nothing),
+    ]
+
+
+@contextlib.contextmanager
+def replaced(parts: list[tuple[Any, str, Callable]]) -> Iterator[None]:
+    """Replace attributes of objects within the block."""
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
+    for owner, name, value in parts:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
 
 
 def set_cosine_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -193,6 +234,9 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: t
 def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
     """Run one process of one launch; rank 0 writes the median milliseconds per step of each loop."""
     torch.set_num_threads(args.threads)
+    if args.bind:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     launch = Launch("benchmark", rank, rank, num_processes, "127.0.0.1", args.port)
     device = pick_device(rank)
     # The log is written to a file, as in a batch job.
@@ -200,6 +244,8 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
         with process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
             loops, log = build_loops(make_cfg(args, folder), device)
+            if not args.parts:
+                del loops["empty"]
             with log:
                 seconds = time_blocks(loops, args.blocks, device)
             close_logging()
@@ -211,8 +257,9 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
-    print(f"\n{num_processes} process{'es' * (num_processes > 1)}\nlaunch   bare ms   ours ms   ratio   control")
-    ratios, controls = [], []
+    columns = "launch   bare ms   ours ms   ratio   control" + "   without parts" * args.parts
+    print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
+    ratios, controls, empties = [], [], []
     for number in range(args.launches):
         args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -221,9 +268,14 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         ratios.append(step_ms["ours"] / step_ms["bare"])
         controls.append(step_ms["control"] / step_ms["bare"])
         row = f"{step_ms['bare']:>9.3f} {step_ms['ours']:>9.3f} {ratios[-1]:>7.3f} {controls[-1]:>9.3f}"
+        if args.parts:
+            empties.append(step_ms["empty"] / step_ms["bare"])
+            row += f" {empties[-1]:>15.3f}"
         print(f"{number + 1:>6} {row}", flush=True)
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
+    if args.parts:
+        print(f"without metrics, log, seeding and stop requests / bare: {show_spread(empties)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
     if abs(statistics.median(controls) - 1) > MAX_DEVIATION:
         print(f"the control deviates by more than {MAX_DEVIATION}: measure again on a quiet machine")
@@ -239,6 +291,8 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=5, help="launches per number of processes")
     parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
+    parser.add_argument("--parts", action="store_true", help="measure the loop without metrics, log and the like, too")
+    parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     args = parser.parse_args()
     print(describe_run())

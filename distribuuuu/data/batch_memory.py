@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from distribuuuu.data.samples import Batch, Sample, collate
+from distribuuuu.data.samplers import BatchKeys
+from distribuuuu.data.samples import Batch, Samples
 
 # By number, which is the same in a forked process.
 _MEMORIES: "weakref.WeakValueDictionary[int, BatchMemory]" = weakref.WeakValueDictionary()
@@ -50,22 +50,18 @@ class BatchMemory:
         """Return the start of a slot as a uint8 array."""
         return np.frombuffer(self._memory, np.uint8, math.prod(shape), slot * self._slot_bytes).reshape(shape)
 
-    def collate(self, made: tuple[list[Sample], int | None]) -> "Batch | _Returned":
-        """Return what a worker sends for samples and their slot; it arrives as a Batch."""
-        samples, slot = made
-        if slot is None:
-            return collate(samples)
+    def fill(self, samples: Samples, keys: BatchKeys, slot: int) -> "_Returned":
+        """Return what a worker sends for a batch that it makes in a slot; it arrives as a Batch."""
         shapes: list[tuple[int, ...]] = []
 
-        def stack(images: list[torch.Tensor]) -> torch.Tensor:
-            shape = (len(images), *images[0].shape)
-            if math.prod(shape) > self._slot_bytes:
-                return default_collate(images)
+        def allocate(image: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            if image.dtype != torch.uint8 or math.prod(shape) > self._slot_bytes:
+                return image.new_empty(shape)
             shapes.append(shape)
-            return torch.stack(images, out=torch.from_numpy(self.view(slot, shape)))
+            return torch.from_numpy(self.view(slot, shape))
 
-        images, targets, broken = collate(samples, stack)
-        if not shapes:
+        images, targets, broken = samples.batch(keys, allocate)
+        if images is None or not shapes:
             return _Returned(self.number, slot, None, (images, targets, broken))
         return _Returned(self.number, slot, shapes[0], (None, targets.numpy(), broken))
 

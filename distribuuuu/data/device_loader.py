@@ -10,7 +10,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samplers import MicroBatchSampler
-from distribuuuu.data.samples import Batch, Samples, as_targets, collate
+from distribuuuu.data.samples import Batch, Samples, as_targets
 from distribuuuu.data.seeding import BatchRNG
 from distribuuuu.data.transforms import BatchTransform
 from distribuuuu.launch.host import copy_to_device
@@ -114,7 +114,7 @@ class DeviceLoader:
         transform = self._samples.transform if isinstance(self._samples.transform, BatchTransform) else None
         for keys in self._sampler:
             if pixels is None or transform is None:
-                yield collate([self._samples[key] for key in keys])
+                yield self._samples.batch(keys)
             else:
                 _, _, *size = keys[0]  # one size for the batch
                 resized = transform.at_size(*size) if size else transform

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
@@ -16,8 +16,10 @@ from distribuuuu.data.transforms import Transform
 # How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
 
-# What a worker returns: images, targets, and a message for each broken image; see `collate`.
+# Images (N, 3, H, W), targets, and a message for each broken image; None for the images if one could not be read.
 Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
+# From an image (H, W, 3) and a shape (N, H, W, 3) to uninitialized memory for a batch.
+Allocate = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,33 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
+    def batch(self, keys: Sequence[SampleKey], allocate: Allocate = torch.Tensor.new_empty) -> Batch:
+        """Return the batch of some keys.
+
+        The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into
+        the batch at once, while it is in the cache of the processor.
+
+        Raises:
+            ValueError: the transform returned images of different sizes or types.
+        """
         if self.images.remote:
             self.images.remote.read_ahead(keys)
-        return [self[key] for key in keys]
+        batch, num_read = torch.empty(0), 0
+        labels: list[int | np.ndarray] = []
+        broken: tuple[str, ...] = ()
+        for row, sample in enumerate(map(self.__getitem__, keys)):
+            labels.append(sample.label)
+            broken += sample.broken
+            if sample.pixels is not None:
+                image = sample.pixels.permute(1, 2, 0)
+                batch = batch if num_read else allocate(image, (len(keys), *image.shape))
+                num_read += 1
+                if (found := (image.shape, image.dtype)) != (expected := (batch.shape[1:], batch.dtype)):
+                    raise ValueError(f"{self.transform} returned different images: {expected}, {found}")
+                batch[row].copy_(image)
+        if num_read < len(keys):
+            return None, torch.empty(0), broken
+        return batch.permute(0, 3, 1, 2), as_targets(labels), broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
         seed, index, *size = key
@@ -82,19 +107,6 @@ class Samples(Dataset):
 def reason_of(error: Exception) -> str:
     """Return the message of an error, without the path of an OSError."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def collate(samples: list[Sample], stack: Callable[[list[torch.Tensor]], torch.Tensor] = default_collate) -> Batch:
-    """Return (uint8 (N, 3, H, W), targets, messages); None for the images if one of them could not be read.
-
-    The channels of a pixel are adjacent in memory, as decoders and resizing return them. In a worker process,
-    default_collate stacks the images directly into shared memory.
-    """
-    broken = tuple(message for sample in samples for message in sample.broken)
-    images = [sample.pixels.permute(1, 2, 0) for sample in samples if sample.pixels is not None]
-    if len(images) < len(samples):
-        return None, torch.empty(0), broken
-    return stack(images).permute(0, 3, 1, 2), as_targets([sample.label for sample in samples]), broken
 
 
 def as_targets(labels: Sequence[int | np.ndarray]) -> torch.Tensor:

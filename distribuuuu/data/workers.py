@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_memory import BatchMemory
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
-from distribuuuu.data.samples import Batch, Sample, Samples, collate
+from distribuuuu.data.samples import Batch, Samples
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals
@@ -117,17 +117,16 @@ class _Tasks(Dataset):
                 yield source, keys, self.memory.reserve() if self.memory else None
             first = 0
 
-    def __getitems__(self, task: Task) -> tuple[list[Sample], int | None]:
+    def __getitems__(self, task: Task) -> Any:
+        """Return what a worker process sends for a task."""
         source, keys, slot = task
-        return self._sources[source].__getitems__(keys), slot
-
-    def collate(self, made: tuple[list[Sample], int | None]) -> Any:
-        """Return what a worker process sends for samples and their slot."""
-        return self.memory.collate(made) if self.memory else collate(made[0])
+        samples = self._sources[source]
+        return samples.batch(keys) if slot is None or not self.memory else self.memory.fill(samples, keys, slot)
 
     def make_batch(self, task: Task, pin_memory: bool) -> Batch:
         """Return the batch of a task."""
-        images, targets, broken = collate(self.__getitems__(task)[0])
+        source, keys, _ = task
+        images, targets, broken = self._sources[source].batch(keys)
         if pin_memory and images is not None:
             images, targets = images.pin_memory(), targets.pin_memory()
         return images, targets, broken
@@ -198,7 +197,7 @@ class ProcessWorkers(Workers):
             self._tasks,
             batch_sampler=self._tasks,
             num_workers=num_workers,
-            collate_fn=self._tasks.collate,  # type: ignore[arg-type]  # of what `__getitems__` returns
+            collate_fn=_unchanged,
             pin_memory=pin_memory,
             persistent_workers=True,
             prefetch_factor=PREFETCH,
@@ -222,6 +221,10 @@ class ProcessWorkers(Workers):
         # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
         with torch.inference_mode(False):
             return next(self._running)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _set_up_worker(worker_id: int, parent: int) -> None:

@@ -24,7 +24,7 @@ from distribuuuu.data import workers
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
 from distribuuuu.data.samplers import EvalSampler
-from distribuuuu.data.samples import Samples, collate
+from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers, start_workers
 from distribuuuu.launch import host
@@ -771,8 +771,25 @@ def test_a_set_that_lacks_a_method_says_which():
 
 def test_no_batch_is_made_of_a_sample_that_is_missing():
     samples = Samples(Items([DRAWN, None]), CenterCrop(8, 8), "auto", skip_broken=False)
-    pixels, _, broken = collate([samples[(0, 0)], samples[(0, 1)]])
+    pixels, _, broken = samples.batch([(0, 0), (0, 1)])
     assert pixels is None and len(broken) == 1
+
+
+class Changing(CenterCrop):
+    """A transform that returns images of two sizes or of two types."""
+
+    def __call__(self, image, rng):
+        if self.interpolation == "sizes":
+            return torch.ones(3, 1 + int(image.pixels()[0, 0, 0]) % 2, 1, dtype=torch.uint8)
+        return torch.full((3, 8, 8), 0.5)
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
+    with pytest.raises(ValueError, match=r"returned different images: .*\[1, 1, 3\].*\[2, 1, 3\]"):
+        list(start(kind, num, transform=Changing(8, 8, "sizes"), batch_bytes=4 * 8 * 8 * 3))
+    for pixels, _, _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
+        assert pixels.dtype == torch.float32 and pixels.unique().tolist() == [0.5]
 
 
 # The layout on the device
