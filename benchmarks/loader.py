@@ -186,6 +186,13 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
     np.savez(folder / "pixels.npz", **{str(index): packed.read(index) for index in range(len(packed))})
 
 
+def select(contestants: list[Contestant], words: list[str]) -> list[Contestant]:
+    """Return the loaders whose title contains one of some words, and the references."""
+    chosen = [one for one in contestants if any(word in one.title for word in words)]
+    needed = {REFERENCE, *(one.title for one in chosen), *(one.versus for one in chosen)}
+    return [one for one in contestants if one.title in needed]
+
+
 def compete(contestants: list[Contestant], repeats: int, peers_python: str, clock: str) -> None:
     """Measure all loaders in alternation and print the table."""
     peers = ("ffcv", "dali", "webdataset")
@@ -218,6 +225,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=600, help="number of generated images")
     parser.add_argument("--repeats", type=int, default=5, help="passes per loader")
     parser.add_argument("--peers-python", default=sys.executable, help="Python with ffcv, DALI and webdataset")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure the loaders with one of these in their name")
     args = parser.parse_args()
     print(describe_run())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -225,9 +233,9 @@ def main() -> None:
         prepare(folder, args.images, args.num)
         sizes = [path.stat().st_size for path in (folder / "images" / "train").rglob("*.jpg")]
         print(f"{len(sizes)} JPEGs of {statistics.mean(sizes) / 1000:.0f} KB on average, to 224 px\n\none core, train")
-        compete(one_core(folder), args.repeats, args.peers_python, "cpu_s")
+        compete(select(one_core(folder), args.only), args.repeats, args.peers_python, "cpu_s")
         print("\ntwo workers, to the training loop's batch")
-        compete(two_workers(folder), args.repeats, args.peers_python, "wall_s")
+        compete(select(two_workers(folder), args.only), args.repeats, args.peers_python, "wall_s")
 
 
 if __name__ == "__main__":

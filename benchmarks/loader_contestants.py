@@ -172,7 +172,9 @@ def floor(folder, overrides=(), workers=0):
     from distribuuuu.data.loader import Normalizer, build_images
     from distribuuuu.data.seeding import SampleRNG
     from distribuuuu.data.transforms import random_resized_box, resize
+    from distribuuuu.launch.host import tune_malloc
 
+    tune_malloc()
     cfg = load_cfg(None, [str(value) for value in ("TRAIN.DATASET", folder, *overrides)])
     images, normalize = build_images(cfg, train=True), Normalizer(torch.device("cpu"), MEAN, STD, channels_last=False)
     encoded = [open_lazy_image(bytes(images.read(index)), cfg.DATA.DECODER) for index in range(len(images))]
@@ -189,7 +191,16 @@ def floor(folder, overrides=(), workers=0):
     if not workers:
         return lambda: sum(len(make_batch(indices)) for indices in batches)
     pool = ThreadPoolExecutor(workers)
-    return lambda: sum(len(normalize(batch)) for batch in pool.map(make_batch, batches))
+
+    def run_pass():
+        num, running = 0, [pool.submit(make_batch, indices) for indices in batches[: 2 * workers]]
+        for indices in [*batches[2 * workers :], *[()] * len(running)]:
+            num += len(normalize(running.pop(0).result()))
+            if indices:
+                running.append(pool.submit(make_batch, indices))
+        return num
+
+    return run_pass
 
 
 def _files(folder):

@@ -43,6 +43,7 @@ from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.report.run_log import RunLog, close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
@@ -233,6 +234,7 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: t
 
 def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder: str) -> None:
     """Run one process of one launch; rank 0 writes the median milliseconds per step of each loop."""
+    tune_malloc()  # as the command does; otherwise page faults, which depend on the layout of memory, vary by 10 %
     torch.set_num_threads(args.threads)
     if args.bind:
         cores = sorted(os.sched_getaffinity(0))

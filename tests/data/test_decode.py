@@ -5,7 +5,10 @@ import os
 import random
 import re
 import resource
+import shlex
 import struct
+import subprocess
+import sys
 import tarfile
 import warnings
 import zlib
@@ -531,6 +534,22 @@ def drawn_photographs() -> list[bytes]:
 
 def test_crops_are_pils(decoder):
     assert_close_to_pil(drawn_photographs(), decoder, when_scaled=2)
+
+
+@pytest.mark.parametrize("redirect", ["", "2>&-"])
+def test_nvimgcodec_prints_nothing_and_the_standard_error_is_kept(redirect):
+    """Without a GPU, the package prints several lines in each process that imports it."""
+    needs("nvimgcodec")
+    code = (
+        "import sys, numpy as np, simplejpeg; from distribuuuu.data.decode import decode;"
+        "data = simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8));"
+        "print(decode(data, 'nvimgcodec').shape); print('error', file=sys.stderr)"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirect}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    # Without a standard error, Python prints to the standard output.
+    shown = "torch.Size([3, 8, 8])\n" + "error\n" * bool(redirect)
+    assert (result.stdout, result.stderr) == (shown, "" if redirect else "error\n")
 
 
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
