@@ -283,10 +283,10 @@ class WatchdogServer(threading.Thread):
         limit = self._limits[any(peer.is_starting for peer in self._peers.values())]
         for peer in self._peers.values():
             peer.lines.send({"limit_s": limit[0]})
-        patience_s = limit[0] + 2 * self.heartbeat_s  # what is known of the others may be that old
-        stalled = [peer for peer in self._peers.values() if self._clock - peer.progress_at > patience_s]
+        delay_s = 2 * self.heartbeat_s  # what is known of the others may be that old
+        stalled = [peer for peer in self._peers.values() if self._clock - peer.progress_at > limit[0] + delay_s]
         if stalled:
-            silent = [peer for peer in stalled if self._clock - peer.message_at > limit[0] / 2]
+            silent = [peer for peer in stalled if self._clock - peer.message_at > limit[0] / 2 + delay_s]
             self._end_run(min(silent or stalled, key=lambda peer: peer.progress_at), limit, bool(silent))
 
     def _end_run(self, culprit: _Peer, limit: tuple[float, str] | None = None, is_silent: bool = False) -> None:

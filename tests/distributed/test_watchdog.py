@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from fuzz_watchdog import fuzz
@@ -350,6 +351,22 @@ def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
     assert "process 1 on here has made no step for 1 s (DIST.TIMEOUT_S) after step 20; all stop" == end["message"]
     members[1].connection.close()
     assert has_message(members[0], "end")
+
+
+@pytest.mark.parametrize("message_age_s, is_silent", [(3.5, False), (6.5, True)])
+def test_a_process_whose_heartbeats_arrive_late_is_not_called_silent(monkeypatch, message_age_s, is_silent):
+    server, ended = WatchdogServer(world_size=2, token="secret", timeout_s=4), []
+    monkeypatch.setattr(server, "_end_run", lambda *arguments: ended.append(arguments))
+    lines = SimpleNamespace(send=lambda message: None)
+    server._clock = 100.0
+    server._peers[1] = watchdog_server._Peer(
+        lines, since=0, rank=1, is_starting=False, progress_at=90, message_at=100 - message_age_s
+    )
+    server._check_progress()
+    for listener in server._listeners:
+        listener.close()
+    ((culprit, _, silent),) = ended
+    assert culprit.rank == 1 and silent is is_silent
 
 
 @pytest.mark.slow
