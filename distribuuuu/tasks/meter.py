@@ -12,7 +12,7 @@ from distribuuuu.tasks.metrics import Metric, ScoreMetric, StepOutput, SumMetric
 # Logits of a process that a checkpoint stores at most, 20 MiB; with more, a resumed run starts a new accumulation.
 _MAX_SAVED = 2**22
 # Batches that are kept until their metrics are computed together, and their logits at most.
-_MAX_PENDING, _MAX_PENDING_LOGITS = 16, 2**20
+_MAX_PENDING, _MAX_PENDING_LOGITS = 64, 2**20
 
 
 class NonFiniteLoss(ConfigError):

@@ -84,7 +84,7 @@ class CountedOperations(TorchDispatchMode):
 NAMES = ("top1", "topk", "macro_recall", "macro_f1", "ece")
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 16])
+@pytest.mark.parametrize("at_once", [1, 4, 64])
 def test_batches_added_together_give_the_same_sums_to_the_last_bit(at_once, monkeypatch):
     monkeypatch.setattr("distribuuuu.tasks.meter._MAX_PENDING", at_once)
     metrics = build_metrics("TEST.METRICS", NAMES, 7, 3, multilabel=False) | {"mean": Mean("extra")}
@@ -108,9 +108,9 @@ def test_batches_added_together_give_the_same_sums_to_the_last_bit(at_once, monk
 def test_an_update_takes_few_operations_and_bounded_memory(monkeypatch):
     meter, (loss, logits, labels) = classification_meter(3), batch(8, 0)
     with CountedOperations() as counted:
-        for _ in range(16):
+        for _ in range(64):
             add(meter, loss, logits, labels)
-    assert counted.num <= 16 * 5  # 13 each if every batch is added at once
+    assert counted.num <= 64 * 5  # 13 each if every batch is added at once
     assert not meter._pending
     monkeypatch.setattr("distribuuuu.tasks.meter._MAX_PENDING_LOGITS", 3 * logits.numel())
     for number in range(1, 8):
