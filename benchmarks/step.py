@@ -7,8 +7,10 @@ zero_grad, forward, loss, backward and step; it has no metrics, log or checkpoin
 (the bare loop again) alternate in short blocks in one process, on the same model and optimizer. The measurement is
 repeated in new processes, because the speed of a small model varies between processes.
 
-With --parts, a fourth loop is `train_epoch` without metrics, log, seeding and stop requests: what remains of its
-overhead is the loop itself. With --bind, each process runs on a core of its own, which varies less.
+With --parts, two more loops run: `train_epoch` without metrics, log, seeding and stop requests, whose overhead is that
+of the loop itself; and `train_epoch` without model and optimizer, whose microseconds per step ("loop us") are what the
+loop takes while its code and data stay in the caches. With --bind, each process runs on a core of its own, which
+varies less.
 
 With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
 the bare loop uses the functions of torch directly.
@@ -27,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +50,7 @@ from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.report.run_log import RunLog, close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
+from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch
 
 STEPS = 30
@@ -130,14 +134,32 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
         with replaced(parts_of(run)):
             ours()
 
-    return {"bare": bare, "ours": ours, "control": bare, "empty": empty}, run.log
+    def idle() -> None:
+        with replaced(step_of(run)):
+            ours()
+
+    return {"bare": bare, "ours": ours, "control": bare, "empty": empty, "idle": idle}, run.log
+
+
+def nothing(*args, **kwargs) -> None:
+    """Ignore a call."""
+
+
+def step_of(run: Run) -> list[tuple[Any, str, Callable]]:
+    """Return what computes the step, each with a function that does nothing; the logits and the loss are constants."""
+    labels = next(run.train_loader.batches_from(0, 0, 0))[1]
+    logits, loss = torch.zeros(len(labels), CLASSES, device=labels.device), torch.ones((), device=labels.device)
+    return [
+        (run, "model", SimpleNamespace(train=nothing)),
+        (run.task, "train_step", lambda model, images, labels, key: StepOutput(loss, logits, labels)),
+        (run.state.precision, "backward", nothing),
+        (run.state.optimizer, "step", nothing),
+        (run.state.optimizer, "zero_grad", nothing),
+    ]
 
 
 def parts_of(run: Run) -> list[tuple[Any, str, Callable]]:
     """Return what `train_epoch` calls besides the step, each with a function that does nothing."""
-
-    def nothing(*args, **kwargs) -> None:
-        pass
 
     return [
         (run.state.meter, "update", nothing),
@@ -247,7 +269,7 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
             set_up_logging(folder, "train.log")
             loops, log = build_loops(make_cfg(args, folder), device)
             if not args.parts:
-                del loops["empty"]
+                del loops["empty"], loops["idle"]
             with log:
                 seconds = time_blocks(loops, args.blocks, device)
             close_logging()
@@ -259,7 +281,7 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
-    columns = "launch   bare ms   ours ms   ratio   control" + "   without parts" * args.parts
+    columns = "launch   bare ms   ours ms   ratio   control" + "   without parts   loop us" * args.parts
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
     ratios, controls, empties = [], [], []
     for number in range(args.launches):
@@ -272,7 +294,7 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         row = f"{step_ms['bare']:>9.3f} {step_ms['ours']:>9.3f} {ratios[-1]:>7.3f} {controls[-1]:>9.3f}"
         if args.parts:
             empties.append(step_ms["empty"] / step_ms["bare"])
-            row += f" {empties[-1]:>15.3f}"
+            row += f" {empties[-1]:>15.3f} {1e3 * step_ms['idle']:>9.1f}"
         print(f"{number + 1:>6} {row}", flush=True)
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
