@@ -20,6 +20,9 @@ from distribuuuu.launch.signals import SignalState
 
 # Forked processes must not inherit a thread pool, and small tensors are faster without one.
 torch.set_num_threads(1)
+# If the first backward pass of a process comes after an export of torch, it starts threads for devices that the export
+# has registered, and no process that is forked later could compute gradients.
+torch.zeros((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)
