@@ -6,7 +6,7 @@ from the random numbers of the sample. To add an operation, see `AugmentedCrop.o
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,9 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.randaugment import randaugment
-from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
-from distribuuuu.data.transforms import Transform, to_uint8
+from distribuuuu.data.seeding import BatchRNG, LocalGenerator, SampleRNG, seeded_generators
+from distribuuuu.data.transforms import BatchTransform, Transform, to_uint8
+from distribuuuu.launch.host import copy_to_device
 
 # Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
 # width, as in torchvision and in timm.
@@ -103,6 +104,17 @@ class AugmentedCrop(Transform):
         return replace(self, crop=self.crop.at_size(size))
 
 
+class ErasedCrop(AugmentedCrop, BatchTransform):
+    """A crop followed by erasing only, which many images of one size take together, on any device."""
+
+    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
+        """Return uint8 (N, 3, size, size) from (N, C, H, W); the rectangles are drawn on the CPU."""
+        assert isinstance(self.crop, BatchTransform) and isinstance(self.erase, Erasing)
+        cropped = self.crop.transform_batch(pixels, rng)
+        *_, seeds = rng.seed(), rng.seed(), rng.seed()
+        return self.erase.erase_batch(cropped.expand(-1, 3, -1, -1), seeds.tolist())
+
+
 @AUGMENTATIONS.register
 def grayscale(pixels: torch.Tensor) -> torch.Tensor:
     """Convert one image in five to gray, as SimCLR does (Chen et al., arXiv 2002.05709)."""
@@ -142,21 +154,43 @@ class Erasing:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return uint8 (3, H, W) from uint8 (3, H, W), which is not modified."""
+        drawn = self.draw(pixels.shape[1:])
+        if not drawn:
+            return pixels
+        erased = pixels.clone()
+        box, values = drawn
+        box.crop(erased)[:] = values
+        return erased
+
+    def erase_batch(self, pixels: torch.Tensor, seeds: Iterable[int]) -> torch.Tensor:
+        """Return uint8 (N, 3, H, W) from the same on any device; each image as from a call that its seed precedes."""
+        values, is_erased = torch.zeros(pixels.shape, dtype=torch.uint8), torch.zeros(pixels.shape, dtype=torch.bool)
+        for row, seed in enumerate(seeds):
+            with LocalGenerator(seed):
+                drawn = self.draw(pixels.shape[2:])
+            if drawn:
+                box, color = drawn
+                box.crop(values[row])[:] = color
+                box.crop(is_erased[row])[:] = True
+        is_erased, values = copy_to_device(is_erased, pixels.device), copy_to_device(values, pixels.device)
+        return torch.where(is_erased, values, pixels)
+
+    def draw(self, size: Sequence[int]) -> tuple[Box, torch.Tensor] | None:
+        """Return the rectangle in an image of (H, W) and its values, uint8; None: the image stays as it is."""
         from torchvision.transforms import RandomErasing
 
         if torch.rand(()) >= self.probability:
-            return pixels
+            return None
+        image = torch.empty(()).expand(3, *size)
         color = None if self.std else list(self.mean)
         ratio = ERASED_RATIO["pixel" if self.std else "const"]
-        *box, value = RandomErasing.get_params(pixels, ERASED_AREA, ratio, color)
-        if value is pixels:  # no rectangle fitted into the image
-            return pixels
+        *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, color)
+        if value is image:  # no rectangle fitted into the image
+            return None
         if self.std:
             mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
-        erased = pixels.clone()
-        Box(*box).crop(erased)[:] = to_uint8(value * 255)
-        return erased
+        return Box(*box), to_uint8(value * 255)
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:
@@ -181,8 +215,10 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     operations = tuple(AUGMENTATIONS.get(name) for name in aug.OPERATIONS)
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
     erase = Erasing(aug.ERASING, tuple(mean), noise) if aug.ERASING else None
-    is_plain = not (policy or jitter or operations or erase)
-    return crop if is_plain else AugmentedCrop(crop, policy, jitter, operations, erase)
+    if not (policy or jitter or operations or erase):
+        return crop
+    is_erased_only = isinstance(crop, BatchTransform) and not (policy or jitter or operations)
+    return (ErasedCrop if is_erased_only else AugmentedCrop)(crop, policy, jitter, operations, erase)
 
 
 def make_jitter(strengths: Sequence[float]) -> ImageOp:

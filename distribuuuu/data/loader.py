@@ -13,7 +13,7 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.rules import AUTO
-from distribuuuu.data.augment import AugmentedCrop, build_augmentation
+from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
@@ -284,8 +284,9 @@ def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tup
     sampler = build_sampler(cfg, images, launch, train)
     transform, options = build_transform(cfg, images, train), build_decode_options(cfg)
     if cfg.DATA.LOADER == "device":
-        # Augmentation runs on the host, so pixels on the device would be copied back image by image.
-        pixel_device = torch.device("cpu") if isinstance(transform, AugmentedCrop) else device
+        # Other augmentation than erasing runs on the host: pixels on the device would be copied back image by image.
+        is_on_host = isinstance(transform, AugmentedCrop) and not isinstance(transform, ErasedCrop)
+        pixel_device = torch.device("cpu") if is_on_host else device
         images = DeviceDataset(
             images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
         )

@@ -75,6 +75,10 @@ class BatchRNG:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
         return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
+    def seed(self) -> np.ndarray:
+        """Return a 53-bit integer of each sample: int64 (N,)."""
+        return (self.uniform() * 2**53).astype(np.int64)
+
 
 def draw_seed() -> int:
     """Return a fresh seed, for a run whose config sets none."""

@@ -60,6 +60,29 @@ def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, 
     assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
 
 
+@pytest.mark.parametrize("mode", ["const", "pixel"])
+@pytest.mark.parametrize("resizing", [(), ("TRAIN.IM_SIZE_START", 12, "TRAIN.IM_SIZE_EPOCHS", [1, 3])])
+def test_erasing_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, mode, resizing, monkeypatch):
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", "TRAIN.IM_SIZE", 20, "TEST.IM_SIZE", 20,
+             "TRAIN.BATCH_SIZE", 6, "AUG.ERASING", 0.5, "AUG.ERASING_MODE", mode, *resizing)  # fmt: skip
+    host = batches_of(small_cfg(*words), train=True)
+    plain = batches_of(small_cfg(*words, "AUG.ERASING", 0), train=True)
+    changed = [(a != b).flatten(1).any(1) for (a, _), (b, _) in zip(host, plain, strict=True)]
+    assert 0.25 < float(torch.cat(changed).float().mean()) < 0.75
+    if pixel_set != "sizes":
+        monkeypatch.setattr(resident.Samples, "batch", None)  # no image is made alone
+    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
+
+
+@pytest.mark.parametrize("words", [("AUG.OPERATIONS", ["grayscale"]), ("AUG.COLOR_JITTER", 0.4)])
+def test_other_augmentation_of_a_set_on_the_device_runs_on_the_host(small_cfg, words):
+    words = ("DATA.CROP", "pad", "AUG.ERASING", 0.5, *words)
+    loader = build_loader(small_cfg(*words, "DATA.LOADER", "device"), ALONE, torch.device("meta"), train=True)
+    assert loader.images._pixels.device == CPU
+    host = batches_of(small_cfg(*words), train=True)
+    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
+
+
 def test_a_folder_can_lie_on_the_device(small_cfg):
     for train in (True, False):
         host = batches_of(small_cfg("TRAIN.WORKERS", 2), train)
