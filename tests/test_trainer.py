@@ -35,7 +35,7 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.engine.stop import MAX_CALLS, StopRequest
+from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -229,28 +229,22 @@ def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeyp
         stop.check("the next step")
 
 
-def test_stop_requests_are_exchanged_once_a_second_in_any_phase(monkeypatch):
+def test_stop_requests_are_exchanged_in_every_epoch_however_short_and_in_every_long_call(monkeypatch):
     now, exchanged_at = 0.0, []
     monkeypatch.setattr("distribuuuu.engine.stop.time.monotonic", lambda: now)
     monkeypatch.setattr(
         "distribuuuu.engine.stop.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values
     )
     stop = StopRequest()
-    for _ in range(20):  # epochs of 0.6 s, each with an evaluation of 0.9 s
-        for phase, call_s, num_calls in (("training", 0.05, 12), ("evaluation", 0.3, 3)):
+    for _ in range(20):
+        now += 20  # e.g. statistics of batch norm
+        for phase, call_s, num_calls in (("training", 0.01, 3), ("evaluation", 0.01, 2), ("slow evaluation", 30, 3)):
             stop.begin_phase(phase)
             for _ in range(num_calls):
                 now += call_s
                 stop.check(phase)
-    assert exchanged_at[:2] == pytest.approx([0.05, 0.9]), "the first call of each phase"
-    waits = [after - before for before, after in itertools.pairwise(exchanged_at)][2:]
-    assert min(waits) > 0.9 and max(waits) < 1.4, "an epoch does not begin with an exchange"
-    stop.begin_phase("training")
-    exchanged_at.clear()
-    for _ in range(100):  # far slower than in the epochs before
-        now += 30
-        stop.check("training")
-    assert len(exchanged_at) >= 100 - MAX_CALLS
+    waits = [after - before for before, after in itertools.pairwise([0.0, *exchanged_at])]
+    assert max(waits) < 31, "a signal before an epoch or within a long call waits for that only"
 
 
 class Wrapped(torch.nn.Module):

@@ -33,9 +33,7 @@ class StopRequest:
         self._deadline = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
         self._signals = SignalState()
         self._handling = handled_by(self._signals.receive)
-        # Seconds between two calls in each phase so far, as the processes agreed; infinite before the first exchange.
-        self._call_s = {"": float("inf")}
-        self._waited_s = 0.0  # since the last exchange, the same on every process
+        self._begun = {""}
         self.begin_phase()
 
     def __enter__(self) -> "StopRequest":
@@ -48,35 +46,34 @@ class StopRequest:
         self._handling.__exit__(kind, error, trace)
 
     def begin_phase(self, name: str = "") -> None:
-        """Estimate the time between two calls anew if the name is new; calls of a known phase take as long as before.
+        """Exchange stop requests at the next call, because the calls of a new phase may be slower or faster.
 
         Args:
             name: if new in this start, the start-up timeout applies until the next call: it may include a compilation.
         """
-        if name not in self._call_s:
-            self._call_s[name] = float("inf")
+        if name not in self._begun:
+            self._begun.add(name)
             begin_start_up()
-        self._phase, self._since, self._calls = name, time.monotonic(), 0
+        self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:
         """Record the position for the watchdog, and stop if any process has a reason to.
 
-        Processes communicate about once a second: at a call that follows from the agreed durations, which are the same
-        on all of them. A single process stops at once.
+        Processes communicate about once a second, at a call on which they agreed the time before; one stops at once.
 
         Raises:
             RunStopped: on every process, after the same call.
         """
         mark_position(position)
         self._calls += 1
-        self._waited_s += max(self._call_s[self._phase], AGREE_EVERY_S / MAX_CALLS)
-        if self._waited_s < AGREE_EVERY_S and (self._signals.first is None or dist.is_distributed()):
+        if self._calls < self._calls_to_wait and (self._signals.first is None or dist.is_distributed()):
             return
         now = time.monotonic()
-        reason, self._call_s[self._phase] = dist.all_reduce_max([self._reason(now), (now - self._since) / self._calls])
+        reason, call_s = dist.all_reduce_max([self._reason(now), (now - self._agreed_at) / self._calls])
         if reason != _NO_REASON:
             raise RunStopped(int(reason))
-        self._since, self._calls, self._waited_s = now, 0, 0.0
+        self._agreed_at, self._calls = now, 0
+        self._calls_to_wait = min(max(int(AGREE_EVERY_S / max(call_s, 1e-6)), 1), MAX_CALLS)
 
     def checked(self, items: Iterable[T], max_num_batches: int, position: str) -> Iterator[T]:
         """Yield the items with a `check` after each; every process makes at least `max_num_batches` checks."""
