@@ -9,6 +9,8 @@ import torch
 from support.fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
 from support.tiers import slow
 
+from distribuuuu.data.augment import Erasing
+from distribuuuu.data.decode import Box
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
 from distribuuuu.data.samples import Samples
@@ -78,10 +80,12 @@ def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypa
     assert timeline.recorded == [timeline.main] * 6, "images and targets of each batch"
 
 
-@pytest.mark.parametrize("crop", [slow("pad"), "resized"])
+@pytest.mark.parametrize("words", [slow("pad"), "resized", "pad AUG.ERASING 0.5"])
 @pytest.mark.parametrize("train", [True, slow(False)])
-def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, train):
-    parts = build_loader(small_cfg("DATA.CROP", crop, "MODEL.DUMMY_INPUT", True), ALONE, CPU, train)
+def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, words, train):
+    box = Box(1, 1, 2, 3), torch.zeros(3, 1, 1, dtype=torch.uint8)
+    monkeypatch.setattr(Erasing, "draw", lambda self, size: box)  # fake tensors have no values to draw with
+    parts = build_loader(small_cfg("MODEL.DUMMY_INPUT", True, "DATA.CROP", *words.split()), ALONE, CPU, train)
     positions = list(parts.sampler)[:3]
     with fake_cuda(monkeypatch) as timeline:
         images = DeviceDataset(parts.images, "auto", CUDA, num_threads=0)
@@ -93,8 +97,10 @@ def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "overrides, place", [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu")]
-)
+    "overrides, place",
+    [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu"),
+     (("AUG.ERASING", 0.5, "DATA.CROP", "pad"), "meta")],
+)  # fmt: skip
 def test_a_device_dataset_stays_on_the_host_if_it_is_augmented_there(small_cfg, overrides, place):
     overrides = ("DATA.LOADER", "device", "MODEL.DUMMY_INPUT", True, *overrides)
     loader = build_loader(small_cfg(*overrides), ALONE, torch.device("meta"), train=True)
@@ -193,7 +199,8 @@ def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch)
 @needs_gpu
 @pytest.mark.parametrize(
     "overrides",
-    [("DATA.LOADER", "device"), ("DATA.LOADER", "device", "AUG.POLICY", "randaugment"), ("TRAIN.WORKERS", 2),
+    [("DATA.LOADER", "device"), ("DATA.LOADER", "device", "AUG.POLICY", "randaugment"),
+     ("DATA.LOADER", "device", "AUG.ERASING", 0.5), ("TRAIN.WORKERS", 2),
      ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("TRAIN.PIN_MEMORY", False)],
 )  # fmt: skip
 def test_a_busy_gpu_gets_the_same_batches_as_the_cpu(small_cfg, overrides):
