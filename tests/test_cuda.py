@@ -96,6 +96,16 @@ def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatc
     assert timeline.races == timeline.waits == []
 
 
+def test_an_image_on_the_device_is_erased_without_waiting_for_it(monkeypatch):
+    box = Box(1, 1, 2, 3), torch.zeros(3, 2, 3, dtype=torch.uint8)
+    monkeypatch.setattr(Erasing, "draw", lambda self, size: box)  # fake tensors have no values to draw with
+    with fake_cuda(monkeypatch) as timeline:
+        pixels = torch.zeros(3, 8, 8, dtype=torch.uint8).pin_memory().to(CUDA, non_blocking=True)
+        timeline.waits.clear()
+        Erasing(1.0, (0.5, 0.4, 0.3))(pixels)
+    assert timeline.races == timeline.waits == []
+
+
 @pytest.mark.parametrize(
     "overrides, place",
     [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu"),

@@ -159,7 +159,7 @@ class Erasing:
             return pixels
         erased = pixels.clone()
         box, values = drawn
-        box.crop(erased)[:] = values
+        box.crop(erased)[:] = copy_to_device(values, pixels.device)
         return erased
 
     def erase_batch(self, pixels: torch.Tensor, seeds: Iterable[int]) -> torch.Tensor:
