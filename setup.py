@@ -45,7 +45,7 @@ setup(
         "torch>=2.6",
         "torchvision>=0.21",
         "yacs>=0.1.8",
-        "timm>=1.0",
+        "timm>=1.0.26",  # the first whose readers of weights unpickle plain data only by default
         "tensorboard>=2.10",
         "tqdm>=4.60",
         "pillow>=10.2",

@@ -19,6 +19,7 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing, sync_folder
+from distribuuuu.config.errors import without_unsafe_advice
 
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
@@ -105,9 +106,9 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except Exception as error:  # torch's reader raises nearly any type for damaged bytes
-        # torch puts advice to allow unpickling anything before the reason.
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
-        raise CheckpointError(f"{path}: invalid checkpoint: {reason.splitlines()[0][:200]}") from error
+        # torch puts advice to allow unpickling anything around the reason. The cause, which has it too, is not shown.
+        reason = (without_unsafe_advice(str(error)).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: invalid checkpoint: {reason[:200]}") from None
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
     entries = content if "state_dict" in content else {}

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
+from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, dataset_class
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
@@ -148,7 +149,7 @@ def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_choices, _check_ranges, _check_images, _check_labels, _check_sizes, _check_augmentation,
               _check_multilabel, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
-              _check_sharding, _check_paths, _check_batch)  # fmt: skip
+              _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
@@ -336,6 +337,12 @@ def _check_task(cfg: Config) -> Iterator[Problem]:
         keys = ", ".join(cfg.TASK.KWARGS)
         message = f"got {keys}, but TASK.NAME {name} has no settings; fix: set TASK.NAME to a task of your own"
         yield Problem("TASK.KWARGS", message)
+
+
+def _check_keywords(cfg: Config) -> Iterator[Problem]:
+    for section in ("MODEL.KWARGS", "DISTILL.KWARGS"):
+        for key, message in find_reading_keywords(section, get_value(cfg, section)):
+            yield Problem(key, message)
 
 
 def _check_sharding(cfg: Config) -> Iterator[Problem]:

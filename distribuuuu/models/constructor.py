@@ -1,8 +1,10 @@
 """Model constructors: from MODEL.ARCH to a function, from MODEL.KWARGS and TRAIN.IM_SIZE to its arguments."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,15 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.model_names import OWN_KEYS, SOURCES, NameTable, describe_unknown, find_objection, keep_table
+from distribuuuu.config.model_names import (
+    OWN_KEYS,
+    SOURCES,
+    NameTable,
+    describe_unknown,
+    find_objection,
+    find_reading_keywords,
+    keep_table,
+)
 from distribuuuu.config.registry import MODELS
 
 Constructor = Callable[..., nn.Module]
@@ -29,6 +39,11 @@ class Architecture:
     name: str
     source: str
     constructor: Constructor
+
+    @property
+    def is_plug_in(self) -> bool:
+        """Whether a file outside of this package registers it, which is trusted to read what it likes."""
+        return self.source == "distribuuuu" and self.constructor.__module__.partition(".")[0] not in SOURCES
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,8 @@ class ModelSpec:
         """
         arguments = {"num_classes": self.num_classes, **self.im_size, **self.kwargs, **overrides}
         try:
-            model = self.arch.constructor(**arguments)
+            with contextlib.nullcontext() if self.arch.is_plug_in else _plain_data_only():
+                model = self.arch.constructor(**arguments)
             keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
             return model if keeps_heads else remove_auxiliary_heads(model)
         except (TypeError, ValueError, AssertionError) as error:  # timm and torchvision check values with assertions
@@ -78,6 +94,22 @@ class ModelSpec:
         given = ", ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **self.im_size}.items())
         message = f"{self.arch.name} rejects {given}: {str(error) or type(error).__name__}"
         return ConfigError(Problem(tuple(keys), message))
+
+
+@contextlib.contextmanager
+def _plain_data_only() -> Iterator[None]:
+    """Make every `torch.load` in the block unpickle plain data only, whatever its caller asks for.
+
+    torchvision's builders, and timm's if the first attempt fails, ask to unpickle anything that they have downloaded.
+    """
+    forced, opposite = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    saved = {name: os.environ.pop(name, None) for name in (forced, opposite)}
+    os.environ[forced] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[forced]
+        os.environ.update({name: value for name, value in saved.items() if value is not None})
 
 
 def remove_auxiliary_heads(model: nn.Module) -> nn.Module:
@@ -158,14 +190,14 @@ def make_model_spec(
     """Check the names in `kwargs` and return the specification; no real model is built.
 
     Raises:
-        ConfigError: `kwargs` has unknown names, or the image size grows (TRAIN.IM_SIZE_START) and the model has one
-            fixed size.
+        ConfigError: `kwargs` has unknown names, or names by which a model reads files or the network; or the image
+            size grows (TRAIN.IM_SIZE_START) and the model has one fixed size.
     """
     parameters, is_open = find_keywords(arch.constructor, num_classes)
     # A parameter without a default is not the user's: the entry function passes it.
     optional = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
-    problems = []
-    for name in kwargs:
+    problems = [Problem(key, message) for key, message in find_reading_keywords("MODEL.KWARGS", kwargs)]
+    for name in kwargs if not problems else ():
         if (name in OWN_KEYS or not is_open) and (what := find_objection(name, arch.name, parameters, optional)):
             problems.append(Problem(f"MODEL.KWARGS.{name}", what))
     if problems:

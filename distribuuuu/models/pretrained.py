@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import without_unsafe_advice
 from distribuuuu.models.constructor import Architecture, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -75,22 +77,25 @@ def build_pretrained(spec: ModelSpec) -> nn.Module:
 def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.Module:
     try:
         return spec.build(**published.arguments, num_classes=num_classes)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = _one_line(error) or type(error).__name__
         if isinstance(error, OSError) or "invalid hash" in reason:
             problem = (
                 f"cannot download {published.source}: {reason}; fix: without a network, copy the file to this machine "
                 "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same"
             )
+        elif "not plain data" in reason:
+            problem = f"{published.source} {reason}; fix: delete the downloaded file, or set FINETUNE.WEIGHTS"
         elif "state_dict" in reason:
             problem = f"{published.source} does not fit {spec.arch.name} with MODEL.KWARGS {spec.kwargs}: {reason}"
         else:
             raise
-        raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from error
+        # Without its cause, whose text may advise to unpickle the file.
+        raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from None
 
 
 def _one_line(error: Exception, max_length: int = 300) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(without_unsafe_advice(str(error)).split())
     return text if len(text) <= max_length else f"{text[:max_length]} ..."
 
 

@@ -1,13 +1,24 @@
 """Names of models and optimizers that are known without torch: kept once, replaced when they are out of date."""
 
+import inspect
 import os
 import shutil
+import sys
 
 import pytest
+import yaml
 from support.runs import ROOT, run_tool, small_options
+from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg, model_names
-from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
+from distribuuuu.config.model_names import (
+    SOURCES,
+    NameTable,
+    find_model_problems,
+    find_reading_keywords,
+    keep_table,
+    load_table,
+)
 from distribuuuu.models import check_model
 from distribuuuu.models.constructor import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
@@ -60,7 +71,7 @@ def test_what_the_tables_know_is_not_refused(arch):
     assert problems_of(arch) == []
 
 
-@pytest.mark.parametrize("keyword", ["widht", "num_classes", "weights", "no_such"])
+@pytest.mark.parametrize("keyword", ["widht", "num_classes", "no_such"])
 def test_unknown_keywords_of_our_own_models_are_named_alike(keyword):
     keep_all()
     cfg = load_cfg(None, ["MODEL.ARCH", "resnet14", f"MODEL.KWARGS.{keyword}", "3"])
@@ -69,6 +80,55 @@ def test_unknown_keywords_of_our_own_models_are_named_alike(keyword):
     ((key, message),) = problems_of("resnet14", width=3, **{keyword: 3})
     assert str(caught.value) == f"{key} (command line): {message}"
     assert problems_of("resnet50", anything=3) == []  # its function passes keywords on
+
+
+READING = {
+    "pretrained_cfg_overlay": {"file": "x.pth.tar"}, "pretrained_cfg": "a1_in1k", "cache_dir": "x",
+    "checkpoint_path": "x", "pretrained": True, "weights": "DEFAULT", "weights_backbone": "DEFAULT",
+    "pretrained_backbone": True, "url": "x",
+    "file": "x", "hf_hub_id": "me/x", "state_dict": {}, "custom_load": True, "modelDir": "x", "use_pretrained": True,
+    "act_layer": "https://me/x", "norm_layer": "../x", "global_pool": "hf-hub:x", "block": "x.npz",
+    "sizes": ["a", "/b"], "feature_cfg": {"head": {"file": "x"}}, "cfgs": [{"a": 1}, {"url": "x"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize("section", ["MODEL", "DISTILL"])
+def test_keywords_that_read_files_or_the_network_are_refused(tmp_path, section, name):
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump({section: {"KWARGS": {name: READING[name], "width": 8}}}))
+    for given in ((str(file),), (None, [f"{section}.KWARGS", str({name: READING[name]})])):
+        with pytest.raises(ConfigError) as caught:
+            load_cfg(*given)
+        refused = [str(each) for each in caught.value.problems if each.key.startswith(f"{section}.KWARGS.{name}")]
+        assert len(refused) == 1 and ("instead" in refused[0] or "which no constructor may read" in refused[0])
+
+
+def test_keywords_that_read_files_are_refused_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "a.yaml").write_text("MODEL: {PRETRAINED: true, KWARGS: {pretrained_cfg_overlay: {file: x.pth.tar}}}")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_tool("train_net.py", "--cfg", tmp_path / "a.yaml", PYTHONPATH=path)
+    assert done.returncode == 2 and "MODEL.KWARGS.pretrained_cfg_overlay" in done.stderr, done.stderr
+
+
+def test_keywords_of_the_models_of_timm_and_torchvision_are_not_refused():
+    """The defaults of every constructor, and values that look like the names of sources."""
+    usual = {"drop_path_rate": 0.1, "weight_init": "jax", "init_weights": True, "pretrained_window_sizes": [0, 12],
+             "grad_checkpointing": True, "norm_layer": "layernorm2d", "act_layer": "gelu"}  # fmt: skip
+    assert list(find_reading_keywords("MODEL.KWARGS", {**usual, "drop_path_rates": [0.1, 0.2]})) == []
+    own = {"num_classes", "pretrained", "weights", "checkpoint_path"}
+    models = [module for name, module in sys.modules.items() if name.startswith(("timm.models", "torchvision.models"))]
+    classes = {item for module in models for item in vars(module).values() if inspect.isclass(item)}
+    defaults = [
+        (f"{item.__name__}.{name}", parameter.default)
+        for item in classes
+        if issubclass(item, nn.Module) and "__init__" in vars(item)
+        for name, parameter in inspect.signature(item.__init__).parameters.items()
+        if parameter.default is not parameter.empty and name not in own
+    ]
+    refused = [name for name, value in defaults if list(find_reading_keywords("", {name.partition(".")[2]: value}))]
+    assert len(defaults) > 1000 and refused == []
 
 
 def test_a_table_that_cannot_be_read_is_made_again(cache):

@@ -2,8 +2,11 @@
 
 import logging
 import math
+import os
+import pickle
 import subprocess
 import sys
+import traceback
 import urllib.error
 
 import pytest
@@ -243,11 +246,10 @@ def test_torchvision_weights_keep_all_but_a_head_of_other_classes(monkeypatch, c
     assert all(torch.equal(whole[name], published[name]) for name in published)
 
 
-def test_timm_weights_load_and_the_fresh_head_is_logged(tmp_path, caplog):
+def test_timm_weights_load_and_the_fresh_head_is_logged(monkeypatch, caplog):
     published = timm.create_model("mobilenetv3_small_050").state_dict()
-    torch.save(published, tmp_path / "weights.pth")
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *args, **options: dict(published))
     words = ["MODEL.ARCH", "mobilenetv3_small_050", "MODEL.NUM_CLASSES", "3", "MODEL.PRETRAINED", "True"]
-    words += ["MODEL.KWARGS.pretrained_cfg_overlay", f"{{file: {tmp_path / 'weights.pth'}}}"]
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.pretrained"):
         state = build_model(load_cfg(None, words)).state_dict()
     assert [name for name in state if not torch.equal(state[name], published[name])] == [
@@ -277,6 +279,53 @@ def test_weights_that_do_not_fit_the_kwargs_are_an_error(monkeypatch):
     cfg = make_cfg("resnet18", pretrained=True, norm_layer=nn.InstanceNorm2d)
     (problem,) = problems_of(build_model, cfg)
     assert problem.startswith("MODEL.PRETRAINED: ") and "does not fit resnet18 with MODEL.KWARGS" in problem
+
+
+class Payload:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, tmp_path):
+    """torchvision asks torch to unpickle anything, and does not check the hash of a file that it has downloaded."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    cached = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    cached.parent.mkdir(parents=True)
+    torch.save(Payload(tmp_path / "done"), cached)
+    with pytest.raises(ConfigError) as caught:
+        build_model(make_cfg("resnet18", pretrained=True))
+    assert not (tmp_path / "done").exists() and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    assert f"{os.mkdir.__module__}.mkdir, which is not plain data" in str(caught.value)
+    whole = "".join(traceback.format_exception(caught.value))
+    assert "weights_only" not in whole and "safe_globals" not in whole
+    torch.save(torchvision.models.resnet18().state_dict(), cached)
+    build_model(make_cfg("resnet18", pretrained=True))
+
+
+@pytest.mark.parametrize("name", ["pretrained_cfg", "pretrained_cfg_overlay"])
+def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
+    """Below the check of the keywords, which refuses these names."""
+    torch.save({"state_dict": Payload(tmp_path / "done")}, tmp_path / "x.pth")
+    spec = make_model_spec(find_architecture("timm/test_efficientnet"), 3, {}, 224)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
+        spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
+    assert not (tmp_path / "done").exists()
+
+
+def test_keywords_that_read_files_are_refused_when_a_model_is_built(tmp_path):
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "checkpoint_path", "pretrained"):
+        cfg = make_cfg("timm/test_efficientnet")
+        cfg.MODEL.KWARGS[name] = str(tmp_path)
+        for function in (check_model, build_model):
+            (problem,) = problems_of(function, cfg)
+            assert problem.startswith(f"MODEL.KWARGS.{name}: ")
 
 
 # ------------------------------------------------------------------------------- initial weights
