@@ -21,7 +21,7 @@ from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run import Run, expected_passes, is_evaluated
-from distribuuuu.engine.run_description import describe_end, describe_model
+from distribuuuu.engine.run_description import describe_end, describe_images, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
 from distribuuuu.engine.setup import Training, build_checkpoints, build_run, build_test_model, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
@@ -216,6 +216,7 @@ def test_model(cfg) -> dict:
         weights = find_weights(cfg)
         model = build_test_model(cfg, task, weights)
         describe_model(cfg, model, loader)
+        describe_images(cfg, loader)
         kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
         with recording(cfg, task, model, loader, kind) as task:
             result = evaluate_weights(cfg, task, model, loader)

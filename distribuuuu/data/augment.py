@@ -80,6 +80,9 @@ class AugmentedCrop(Transform):
     operations: tuple[PixelOp, ...] = ()
     erase: PixelOp | None = None
 
+    def __str__(self) -> str:
+        return str(self.crop)
+
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         pixels = self.crop(image, rng)
         policy_seed, jitter_seed, erase_seed = rng.seed(), rng.seed(), rng.seed()

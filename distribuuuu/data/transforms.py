@@ -66,6 +66,10 @@ class ResizedCrop(Transform):
     ratio: Sequence[float] = RATIO
     interpolation: str = "bilinear"
 
+    def __str__(self) -> str:
+        low, high = self.scale
+        return f"random resized crop {self.size} px, area {low:g}-{high:g}, {self.interpolation}, flip {self.flip:g}"
+
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         is_flipped = rng.uniform() < self.flip
         height, width = image.size
@@ -92,6 +96,9 @@ class PaddedCrop(BatchTransform):
     padding: int = 4
     flip: float = 0.5
     interpolation: str = "bilinear"
+
+    def __str__(self) -> str:
+        return f"shorter side {self.size} px, padding {self.padding} px, random crop {self.size} px, flip {self.flip:g}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         is_flipped = rng.uniform() < self.flip
@@ -123,6 +130,9 @@ class CenterCrop(BatchTransform):
     resize_to: int
     size: int
     interpolation: str = "bilinear"
+
+    def __str__(self) -> str:
+        return f"shorter side {self.resize_to} px, center crop {self.size} px, {self.interpolation}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         return self.transform_batch(image.pixels())

@@ -14,7 +14,7 @@ from torch import nn
 from distribuuuu import __version__
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import AUTO, find_unused_options
-from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.state import TrainState
@@ -42,6 +42,18 @@ def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
     logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
 
 
+def describe_images(cfg, *loaders: Loader) -> None:
+    """Log what reaches the model, with the values that are the data set's own: crops, mean, std, sampling."""
+    for loader in loaders:
+        kind, start = "validation", 0
+        if isinstance(loader, TrainLoader):
+            kind, start = "training", cfg.TRAIN.IM_SIZE_START
+        logger.info("%s: %s%s", kind, loader.samples.transform, f"; from {start} px on" if start else "")
+    mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
+    sampling = f"; sampling: {cfg.DATA.SAMPLING}" if len(loaders) > 1 else ""
+    logger.info("mean %s, std %s%s", mean, std, sampling)
+
+
 def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
     """Log the model, the data, the global batch, the learning rate, and warnings about the options."""
     describe_model(cfg, state.model, train_loader, val_loader)
@@ -51,6 +63,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     logger.info("data: %s; train: %s, validation: %s, %s", data, num_train, num_val, classes)
     if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
         logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
+    describe_images(cfg, train_loader, val_loader)
     plan = train_loader.plan
     if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)

@@ -1,0 +1,62 @@
+"""The log of a start: the crops, the mean, the standard deviation and the sampling that a run uses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import ROOT
+
+from distribuuuu.config import load_cfg
+from distribuuuu.config.tree import get_value
+from distribuuuu.data.datasets.base import ImageDataset, get_dataset
+from distribuuuu.trainer import test_model as evaluate_model
+from distribuuuu.trainer import train_model
+
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def log_of(cfg, name: str = "train.log") -> str:
+    return (Path(cfg.OUT_DIR) / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ((), ["training: random resized crop 16 px, area 0.08-1, bilinear, flip 0.5",
+              "validation: shorter side 18 px, center crop 16 px, bilinear",
+              "mean 0.485 0.456 0.406, std 0.229 0.224 0.225; sampling: uniform"]),
+        (("DATA.CROP", "pad", "DATA.FLIP", 0, "DATA.MEAN", "[0.5,0.5,0.5]", "DATA.SAMPLING", "sqrt",
+          "TEST.INTERPOLATION", "bicubic", "AUG.ERASING", 0.1, "TRAIN.IM_SIZE_START", 8,
+          "TRAIN.IM_SIZE_EPOCHS", "[0,1]", "TRAIN.IM_SIZE_MULTIPLE", 8),
+         ["training: shorter side 16 px, padding 4 px, random crop 16 px, flip 0; from 8 px on",
+          "validation: shorter side 18 px, center crop 16 px, bicubic",
+          "mean 0.5 0.5 0.5, std 0.229 0.224 0.225; sampling: sqrt"]),
+    ],
+)  # fmt: skip
+def test_the_start_logs_what_reaches_the_model(options, lines, small_cfg):
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0, *options)
+    train_model(cfg)
+    for line in lines:
+        assert f" {line}\n" in log_of(cfg)
+    evaluate_model(cfg)
+    assert f" {lines[1]}\n" in log_of(cfg, "test.log")
+    assert f" {lines[2].partition(';')[0]}\n" in log_of(cfg, "test.log") and "training:" not in log_of(cfg, "test.log")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipe_is_the_same_for_images_in_folders(path):
+    """What DATA.NAME imagefolder would change in a recipe is written out in it."""
+    for name in (load_cfg(str(path)).DATA.NAME, "imagefolder"):
+        cfg = load_cfg(str(path), ["DATA.NAME", name])
+        own, dataset = get_dataset(load_cfg(str(path)).DATA.NAME), get_dataset(name)
+        assert cfg.DATA.CROP != "auto" or dataset.crop == own.crop, "DATA.CROP"
+        for key, attribute in (("DATA.MEAN", "mean"), ("DATA.STD", "std")):
+            assert get_value(cfg, key) or getattr(dataset, attribute) == getattr(own, attribute), key
+
+
+@pytest.mark.parametrize("name", ["cifar10/resnet20_fast", "fashion_mnist/resnet14", "shapes/resnet14"])
+def test_the_values_written_out_are_those_of_the_data_set(name):
+    data, dataset = load_cfg(name).DATA, get_dataset(load_cfg(name).DATA.NAME)
+    assert (data.MEAN, data.STD) == (dataset.mean, dataset.std)
+    assert data.CROP in ("auto", dataset.crop) and (data.CROP != "auto" or dataset.crop == ImageDataset.crop)
+    assert torch.equal(torch.tensor(data.MEAN), torch.tensor(dataset.mean))
