@@ -11,7 +11,8 @@ _C.MODEL.ARCH = "resnet18"
 _C.MODEL.NUM_CLASSES = 1000
 # Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
 _C.MODEL.PRETRAINED = False
-# Initial weights: own (the constructor's), or fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1).
+# Initial weights: own (the constructor's), fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1), or
+# fan_out_own_norms (the norms keep the constructor's scales, as in the RegNets of timm before 0.6).
 _C.MODEL.INIT = "own"
 # Synchronized batch norm: statistics over the images of all processes instead of each process's own.
 _C.MODEL.SYNCBN = False

@@ -34,7 +34,7 @@ CHOICES = {
     "DATA.WORKER_KIND": ("process", "thread"),
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
-    "MODEL.INIT": ("own", "fan_out"),
+    "MODEL.INIT": ("own", "fan_out", "fan_out_own_norms"),
     "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
     "TRAIN.AMP": ("none", "bf16", "fp16"),
     "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),

@@ -41,8 +41,8 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
         spec = _model_spec(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
         model = build_pretrained(spec) if pretrained else spec.build()
-        if cfg.MODEL.INIT == "fan_out" and not pretrained:
-            initialize(model)
+        if cfg.MODEL.INIT != "own" and not pretrained:
+            initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
@@ -57,13 +57,14 @@ def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) ->
     model.register_forward_hook(select)
 
 
-def initialize(model: nn.Module) -> None:
+def initialize(model: nn.Module, keep_norms: bool = False) -> None:
     """Initialize as pycls does (models/blocks.py): N(0, 2 / fan-out) and N(0, 0.01) for linear layers, scales of 1.
 
-    The groups of a convolution do not divide its fan-out, unlike in timm. Biases of convolutions start as in torch.
+    The groups of a convolution do not divide its fan-out, unlike in timm since 0.6. Biases of convolutions start as in
+    torch. With `keep_norms`, norms keep their scales: timm's regnet.py before 0.6 had zeros at the ends of blocks.
     """
     for layer in model.modules():
-        if isinstance(layer, (nn.Conv2d, nn.BatchNorm2d)):
+        if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.BatchNorm2d) and not keep_norms):
             layer.reset_parameters()
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

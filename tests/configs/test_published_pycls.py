@@ -17,7 +17,7 @@ from support.tiers import slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import LazyImage
+from distribuuuu.data.decode import LazyImage, build_decode_options
 from distribuuuu.data.loader import statistics_of
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import ResizedCrop, random_resized_box
@@ -154,6 +154,7 @@ def test_images_are_cropped_flipped_and_shifted_in_color(name):
     crop = semantics.train_crop(cfg)
     assert crop == ResizedCrop(published.train_px, (0.08, 1.0), 0.5, (3 / 4, 4 / 3), "opencv_linear")
     assert semantics.policy_operations(cfg) == []
+    assert build_decode_options(cfg).exif_rotate  # imagenet.py: cv2.imread applies the EXIF orientation
     assert (cfg.AUG.COLOR_JITTER, cfg.AUG.ERASING, cfg.AUG.MIXUP, cfg.AUG.CUTMIX) == ((), 0, 0, 0)
     mean, std = statistics_of(cfg, ImageDataset())
     assert (mean, std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # imagenet.py: _MEAN, _STD

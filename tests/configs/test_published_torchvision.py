@@ -208,6 +208,14 @@ def test_repeated_augmentation_has_the_images_of_torchvisions_sampler():
 # The average
 
 
+def test_v1_has_a_partial_batch_more_than_an_epoch_here():
+    images, per_process, batch = 1_281_167, 160_146, 32  # DistributedSampler without drop_last, DataLoader without it
+    assert per_process == -(-images // 8)
+    assert -(-per_process // batch) == 5005 and 8 * (per_process % batch) == 144
+    cfg = recipe("imagenet/resnet50_torchvision_v1")
+    assert num_steps(cfg) == 5004 and images - 5004 * cfg.TRAIN.GLOBAL_BATCH_SIZE == 143
+
+
 def test_the_average_is_torchs_as_the_script_updates_it():
     cfg = recipe(V2)
     # alpha * n_GPUs * images per GPU * steps / epochs

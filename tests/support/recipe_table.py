@@ -125,7 +125,7 @@ def pycls(batch: int, lr: float, reported: str, params: float, decay: float = 5e
         "reported": (reported,), "params": params, "OPTIM.NAME": "sgd", "OPTIM.MOMENTUM": 0.9, "OPTIM.NESTEROV": True,
         "OPTIM.MAX_EPOCH": 100, "OPTIM.LR_POLICY": "cos", "OPTIM.WARMUP_EPOCHS": 5, "OPTIM.WARMUP_FACTOR": 0.1,
         "TRAIN.GLOBAL_BATCH_SIZE": batch, "OPTIM.BASE_LR": lr, "OPTIM.WEIGHT_DECAY": decay, "AUG.POLICY": "none",
-        "AUG.OPERATIONS": ("pca_noise",), "MODEL.PRECISE_BN": 8192,
+        "AUG.OPERATIONS": ("pca_noise",), "MODEL.PRECISE_BN": 8192, "DATA.EXIF_ROTATE": True,
     }  # fmt: skip
 
 

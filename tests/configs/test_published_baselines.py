@@ -1,0 +1,72 @@
+"""The RegNets of the 2021 distribuuuu: their initial weights, by the formulas of timm of that date.
+
+Sources: https://github.com/BIGBALLON/distribuuuu, commit eaaa922 of May 7, 2021, which builds them with timm; timm
+0.4.5 to 0.5.4, models/regnet.py: RegNet.__init__, equal in all of them. timm 0.6 (commit 4dec8c80) divides the fan-out
+by the groups of a convolution and sets the biases of squeeze-and-excitation to zero.
+"""
+
+import math
+
+import pytest
+import torch
+from support import recipe_semantics as semantics
+from support.tiers import slow
+from torch import nn
+
+from distribuuuu.models import initialize
+
+# Group width, and the smallest model of each family, whose weights are as quickly drawn as compared.
+REGNETS = {"regnetx_160": 128, "regnety_160": 112, "regnety_320": 232}
+
+
+def published_std(layer: nn.Conv2d | nn.Linear) -> float:
+    """kaiming_normal_(mode="fan_out", nonlinearity="relu"), which ignores groups; normal_(std=0.01) for the head."""
+    if isinstance(layer, nn.Linear):
+        return 0.01
+    return math.sqrt(2 / (layer.out_channels * math.prod(layer.kernel_size)))
+
+
+def check(model: nn.Module) -> None:
+    """Compare the weights of each layer with the formulas of timm 0.4.12."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            weights = layer.weight.detach()
+            assert float(weights.std()) == pytest.approx(published_std(layer), rel=5 / math.sqrt(weights.numel())), name
+        if isinstance(layer, nn.Linear):
+            assert not layer.bias.any(), name
+        elif isinstance(layer, nn.Conv2d) and layer.bias is not None:  # squeeze-and-excitation: torch's own
+            bound = 1 / math.sqrt(layer.in_channels)
+            biases, rel = layer.bias.detach(), 4 / math.sqrt(layer.bias.numel())
+            assert float(biases.std()) == pytest.approx(bound / math.sqrt(3), rel=rel), name
+            assert float(biases.abs().max()) <= bound, name
+        elif isinstance(layer, nn.BatchNorm2d):  # zero_init_last_bn: the last norm of each block
+            assert (layer.weight == (0 if name.endswith("conv3.bn") else 1)).all() and not layer.bias.any(), name
+
+
+@pytest.mark.parametrize("name", ["regnetx_160", *map(slow, ("regnety_160", "regnety_320"))])
+def test_the_regnets_start_as_in_2021(name):
+    cfg = semantics.recipe(f"imagenet/{name}")
+    model = semantics.initial_model(cfg)
+    grouped = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.groups > 1]
+    assert {layer.weight.shape[1] for layer in grouped} == {REGNETS[name]}
+    check(model)
+
+
+def test_squeeze_and_excitation_starts_as_in_2021():
+    cfg = semantics.recipe("imagenet/regnety_160", "MODEL.ARCH", "regnety_004")
+    model = semantics.initial_model(cfg)
+    assert sum(layer.bias is not None for layer in model.modules() if isinstance(layer, nn.Conv2d)) == 2 * 16
+    check(model)
+
+
+def test_all_regnets_of_the_table_are_initialized_alike():
+    assert {semantics.recipe(f"imagenet/{name}").MODEL.INIT for name in REGNETS} == {"fan_out_own_norms"}
+
+
+def test_norms_keep_their_scales_only_if_asked():
+    norm = nn.BatchNorm2d(3)
+    nn.init.constant_(norm.weight, 0.5)
+    initialize(norm, keep_norms=True)
+    assert (norm.weight == 0.5).all()
+    initialize(norm)
+    assert torch.equal(norm.weight, torch.ones(3))
