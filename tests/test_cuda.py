@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, Timeline, fake_cuda, pin_memory
-from support.tiers import slow
+from support.fake_cuda import CUDA, Timeline, fake_cuda, is_pinned, pin_memory
 
+from distribuuuu.config.rules import INTERPOLATIONS
+from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.decode import Box
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
 from distribuuuu.data.samples import Samples
+from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_state, set_backends
@@ -33,10 +35,11 @@ def make_normalizer(device: torch.device) -> Normalizer:
     return Normalizer(device, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), channels_last=True)
 
 
-def pinned_batches(num: int, size: int = 16) -> list[tuple]:
-    """Return pinned batches of twelve images of three classes, like those of workers with TRAIN.PIN_MEMORY."""
-    pixels = torch.arange(12 * 3 * size * size).remainder(251).to(torch.uint8).view(12, 3, size, size)
-    return [(pixels.pin_memory(), (torch.arange(12) % 3).pin_memory(), ())] * num
+def host_batches(num: int, pinned: bool = True) -> list[tuple]:
+    """Return batches of twelve images of three classes, like those of workers with and without TRAIN.PIN_MEMORY."""
+    pixels, labels = torch.arange(12 * 3 * 16 * 16).remainder(251).to(torch.uint8), torch.arange(12) % 3
+    pixels = pixels.view(12, 3, 16, 16)
+    return [(pixels.pin_memory(), labels.pin_memory(), ()) if pinned else (pixels, labels, ())] * num
 
 
 def read_all(loader: Loader, timeline: Timeline) -> list[int]:
@@ -46,6 +49,7 @@ def read_all(loader: Loader, timeline: Timeline) -> list[int]:
         assert images.is_cuda and targets.is_cuda and images.dtype is torch.float32
         (images * 2).sum() + targets.sum()
         after.append(loader._stream.seen.get(timeline.main, 0))
+        del images, targets
     return after
 
 
@@ -69,31 +73,126 @@ def test_the_timeline_detects_races_and_synchronization(monkeypatch):
         assert timeline.waits == ["_to_copy from cpu"] * 2 + ["_to_copy from cuda"] * 2
 
 
-def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypatch):
+def test_the_timeline_detects_memory_that_is_reused_too_early(monkeypatch):
+    with fake_cuda(monkeypatch) as timeline:
+        side, made = torch.cuda.Stream(), torch.zeros(3, device=CUDA)
+        side.wait_stream(timeline.main)
+        with torch.cuda.stream(side):
+            made * 2
+        made.add_(1)
+        assert timeline.faults == {"overwrites": ["add_"]}, "the other stream may still read it"
+        timeline.main.wait_stream(side)
+        made.add_(1)
+        assert timeline.overwrites == ["add_"]
+        for free in ("ordered", "recorded", "early"):
+            made = torch.zeros(3, device=CUDA)
+            side.wait_stream(timeline.main)
+            with torch.cuda.stream(side):
+                made.sum()
+            if free == "ordered":
+                timeline.main.wait_stream(side)
+            if free == "recorded":
+                made.record_stream(side)
+            del made
+            assert timeline.faults.get("early_frees", []) == ["sum"] * (free == "early")
+
+
+def test_the_timeline_detects_memory_of_the_host_that_is_used_during_a_copy(monkeypatch):
+    with fake_cuda(monkeypatch) as timeline:
+        made, target, source = torch.zeros(3, device=CUDA), torch.empty(3, pin_memory=True), torch.ones(3).pin_memory()
+        target.copy_(made, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        made.copy_(source, non_blocking=True)
+        made + source.view(3, 1).pin_memory().to(CUDA, non_blocking=True)
+        assert timeline.faults == {}, "the source may be read, not written"
+        target[:1] * 2
+        source.add_(1)
+        assert timeline.incomplete == ["mul", "add_"]
+        copied.synchronize()
+        target * 2
+        assert timeline.incomplete == ["mul", "add_"] and timeline.past_waits == [3] and timeline.waits == []
+        torch.cuda.synchronize()
+        source.add_(1)
+        assert timeline.incomplete == ["mul", "add_"] and timeline.waits == ["synchronize"]
+        torch.ones(3).to(CUDA, non_blocking=True)
+        assert timeline.unpinned == ["_to_copy from cpu"]
+
+
+def overlap(small_cfg, monkeypatch, num: int, pinned: bool = True) -> tuple[Timeline, list[int]]:
+    """Read batches of the host as in training; return the timeline and the result of `read_all`."""
     parts = build_loader(small_cfg(), ALONE, CPU, train=False)
     with fake_cuda(monkeypatch) as timeline:
-        loader = Loader(parts.samples, parts.sampler, pinned_batches(3), make_normalizer(CUDA))
+        loader = Loader(parts.samples, parts.sampler, host_batches(num, pinned), make_normalizer(CUDA))
         timeline.waits.clear()
-        after = read_all(loader, timeline)
-    assert timeline.races == timeline.waits == []
-    assert after == after[:1] * 3, "a copy waited for a step"
-    assert timeline.recorded == [timeline.main] * 6, "images and targets of each batch"
+        return timeline, read_all(loader, timeline)
 
 
-@pytest.mark.parametrize("words", [slow("pad"), "resized", "pad AUG.ERASING 0.5"])
-@pytest.mark.parametrize("train", [True, slow(False)])
-def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, words, train):
+def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypatch):
+    timeline, after = overlap(small_cfg, monkeypatch, 5)
+    assert timeline.faults == {}
+    assert after == after[:1] * 5, "a copy waited for a step"
+    assert timeline.recorded == [timeline.main] * 10, "images and targets of each batch"
+
+
+def test_the_host_waits_for_the_step_before_the_last(small_cfg, monkeypatch):
+    timeline, _ = overlap(small_cfg, monkeypatch, 6)
+    assert timeline.waits == [] and timeline.past_waits == [4] * 5, "the four operations of the last step are queued"
+
+
+@pytest.mark.parametrize("owner, name, fault", [
+    ("Stream", "wait_stream", "races"), ("Timeline", "record_stream", "early_frees"), ("Event", "synchronize", ""),
+])  # fmt: skip
+def test_a_loader_without_one_of_its_guards_is_detected(small_cfg, monkeypatch, owner, name, fault):
+    monkeypatch.setattr(f"support.fake_cuda.{owner}.{name}", lambda *args: None)
+    timeline, _ = overlap(small_cfg, monkeypatch, 6)
+    assert fault in timeline.faults if fault else timeline.past_waits == []
+
+
+def test_memory_that_is_not_pinned_is_copied_before_the_next_batch(small_cfg, monkeypatch):
+    """With TRAIN.PIN_MEMORY False, the slot of a batch becomes free when the loop drops its pixels."""
+    timeline, after = overlap(small_cfg, monkeypatch, 3, pinned=False)
+    assert timeline.faults == {"waits": ["_to_copy from cpu"] * 3}, "only for the copy, on the stream of the copies"
+    assert after == after[:1] * 3 and not timeline.is_awaited(timeline.main, timeline.main.num)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("interpolation", [*INTERPOLATIONS, "random"])
+@pytest.mark.parametrize("words", ["resized", "pad", "pad AUG.ERASING 0.5"])
+def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, words, interpolation, together):
+    if interpolation == "random" and words != "resized":
+        pytest.skip("only this crop draws the interpolation of an image")
+    words = ("DATA.CROP", *words.split(), "DATA.INTERPOLATION", interpolation)
+    check_device_loader(monkeypatch, small_cfg(*words), together, train=True)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_center_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, interpolation, together):
+    check_device_loader(monkeypatch, small_cfg("TEST.INTERPOLATION", interpolation), together, train=False)
+
+
+def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
+    """Read batches of images that are on the device and are resized there: a batch together, or image by image."""
     box = Box(1, 1, 2, 3), torch.zeros(3, 1, 1, dtype=torch.uint8)
     monkeypatch.setattr(Erasing, "draw", lambda self, size: box)  # fake tensors have no values to draw with
-    parts = build_loader(small_cfg("MODEL.DUMMY_INPUT", True, "DATA.CROP", *words.split()), ALONE, CPU, train)
-    positions = list(parts.sampler)[:3]
+    parts = build_loader(cfg, ALONE, CPU, train)
+    positions, num_resized = list(parts.sampler)[:3], 0
+
+    def counting(pixels: torch.Tensor, height: int, width: int, interpolation: str) -> torch.Tensor:
+        nonlocal num_resized
+        num_resized += pixels.is_cuda and tuple(pixels.shape[-2:]) != (height, width)
+        return resize(pixels, height, width, interpolation)
+
+    monkeypatch.setattr(transforms, "resize", counting)
     with fake_cuda(monkeypatch) as timeline:
         images = DeviceDataset(parts.images, "auto", CUDA, num_threads=0)
+        images.same_size = images.same_size if together else None
         samples = Samples(images, parts.samples.transform, "auto", skip_broken=False)
         loader = Loader(samples, parts.sampler, DeviceLoader(samples, positions), make_normalizer(CUDA))
         timeline.waits.clear()
-        assert len(read_all(loader, timeline)) == 3
-    assert timeline.races == timeline.waits == []
+        assert len(read_all(loader, timeline)) == len(positions)
+    assert timeline.faults == {} and num_resized >= len(positions)
 
 
 def test_an_image_on_the_device_is_erased_without_waiting_for_it(monkeypatch):
@@ -103,7 +202,7 @@ def test_an_image_on_the_device_is_erased_without_waiting_for_it(monkeypatch):
         pixels = torch.zeros(3, 8, 8, dtype=torch.uint8).pin_memory().to(CUDA, non_blocking=True)
         timeline.waits.clear()
         Erasing(1.0, (0.5, 0.4, 0.3))(pixels)
-    assert timeline.races == timeline.waits == []
+    assert timeline.faults == {}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +220,7 @@ def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     parts = build_loader(small_cfg(), ALONE, CPU, train=False)
     pixels, labels, _ = next(iter(start_workers([Pass(parts.samples, parts.sampler)], "thread", 1, pin_memory=True)[0]))
-    assert pixels.in_locked_pages and labels.in_locked_pages
+    assert is_pinned(pixels) and is_pinned(labels)
 
 
 def prepare(cfg) -> tuple:
@@ -133,7 +232,7 @@ def prepare(cfg) -> tuple:
 
 def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callable[[], object]):
     """Train for less than an epoch, so the metrics are not read; call `begin` after the second step."""
-    loader = TrainLoader(parts.samples, parts.sampler, pinned_batches(num), make_normalizer(device))
+    loader = TrainLoader(parts.samples, parts.sampler, host_batches(num), make_normalizer(device))
     precision = build_precision(cfg, device)
     task = build_task(cfg, loader.images.classes, device, precision)
     meter = Meter(task.train_metrics, len(task.classes), device)
@@ -174,7 +273,7 @@ def test_a_step_does_not_synchronize(small_cfg, monkeypatch, overrides):
     monkeypatch.setattr(torch.Tensor, "backward", backward)
     with fake_cuda(monkeypatch) as timeline:
         state = take_steps(cfg, parts, state, CUDA, 3, timeline.waits.clear)
-    assert timeline.races == timeline.waits == [] and timeline.num_operations > 500
+    assert timeline.faults == {} and timeline.num_operations > 500
     assert state.optimizer.defaults["fused"] and next(state.model.parameters()).is_cuda
     assert all(parameter.grad is not None for parameter in state.model.parameters())
 

@@ -68,7 +68,8 @@ class Normalizer:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 (N, 3, H, W) on the device from uint8 (N, 3, H, W) on any device."""
-        pixels = pixels.to(self.device, non_blocking=True)
+        # An asynchronous copy of other memory may read it after it has been reused for another batch.
+        pixels = pixels.to(self.device, non_blocking=self.device.type == "cuda" and pixels.is_pinned())
         if self._normalize:
             return self._normalize(pixels, self.mean, self.scale, self._format)
         images = self.empty(pixels.shape)
@@ -120,7 +121,7 @@ class Loader:
         self._normalize = normalize
         self._stream = None
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream, self._queued = torch.cuda.Stream(self.device), torch.cuda.Event(blocking=True)
             # The constants of `normalize` may still be pending on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._data_time_s = 0.0
@@ -169,14 +170,20 @@ class Loader:
     def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalize a batch on the device; from the host to CUDA on a side stream, concurrently with the last step.
 
-        Pixels that are on CUDA come from the current stream, so they stay on it.
+        Pixels that are on CUDA come from the current stream, so they stay on it. The host first waits for the step
+        before the last one. Without a limit, it would queue far more steps, with the memory of their batches, than the
+        device has run, e.g. if a step is the replay of one CUDA graph.
         """
         pixels, labels = batch
-        if not self._stream or pixels.device.type == "cuda":
+        if not self._stream:
+            return self._normalize(pixels), copy_to_device(labels, self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._queued.synchronize()
+        self._queued.record(current)
+        if pixels.device.type == "cuda":
             return self._normalize(pixels), copy_to_device(labels, self.device)
         with torch.cuda.stream(self._stream):
             moved = self._normalize(pixels), copy_to_device(labels, self.device)
-        current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
         for tensor in moved:  # allocated on the side stream, used on the current one
             tensor.record_stream(current)

@@ -204,8 +204,9 @@ def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     first, last = edges[:-1, None], edges[1:, None]
     index = first.floor() + torch.arange(num // size + 2)
     shares = (torch.minimum(last, index + 1) - torch.maximum(first, index)).clamp_(min=0) * size / num
-    rows, index = values.movedim(dim, 0), index.long().clamp_(max=num - 1).to(values.device)
-    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares.to(values))
+    index, shares = (copy_to_device(part, values.device) for part in (index.long().clamp_(max=num - 1), shares.float()))
+    rows = values.movedim(dim, 0)
+    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares)
     return means.view(size, *rows.shape[1:]).movedim(0, dim)
 
 
