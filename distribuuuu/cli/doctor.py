@@ -19,6 +19,7 @@ from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.untrusted import printable
 from distribuuuu.launch.host import count_cores
 
 FORMATS = ("text", "json")
@@ -73,7 +74,7 @@ def print_report(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print(text, flush=True)
+        print(printable(text, keep="\n"), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
         message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
@@ -182,7 +183,7 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
 
 
 def _shorten(text: str, width: int) -> str:
-    text = text.encode("utf-8", "replace").decode()
+    text = printable(text)
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
@@ -228,4 +229,4 @@ def _group_lines(group: dict[str, Any], root: Path | None) -> Iterator[str]:
 def _relative(path: str, root: Path | None) -> str:
     if root is not None:
         path = path.removeprefix(os.path.join(root, ""))
-    return path.encode("utf-8", "replace").decode()  # names that are not UTF-8
+    return printable(path)

@@ -20,6 +20,7 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.rules import AUTO, REGISTERED
 from distribuuuu.config.tree import get_value, iter_options
+from distribuuuu.config.untrusted import printable
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.launch.host import tune_malloc
@@ -144,7 +145,8 @@ def report(error: ConfigError) -> None:
     if not is_first_process() and not error.one_process:
         return
     lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
-    lines += [f"  - {problem}" for problem in error.problems]
+    # A file name in a problem starts no line of its own.
+    lines += [f"  - {printable(problem, keep=chr(10))}".replace("\n", "\n    ") for problem in error.problems]
     with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk
         print("\n".join(lines), file=sys.stderr, flush=True)
 

@@ -20,6 +20,7 @@ from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.locate import find_config, shipped_file
+from distribuuuu.config.untrusted import printable
 from distribuuuu.report.results import FILE_NAME, config_name, read_results
 from distribuuuu.report.tables import Row, Run, format_table, group_runs, make_config_row, make_row
 
@@ -46,7 +47,7 @@ def run_table_tool(description: str, reported: Path, args: Sequence[str], prog: 
         return USAGE_ERROR
     rows, notes, problems = collect_rows(flags)
     for note in notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     table = format_table(rows, flags.by, flags.epoch) if rows else ""
     if not rows and not problems:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")

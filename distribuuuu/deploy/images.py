@@ -9,6 +9,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import is_class, is_folder, is_image
 
 
@@ -52,7 +53,7 @@ def _expand(path: str) -> Iterator[str]:
         yield from _walk(path, ())
     elif os.path.lexists(path):
         if path.lower().endswith(".txt"):
-            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
                 yield from _lines(file)
         else:
             yield path

@@ -30,6 +30,7 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.rules import AUTO
 from distribuuuu.config.tree import iter_options
+from distribuuuu.config.untrusted import load_json
 
 logger = logging.getLogger(__name__)
 
@@ -249,15 +250,7 @@ def read_results(path: str | os.PathLike) -> dict:
     Raises:
         ConfigError: the file does not exist, cannot be read, or does not match the schema.
     """
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: invalid JSON: {' '.join(str(error).split())}") from error
+    record = load_json(path)
     if not isinstance(record, dict) or "schema" not in record:
         raise ConfigError(f"{path}: not a results.json: it has no `schema`")
     if record["schema"] != SCHEMA_VERSION:

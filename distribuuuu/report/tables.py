@@ -9,6 +9,7 @@ from pathlib import Path
 from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.untrusted import printable
 from distribuuuu.report.results import config_name, describe_evaluation, hash_config, list_metrics
 from distribuuuu.report.statistics import differs_significantly, mean_interval, wilson_interval
 
@@ -337,4 +338,4 @@ def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
 
 
 def _escape(cell: str) -> str:
-    return " ".join(cell.replace("|", "\\|").split())
+    return printable(" ".join(cell.replace("|", "\\|").split()))

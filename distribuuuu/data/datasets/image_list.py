@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few, missing_root
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _read_table(path: str, columns: Columns, stamp: tuple[int, ...]) -> Table:
     numbers: dict[str, int] = {}
     first_lines: dict[str, int] = {}
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with open_regular(path, encoding="utf-8-sig", newline="") as file:
             for line, image, labels in _read_rows(file, columns, problems):
                 key = os.path.normpath(image)
                 if key in first_lines:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import (
     ImageDataset,
     SplitDataset,
@@ -124,7 +125,7 @@ def _in_order(names) -> list[str]:
 def _kind_of_list(path: Path) -> type[ImageList] | None:
     """Return the kind of data set that a CSV describes, by its header; None if it is another table."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open_regular(path, encoding="utf-8-sig") as file:
             header = {column.strip() for column in file.readline(10_000).split(",")}
     except (OSError, UnicodeError):
         return None

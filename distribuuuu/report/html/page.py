@@ -9,6 +9,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.untrusted import printable
 from distribuuuu.report.html.style import CSS, JS
 
 # Rows from which a table has a field that filters them.
@@ -17,9 +18,9 @@ _MIN_FILTERED = 25
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def escape(value: Any) -> str:
-    """Return a value as HTML text; what UTF-8 cannot represent is written as an escape sequence."""
-    return html.escape(str(value).encode("utf-8", "backslashreplace").decode())
+def escape(value: Any, keep: str = "") -> str:
+    """Return a value as HTML text; control and direction characters are written as escape sequences except `keep`."""
+    return html.escape(printable(value, keep))
 
 
 def percent(fraction: float, decimals: int = 1) -> str:
@@ -116,7 +117,7 @@ def details(summary: str, body: str) -> str:
 
 def preformatted(text: str) -> str:
     """Return text with its line breaks and spaces."""
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{escape(text, keep=chr(10))}</pre>"
 
 
 def grid(charts: Sequence[str], kind: str = "") -> str:

@@ -1,0 +1,84 @@
+"""Regular files only, JSON within limits, and names without control characters."""
+
+import json
+import os
+
+import pytest
+
+from distribuuuu.cli.main import report
+from distribuuuu.config import ConfigError
+from distribuuuu.config.untrusted import is_within, load_json, open_regular, printable, read_regular
+
+
+@pytest.fixture(params=["pipe", "device", "folder"])
+def special(request, tmp_path):
+    """A path that a plain `open` waits for, never reads to its end, or cannot open."""
+    path = tmp_path / "special"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[request.param](path)
+    return path
+
+
+def test_only_regular_files_are_opened(special, tmp_path):
+    for read in (open_regular, lambda path: read_regular(path, 10)):
+        with pytest.raises(OSError, match="not a regular file"):
+            read(special)
+    with pytest.raises(ConfigError, match=f"{special}: cannot be read"):
+        load_json(special)
+    regular = tmp_path / "a.txt"
+    regular.write_bytes(b"a\r\nb")
+    with open_regular(regular, "utf-8", newline="") as file:
+        assert file.read() == "a\r\nb"
+
+
+def test_a_file_has_a_largest_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_regular(tmp_path / "a", 4)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", b"NaN", b"[" * 100_000, b"9" * 5000, b'"\\ud800"', b""])
+def test_damaged_json_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.json: invalid JSON"):
+        load_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("gpj.\u202exe", "gpj.\\u202exe"),
+        ("\u2066a\u2069\u200f\u061c", "\\u2066a\\u2069\\u200f\\u061c"),
+        ("a\r\nb\tc\x85\u2028", "a\\r\\nb\\tc\\x85\\u2028"),
+        ("\udcff", "\\udcff"),
+        ("naïve 猫 \U0001f469\u200d\U0001f52c.jpg", "naïve 猫 \U0001f469\u200d\U0001f52c.jpg"),
+    ],
+)
+def test_characters_that_a_terminal_acts_on_are_escaped(name, shown):
+    assert printable(name) == shown
+    shown.encode()
+
+
+def test_a_name_in_an_error_neither_moves_the_cursor_nor_starts_a_line(capsys):
+    report(ConfigError("a\n  - b\x1b[1A.jpg: broken"))
+    assert capsys.readouterr().err == "1 problem to solve first:\n  - a\n      - b\\x1b[1A.jpg: broken\n"
+
+
+def test_files_within_a_folder_with_links_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    data = tmp_path / "home" / "me" / "data"
+    data.mkdir(parents=True)
+    (data / "link").symlink_to(tmp_path / "secret.jpg")
+    (tmp_path / "data").symlink_to(data)
+    assert is_within(data / "a.jpg", data)
+    assert is_within(data / "a.jpg", tmp_path / "data")
+    assert not is_within(data / "link", data)
+    assert not is_within(data / ".." / "a.jpg", data)
+    # Folders that hold all files of a user are no folders of data.
+    assert not any(is_within(data / "a.jpg", folder) for folder in ("/", tmp_path / "home", tmp_path / "home" / "me"))
+
+
+def test_json_is_returned(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"a": [1, None]}))
+    assert load_json(tmp_path / "a.json") == {"a": [1, None]}
