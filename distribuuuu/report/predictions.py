@@ -23,10 +23,7 @@ import logging
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
@@ -227,126 +223,3 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
             entry.compress_type = zipfile.ZIP_STORED if "logits" in name else zipfile.ZIP_DEFLATED
             with archive.open(entry, "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)
-
-
-# ---------------------------------------------------------------------------------------- reading
-
-
-@dataclass
-class Predictions:
-    """The content of predictions.npz; see the top of this module.
-
-    Attributes:
-        path, label, loss: of each image, in the order of the data set.
-        classes: the class names.
-        meta: the JSON entries.
-        scores: the logits (N, C), or the largest ones (N, k).
-        top_class, log_total: see above; None if `scores` has all classes.
-    """
-
-    path: np.ndarray
-    label: np.ndarray
-    loss: np.ndarray
-    classes: list[str]
-    meta: dict[str, Any]
-    scores: np.ndarray = field(repr=False)
-    top_class: np.ndarray | None = None
-    log_total: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    @property
-    def multilabel(self) -> bool:
-        """Whether an image may have several labels."""
-        return self.label.ndim == 2
-
-    @cached_property
-    def predicted(self) -> np.ndarray:
-        """The class with the largest logit: int64 (N,); the first one of several."""
-        return self.scores.argmax(axis=1) if self.top_class is None else self.top_class[:, 0].astype(np.int64)
-
-    @cached_property
-    def correct(self) -> np.ndarray:
-        """Whether the class with the largest logit is the label: bool (N,); with several labels, one of them."""
-        return self.label[np.arange(len(self)), self.predicted] > 0 if self.multilabel else self.predicted == self.label
-
-    def probabilities(self, rows: Any = slice(None)) -> np.ndarray:
-        """Return the probabilities of the stored classes, by softmax or with several labels by sigmoid, in float64."""
-        scores = torch.from_numpy(self.scores[rows]).double().numpy()  # from float16 several times faster than numpy
-        if self.multilabel:
-            return 0.5 * (1 + np.tanh(0.5 * scores))
-        if self.log_total is not None:
-            return np.exp(scores - self.log_total[rows, None])
-        exponentials = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-        return exponentials / exponentials.sum(axis=1, keepdims=True)
-
-    @cached_property
-    def confidence(self) -> np.ndarray:
-        """The probability of the predicted class: float64 (N,)."""
-        step = max(1, 2**17 // len(self.classes))
-        rows = (slice(start, start + step) for start in range(0, len(self), step))
-        parts = [self.probabilities(part).max(axis=1, initial=0) for part in rows]
-        return np.concatenate([np.zeros(0), *parts])
-
-
-def read_predictions(path: Path, command: str) -> Predictions:
-    """Return the content of a predictions.npz.
-
-    Args:
-        path: the file.
-        command: the command that makes it, for messages.
-
-    Raises:
-        ConfigError: the file does not exist, or is damaged.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(str(arrays["meta"]))
-        content = Predictions(
-            path=arrays["path"],
-            label=arrays["label"],
-            loss=arrays["loss"],
-            classes=[str(name) for name in arrays["classes"]],
-            meta=meta,
-            scores=arrays["logits" if "logits" in arrays else "top_logits"],
-            top_class=arrays.get("top_class"),
-            log_total=arrays.get("log_total"),
-        )
-        problem = _find_mismatch(content)
-    except FileNotFoundError:
-        raise ConfigError(f"RUN: {path} does not exist; fix: {command}") from None
-    except (OSError, ValueError, LookupError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error,
-            RecursionError, OverflowError) as error:  # fmt: skip
-        problem = " ".join(str(error).split()) or type(error).__name__
-    if problem:
-        raise ConfigError(f"RUN: {path} is damaged, or not written by this version: {problem}; fix: {command}")
-    return content
-
-
-def _find_mismatch(content: Predictions) -> str:
-    """Return the first array whose type or shape does not match the others; empty: none."""
-    num, num_classes = content.loss.shape[0], len(content.classes)
-    label_shape = (num, num_classes) if content.meta["multilabel"] else (num,)
-    if content.meta["schema"] != SCHEMA_VERSION:
-        return f"schema {content.meta['schema']}, expected {SCHEMA_VERSION}"
-    columns = num_classes if content.top_class is None else min(TOP, num_classes)
-    expected = {
-        "loss": (content.loss, "f", (num,)),
-        "path": (content.path, "U", (num,)),
-        "label": (content.label, "iu", label_shape),
-        "logits": (content.scores, "f", (num, columns)),
-    }
-    top_class = np.zeros((0, 0), np.int32) if content.top_class is None else content.top_class
-    if content.top_class is not None:
-        expected["top_class"] = top_class, "i", (num, columns)
-        expected["log_total"] = np.asarray(content.log_total), "f", (num,)
-    for name, (array, kinds, shape) in expected.items():
-        if array.dtype.kind not in kinds or array.shape != shape:
-            return f"`{name}` is {array.dtype} {array.shape}, expected {shape}"
-    for name, array, limit in (("label", content.label, 2 if content.multilabel else num_classes),
-                               ("top_class", top_class, num_classes)):  # fmt: skip
-        if array.size and not 0 <= array.min() <= array.max() < limit:
-            return f"`{name}` has values from {array.min()} to {array.max()}, expected 0 to {limit - 1}"
-    return ""

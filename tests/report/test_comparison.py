@@ -14,7 +14,7 @@ from distribuuuu.report.html.comparison import (
     describe_groups,
     describe_pair,
 )
-from distribuuuu.report.predictions import Predictions
+from distribuuuu.report.stored_predictions import Predictions
 
 NAMES = ("A", "B")
 

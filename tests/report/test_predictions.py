@@ -22,8 +22,9 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.report import predictions
 from distribuuuu.report.html.analysis import list_figures
-from distribuuuu.report.predictions import Recorder, read_predictions, write_arrays
+from distribuuuu.report.predictions import Recorder, write_arrays
 from distribuuuu.report.results import hash_config, read_results
+from distribuuuu.report.stored_predictions import read_predictions
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -253,8 +254,8 @@ def test_logits_that_are_not_finite_are_recorded_as_they_are(tmp_path):
         ("loss", np.zeros((), np.float32), "damaged"),
         ("meta", np.array("[1"), "damaged"),
         ("meta", np.array('{"schema": 2, "multilabel": false}'), "schema 2, expected 1"),
-        ("meta", np.array("{}"), "multilabel"),
-        ("path", np.array([{}] * 30, dtype=object), "Object arrays cannot be loaded"),
+        ("meta", np.array("{}"), "`meta`: `schema` is missing"),
+        ("path", np.array([{}] * 30, dtype=object), "`path` is of Python objects"),
         ("classes", None, "classes"),
     ],
 )
@@ -287,7 +288,7 @@ def test_a_missing_truncated_or_foreign_file_is_reported(tmp_path, trained):
             assert "RUN:" in str(error)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match="directory"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         read(tmp_path)
 
 

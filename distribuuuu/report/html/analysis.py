@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.report.predictions import Predictions
 from distribuuuu.report.statistics import wilson_interval
+from distribuuuu.report.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import average_precisions
 
 NUM_BINS = 15
@@ -22,11 +22,21 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
         return np.where(denominator > 0, numerator / denominator, np.nan)
 
 
-def count_confusions(content: Predictions) -> np.ndarray:
-    """Return how many images of each label (row) were predicted as each class (column): int64 (classes, classes)."""
-    num = len(content.classes)
-    pairs = content.label.astype(np.int64) * num + content.predicted
+def count_confusions(content: Predictions, block: int = 1) -> np.ndarray:
+    """Return how many images of each label (row) were predicted as each class (column): int64 (rows, columns).
+
+    A row or a column stands for `block` neighboring classes, so that thousands of classes take little memory.
+    """
+    num = -(-len(content.classes) // block)
+    pairs = content.label.astype(np.int64) // block * num + content.predicted // block
     return np.bincount(pairs, minlength=num * num).reshape(num, num)
+
+
+def list_confusions(content: Predictions) -> list[tuple[int, int, int]]:
+    """Return (label, predicted class, count) of all pairs that occur, in the order of the classes."""
+    num = len(content.classes)
+    pairs, counts = np.unique(content.label.astype(np.int64) * num + content.predicted, return_counts=True)
+    return [(*divmod(pair, num), count) for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -53,18 +63,16 @@ def compute_class_figures(content: Predictions) -> ClassFigures:
         hits, predicted = (is_predicted * content.label).sum(axis=0, dtype=np.int64), is_predicted.sum(axis=0)
         support = content.label.sum(axis=0, dtype=np.int64)
     else:
-        confusions = count_confusions(content)
-        hits, predicted, support = confusions.diagonal(), confusions.sum(axis=0), confusions.sum(axis=1)
+        numbers, least = (content.label[content.correct], content.predicted, content.label), len(content.classes)
+        hits, predicted, support = (np.bincount(classes, minlength=least) for classes in numbers)
     f1 = _ratio(2 * hits, predicted + support)
     return ClassFigures(support, predicted, _ratio(hits, predicted), _ratio(hits, support), f1)
 
 
-def list_confused_pairs(confusions: np.ndarray, num: int) -> list[tuple[int, int, int]]:
+def list_confused_pairs(content: Predictions, num: int) -> list[tuple[int, int, int]]:
     """Return (label, predicted class, count) of the `num` most frequent mistakes, the most frequent first."""
-    wrong = confusions * ~np.eye(len(confusions), dtype=bool)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:num]
-    places = zip(*np.unravel_index(order, wrong.shape), strict=True)
-    return [(int(row), int(column), int(wrong[row, column])) for row, column in places if wrong[row, column]]
+    wrong = [pair for pair in list_confusions(content) if pair[0] != pair[1]]
+    return sorted(wrong, key=lambda pair: -pair[2])[:num]
 
 
 def top_accuracy(content: Predictions, k: int = 5) -> float:
@@ -245,7 +253,7 @@ def list_figures(content: Predictions) -> dict[str, Any]:
 
 
 def _list_single_label(content: Predictions) -> dict[str, Any]:
-    confusions, num_correct = count_confusions(content), int(content.correct.sum())
+    num_correct = int(content.correct.sum())
     reliability, temperature = compute_reliability(content.confidence, content.correct), fit_temperature(content)
     coverage, risk = compute_risk_coverage(content.confidence, content.correct)
     calibration: dict[str, Any] = {"ece": reliability.ece, "area_under_risk_coverage": float(risk.mean())}
@@ -256,14 +264,11 @@ def _list_single_label(content: Predictions) -> dict[str, Any]:
                         "nll_at_temperature": temperature.nll_after, "ece_at_temperature": scaled.ece}  # fmt: skip
     marks = [max(1, round(share * len(content) / 20)) - 1 for share in range(1, 21)]
     calibration["risk_coverage"] = [[float(coverage[mark]), float(risk[mark])] for mark in marks]
-    rows, columns = np.nonzero(confusions)
     names = content.classes
     return {
         "accuracy": num_correct / len(content),
         "accuracy_interval": list(wilson_interval(num_correct, len(content))),
         "top5_accuracy": top_accuracy(content),
         "calibration": calibration,
-        "confusions": [
-            [names[r], names[c], int(confusions[r, c])] for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
-        ],
+        "confusions": [[names[row], names[column], count] for row, column, count in list_confusions(content)],
     }

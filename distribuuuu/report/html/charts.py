@@ -16,7 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
 # Points of a curve at most; more are averaged, because they would have less than a pixel each.
 _MAX_POINTS = 400
 # Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
-MAX_LABELED, _MAX_CELLS = 40, 200
+MAX_LABELED, MAX_CELLS = 40, 200
 # Characters of a name that fit beside its bar.
 _BAR_NAME = 22
 # Number of series colors in the style sheet.
@@ -318,19 +318,14 @@ def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, 
 
 
 def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "") -> str:
-    """Return a confusion matrix: a row for each label, a column for each prediction.
-
-    Up to `MAX_LABELED` classes, every cell is drawn with its count. Of more classes, the map is a picture, in which a
-    pixel may stand for several neighboring classes.
+    """Return a confusion matrix: a row for each label, a column for each prediction; every cell with its count.
 
     Args:
         title: the title.
         counts: int64 (classes, classes).
-        names: the names of the classes.
+        names: the names of the classes, at most `MAX_LABELED`.
         note: a note below.
     """
-    if len(names) > MAX_LABELED:
-        return _picture_map(title, counts, note)
     num = len(names)
     size = 44 if num <= 5 else 30 if num <= 20 else 18
     margin = min(150, max(76, 16 + 6.2 * max(len(_clip(name, 20)) for name in names)))
@@ -364,18 +359,17 @@ def _cell(margin: float, size: float, row: int, column: int, count: int, share: 
     return f"<g><title>{escape(text)}</title>{rect}{number}</g>"
 
 
-def bin_matrix(counts: np.ndarray, num: int) -> np.ndarray:
-    """Return the sums over blocks of neighboring rows and columns: (at most num, at most num)."""
-    block = -(-len(counts) // num)
-    starts = np.arange(0, len(counts), block)
-    return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
+def picture_map(title: str, binned: np.ndarray, block: int, note: str) -> str:
+    """Return a heat map as a picture whose opacity is the logarithm of the share of a row.
 
-
-def _picture_map(title: str, counts: np.ndarray, note: str) -> str:
-    """Return a heat map as a picture whose opacity is the logarithm of the share of a row."""
+    Args:
+        title: the title.
+        binned: int64 (rows, columns), at most `MAX_CELLS` of both.
+        block: the number of neighboring classes for which a row or a column stands.
+        note: a note below.
+    """
     from PIL import Image
 
-    binned = bin_matrix(counts, _MAX_CELLS)
     shares = binned / np.maximum(1, binned.sum(axis=1, keepdims=True))
     visible = np.where(binned > 0, 0.15 + 0.85 * np.clip(1 + np.log10(np.maximum(shares, 1e-3)) / 3, 0, 1), 0.0)
     is_diagonal = np.eye(len(binned), dtype=bool)
@@ -391,7 +385,6 @@ def _picture_map(title: str, counts: np.ndarray, note: str) -> str:
         '<text x="310" y="15" text-anchor="middle" style="font-size:15px">prediction →</text>'
         '<text transform="translate(14 310) rotate(-90)" text-anchor="middle" style="font-size:15px">← label</text>'
     )
-    block = -(-len(counts) // _MAX_CELLS)
     if block > 1:
         note = f"{note} A point stands for {block} x {block} neighboring classes.".strip()
     return figure(title, content, 600, 600, ["right", "wrong"], note, max_width=640)

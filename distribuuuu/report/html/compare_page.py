@@ -42,7 +42,7 @@ from distribuuuu.report.html.page import (
 )
 from distribuuuu.report.html.pictures import Pictures, make_pictures
 from distribuuuu.report.html.run_report import RunFiles, read_run
-from distribuuuu.report.predictions import Predictions
+from distribuuuu.report.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import average_precisions
 
 # Options that differ between any two runs, or do not change the result.

@@ -13,7 +13,6 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few
-from distribuuuu.report.predictions import Predictions
 from distribuuuu.report.statistics import (
     Interval,
     holm_adjusted,
@@ -24,6 +23,7 @@ from distribuuuu.report.statistics import (
     smallest_permutation_p,
     wilson_interval,
 )
+from distribuuuu.report.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import average_precisions
 
 # A difference is called significant if its p-value is below this.

@@ -19,7 +19,8 @@ from distribuuuu.data.loader import build_images
 from distribuuuu.deploy.loaded_run import LoadedRun
 from distribuuuu.deploy.runs import load_run
 from distribuuuu.report.html.saliency import compute_saliency
-from distribuuuu.report.predictions import Predictions, name_of
+from distribuuuu.report.predictions import name_of
+from distribuuuu.report.stored_predictions import Predictions
 
 # Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
 _SIDE, _TINY = 160, 64

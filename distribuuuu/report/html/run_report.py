@@ -13,7 +13,16 @@ from distribuuuu import __version__
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.report.html import analysis
-from distribuuuu.report.html.charts import MAX_LABELED, Series, bar_chart, heat_map, line_chart, reliability_chart
+from distribuuuu.report.html.charts import (
+    MAX_CELLS,
+    MAX_LABELED,
+    Series,
+    bar_chart,
+    heat_map,
+    line_chart,
+    picture_map,
+    reliability_chart,
+)
 from distribuuuu.report.html.history import (
     History,
     describe_marks,
@@ -41,10 +50,11 @@ from distribuuuu.report.html.page import (
     tiles,
 )
 from distribuuuu.report.html.pictures import Pictures, make_pictures
-from distribuuuu.report.predictions import FILE_NAME, Predictions, read_predictions
+from distribuuuu.report.predictions import FILE_NAME
 from distribuuuu.report.results import TEST_FILE_NAME
 from distribuuuu.report.run_log import format_duration
 from distribuuuu.report.statistics import wilson_interval
+from distribuuuu.report.stored_predictions import Predictions, read_predictions
 
 logger = logging.getLogger(__name__)
 
@@ -195,14 +205,15 @@ def describe_classes(content: Predictions) -> Section:
 
 def describe_confusions(content: Predictions) -> Section:
     """Return the section with the confusion matrix and the most confused pairs."""
-    confusions, names = analysis.count_confusions(content), content.classes
-    worst = analysis.list_confused_pairs(confusions, _NUM_PAIRS)
-    note = "Hold the pointer over a cell for its share of the row."
+    names, support = content.classes, np.bincount(content.label, minlength=len(content.classes))
     if len(names) > MAX_LABELED:
-        note = "The classes are in their order; stronger colors are more of a row."
-    bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, confusions[row].sum()):.1%})")
-            for row, column, count in worst]  # fmt: skip
-    chart = heat_map("Confusion matrix", confusions, names, note)
+        block, note = -(-len(names) // MAX_CELLS), "The classes are in their order; stronger colors are more of a row."
+        chart = picture_map("Confusion matrix", analysis.count_confusions(content, block), block, note)
+    else:
+        note = "Hold the pointer over a cell for its share of the row."
+        chart = heat_map("Confusion matrix", analysis.count_confusions(content), names, note)
+    bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, support[row]):.1%})")
+            for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
     if not bars:
         return Section("Confusion", [chart, paragraph("There is no mistake.")])
     pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))

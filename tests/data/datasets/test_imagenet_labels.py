@@ -19,7 +19,7 @@ from distribuuuu.config.rules import find_problems
 from distribuuuu.data.datasets import imagenet_labels
 from distribuuuu.data.loader import build_images
 from distribuuuu.deploy.loaded_run import build_eval_transform
-from distribuuuu.report.predictions import read_predictions
+from distribuuuu.report.stored_predictions import read_predictions
 from distribuuuu.trainer import test_model as evaluate_run
 
 SYNSETS = ImageNetInfo().label_names()

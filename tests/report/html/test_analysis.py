@@ -1,6 +1,7 @@
 """Figures of reports against scikit-learn and torchmetrics."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.report.html import analysis
 from distribuuuu.report.html.history import read_history
-from distribuuuu.report.predictions import Predictions
+from distribuuuu.report.stored_predictions import Predictions
 
 
 def make(scores: np.ndarray, label: np.ndarray, **extra) -> Predictions:
@@ -42,12 +43,34 @@ def test_class_figures_equal_those_of_scikit_learn(single):
         np.testing.assert_allclose(values, wanted, atol=1e-12)
     confusions = reference.confusion_matrix(single.label, single.predicted, labels=numbers)
     np.testing.assert_array_equal(analysis.count_confusions(single), confusions)
+    pairs = [(row, column, count) for (row, column), count in np.ndenumerate(confusions) if count]
+    assert analysis.list_confusions(single) == pairs
+    binned = analysis.count_confusions(single, 2)
+    assert binned[0, -1] == confusions[:2, 2 * len(binned) - 2 :].sum() and binned.sum() == confusions.sum()
     listed = analysis.list_figures(single)
     assert listed["accuracy"] == pytest.approx(reference.accuracy_score(single.label, single.predicted), abs=1e-12)
     assert sum(count for _, _, count in listed["confusions"]) == len(single)
     if len(numbers) > 5:
         wanted = reference.top_k_accuracy_score(single.label, single.scores, k=5, labels=numbers)
         assert listed["top5_accuracy"] == pytest.approx(wanted, abs=1e-12)
+
+
+def test_thousands_of_classes_take_little_memory():
+    num = 2**17
+    label = np.array([0, 5, num - 1, num - 1], np.int32)
+    top = np.array([[0], [7], [num - 1], [3]], np.int32)
+    content = Predictions(
+        np.array(list("abcd")), label, np.ones(4, np.float32), list(map(str, range(num))), {},
+        np.ones((4, 1), np.float32), top, np.ones(4, np.float32),
+    )  # fmt: skip
+    tracemalloc.start()
+    figures = analysis.compute_class_figures(content)
+    binned = analysis.count_confusions(content, num // 200 + 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25 and binned.shape == (200, 200) and binned.trace() == 3
+    assert figures.recall[[0, 5, num - 1]].tolist() == [1, 0, 0.5]
+    assert analysis.list_confused_pairs(content, 9) == [(5, 7, 1), (num - 1, 3, 1)]
 
 
 def test_the_calibration_error_equals_that_of_torchmetrics(single):
