@@ -21,7 +21,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.optimizer import describe_lr
-from distribuuuu.report.run_log import format_duration
+from distribuuuu.report.log_table import format_duration
 
 logger = logging.getLogger(__name__)
 

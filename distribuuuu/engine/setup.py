@@ -38,7 +38,8 @@ from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
-from distribuuuu.report.run_log import RunLog, append_to_log, format_duration, logging_to
+from distribuuuu.report.log_table import format_duration
+from distribuuuu.report.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import display_names

@@ -16,19 +16,18 @@ import torch
 from tqdm.auto import tqdm
 
 from distribuuuu.distributed import comm as dist
+from distribuuuu.report.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
 from distribuuuu.report.record_files import EventFile, RecordFile, drop_records_after
 from distribuuuu.report.step_timing import MAX_DATA_FRACTION, StepTiming
 
 logger = logging.getLogger("distribuuuu")
-# Logger of the table of steps; a terminal shows a progress bar instead.
-_table_log = logging.getLogger("distribuuuu.steps")
+# Loggers of the table of steps, and of the table of epochs, which a terminal shows above the progress bar instead.
+_table_log, _epochs_log = logging.getLogger("distribuuuu.steps"), logging.getLogger("distribuuuu.epochs")
 
 # Seconds between two logged steps, or evaluation batches, while no metrics are read.
 LOG_INTERVAL_S = 15.0
-# Rows of the table of steps per header.
-_ROWS_PER_HEADER = 20
-# Maximum width of the table; with the date of train.log, a line has at most 80 characters.
-_MAX_WIDTH = 65
+# Progress bars: the position, the time left of the epoch or the evaluation, then what `RunLog` appends.
+_BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 # ANSI colors of the level names.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
@@ -114,6 +113,7 @@ def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> Non
 def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
     handler = _FileHandler(Path(out_dir) / log_name, encoding="utf-8")
     handler.setFormatter(_LineFormatter(_FILE_TIME))
+    handler.addFilter(lambda record: record.name != _epochs_log.name)
     return handler
 
 
@@ -147,6 +147,7 @@ def progress(items: Iterable, label: str, total: int | None = None, initial: int
         disable=not has_progress_bar(),
         leave=False,
         dynamic_ncols=True,
+        bar_format=_BAR_FORMAT,
     )
 
 
@@ -165,68 +166,6 @@ def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
                 _table_log.info("validation: batch %d/%d", number, len(loader))
 
     return iterate
-
-
-def format_duration(seconds: float) -> str:
-    """Return the two largest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days >= 100:
-        return f"{days}d"
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def format_decimal(value: float, width: int, decimals: int = 4) -> str:
-    """Return a number with `decimals` decimals, or with as many as fit into `width` characters."""
-    texts = (f"{value:.{num}f}" for num in range(decimals, -1, -1))
-    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
-
-
-def format_lr(lr: float) -> str:
-    """Return a learning rate with two digits in at most 6 characters, e.g. '0.023' or '1.2e-4'."""
-    return f"{lr:.2g}" if lr == 0 or lr >= 1e-3 else f"{lr:.1e}".replace("e-0", "e-")
-
-
-def format_speed(images_per_s: float) -> str:
-    """Return images per second in at most 5 characters, e.g. '3.4', '12345', '123k' or '12M'."""
-    if images_per_s < 9.95:
-        return f"{images_per_s:.1f}"
-    if images_per_s < 99999.5:
-        return f"{images_per_s:.0f}"
-    return f"{images_per_s / 1e3:.0f}k" if images_per_s < 9.9995e6 else f"{images_per_s / 1e6:.0f}M"
-
-
-class _StepTable:
-    """Table of steps with columns of fixed width, and a header at the start and every 20 rows."""
-
-    def __init__(self, num_epochs: int, num_steps: int, metric_labels: Iterable[str]):
-        totals = {"epoch": num_epochs, "step": num_steps}
-        metrics = {label: max(5, len(label)) for label in metric_labels}
-        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
-        self._widths |= {"loss": 6, **metrics, "lr": 6, "img/s": 5, "data": 4, "eta": 6}
-        self._gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
-        self.start()
-
-    def start(self) -> None:
-        """Log a header before the next row."""
-        self._num_rows = 0
-
-    def add(self, cells: dict[str, str]) -> None:
-        """Log a row; columns without a cell show '-'."""
-        if self._num_rows % _ROWS_PER_HEADER == 0:
-            self._log({name: name for name in self._widths})
-        self._num_rows += 1
-        self._log(cells)
-
-    def _log(self, cells: dict[str, str]) -> None:
-        _table_log.info(
-            "%s", self._gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items())
-        )
 
 
 class RunLog:
@@ -262,7 +201,9 @@ class RunLog:
         self.num_epochs = num_epochs
         self.num_steps = num_steps
         self._images_per_step = images_per_step
-        self._table = _StepTable(num_epochs, num_steps, train_metrics.values())
+        labels = list(train_metrics.values())
+        self._table, self._epochs = build_tables(_table_log, _epochs_log, num_epochs, num_steps, labels)
+        self._evaluation = ""  # of the bar
         self._out_dir = Path(out_dir)
         self._shows_curves = tensorboard
         self._records: RecordFile | None = None
@@ -279,6 +220,7 @@ class RunLog:
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
         self._eta_origin: tuple[float, int] | None = None
         self._table.start()
+        self._epochs.start()
         if not dist.is_main():
             return
         path = self._out_dir / "metrics.jsonl"
@@ -309,8 +251,10 @@ class RunLog:
         if first < self.num_steps:  # otherwise only the evaluation remains
             self._timing.begin(self._last_read)
         self._checked_s = self._data_time_s = 0.0
+        self._readings: list[tuple[dict, float, float]] = []  # metrics, seconds, seconds of waiting for data
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        self._show_in_bar()
         yield from self._bar
 
     def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
@@ -327,10 +271,29 @@ class RunLog:
         self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
         first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{first}", refresh=False)
+        self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
+        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], self._cells(metrics, speed["wait"]))
+        self._readings.append((metrics, elapsed, data_time_s))
+        if step == self.num_steps and has_progress_bar():
+            self._add_epoch(epoch, lr, speed["eta_s"])
+
+    def _cells(self, metrics: Mapping[str, float], wait: float) -> dict[str, str]:
         values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
-        shown = {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{speed['wait']:.0%}"}
-        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], shown)
+        return {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{wait:.0%}"}
+
+    def _add_epoch(self, epoch: int, lr: float, eta_s: float) -> None:
+        """Log the means over the images of an epoch; after a resume, over those of this start."""
+        count = sum(metrics["count"] for metrics, _, _ in self._readings)
+        names = ("loss", *self.train_metrics)
+        means = {name: sum(one["count"] * one[name] for one, _, _ in self._readings) / count for name in names}
+        seconds = sum(elapsed for _, elapsed, _ in self._readings)
+        cells = self._cells(means, min(1.0, sum(waited for _, _, waited in self._readings) / seconds))
+        cells |= {"epoch": f"{epoch + 1}/{self.num_epochs}", "lr": format_lr(lr), "eta": format_duration(eta_s)}
+        self._epochs.add({**cells, "img/s": format_speed(count / seconds)})
+
+    def _show_in_bar(self, text: str = "") -> None:
+        """Show a text and the last evaluation at the end of the bar."""
+        self._bar.set_postfix_str(", ".join(filter(None, (text, self._evaluation))), refresh=False)
 
     def show_step(self, epoch: int, step: int, lr: float) -> None:
         """Log a step without metrics: the first one of a start, then one every LOG_INTERVAL_S seconds.
@@ -393,6 +356,7 @@ class RunLog:
             values = " ".join(f"{label} {metrics[name]:.2f}" for name, label in self.eval_metrics.items())
             loss = format_decimal(metrics["loss"], 6)
             logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, suffix, values, loss)
+            self._evaluation = f"val {values.split(' ')[1] if values else loss}"
             best_texts.append(f"{suffix[2:]} {best}".lstrip())
         logger.info("best %s so far: %s", selecting, ", ".join(best_texts))
         self._shown_at = time.perf_counter()

@@ -11,8 +11,8 @@ from distribuuuu.report.html import page
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.report.html.history import read_json
 from distribuuuu.report.html.page import Column, Section
+from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.results import FILE_NAME
-from distribuuuu.report.run_log import format_duration
 from distribuuuu.report.statistics import differs_significantly, mean_interval
 from distribuuuu.sweep.live_table import short_names, summarize
 from distribuuuu.sweep.trials import BEST_FILE, CONSOLE_FILE, Row, States, Sweep, build_rows

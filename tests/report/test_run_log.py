@@ -1,13 +1,19 @@
 """Log: lines by time, width of the columns, levels, and the last lines of a run."""
 
+import contextlib
+import fcntl
 import io
 import itertools
 import json
 import logging
+import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 import types
 
 import pytest
@@ -18,6 +24,7 @@ from distribuuuu.checkpoint.manager import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader
+from distribuuuu.report import log_table
 from distribuuuu.report import run_log as log
 from distribuuuu.trainer import train_model
 
@@ -155,6 +162,94 @@ def test_an_evaluation_is_logged_by_time(clock, logged):
     assert logged() == [f"validation: batch {number}/20" for number in (4, 8, 12, 16, 20)]
 
 
+# On a terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_rows(text: str) -> list[list[str]]:
+    """Return the words behind the time of each line that a terminal has kept."""
+    lines = re.sub(r"\r *\r?|\x1b\[[AK]", "\n", text).splitlines()
+    return [line.split()[1:] for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
+
+
+def test_a_terminal_shows_a_row_of_each_epoch_above_the_bar(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "200")  # of the bar
+    with log.logging_to(tmp_path, "train.log"), open_log(tmp_path, num_epochs=22, num_steps=4) as run_log:
+        for epoch in range(22):
+            for step in run_log.steps(epoch, 0):
+                clock.now += 1.0
+                if step % 2:
+                    count, loss = (30, 1.0) if step == 1 else (10, 3.0)
+                    run_log.train(epoch, step + 1, 0.1, {**METRICS, "count": count, "loss": loss}, 0.5)
+            run_log._bar.refresh()
+            run_log.evaluation(epoch, {"raw": {**METRICS, "top1": 77.25}}, {"raw": Best(77.25, epoch)})
+    rows = shown_rows(terminal.getvalue())
+    assert rows[:4] == [
+        ["epoch", "loss", "top1", "top5", "lr", "img/s", "data", "eta"],
+        ["1/22", "1.5000", "50.00", "90.00", "0.1", "10", "25%", "1m24s"],  # means over the images of the epoch
+        ["validation,", "epoch", "1:", "top1", "77.25", "top5", "90.00", "loss", "1.0000"],
+        ["best", "top1", "so", "far:", "77.25", "(epoch", "1)"],
+    ]
+    assert [row[0] for row in rows].count("epoch") == 2 and ["22/22"] == [row[0] for row in rows if "/" in row[0]][-1:]
+    bars = [part for part in re.split(r"[\r\n]", terminal.getvalue()) if part.startswith("epoch 2/22 |")]
+    assert bars[-1].endswith(", run 1m20s, loss 3.000, top1 50.0, val 77.25]"), bars[-1]
+    steps = [line.split()[2] for line in (tmp_path / "train.log").read_text().splitlines() if "/22 " in line]
+    assert len(steps) == 2 * 22, "the file has the rows of all steps and no others"
+
+
+@pytest.mark.parametrize(
+    ("columns", "header"),
+    [(120, "epoch step loss top1 top5 lr img/s data eta"), (80, "epoch loss top1 top5 lr img/s data eta"),
+     (60, "epoch loss top1 top5 lr img/s eta"), (46, "epoch loss top1 top5 eta"), (39, "epoch loss top1 eta"),
+     (20, "epoch loss")],
+)  # fmt: skip
+def test_the_table_of_epochs_fits_into_the_terminal(tmp_path, clock, monkeypatch, columns, header):
+    monkeypatch.setattr(log_table.os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    terminal.fileno = lambda: 2
+    with log.logging_to(tmp_path, ""), open_log(tmp_path, num_epochs=100, num_steps=1) as run_log:
+        for _ in run_log.steps(9, 0):
+            clock.now += 1e5
+            run_log.train(9, 1, 0.00012, METRICS, 0.5)
+    shown = [line for line in re.split(r"[\r\n]", terminal.getvalue()) if re.match(r"\d\d:", line)]
+    assert shown[0].split()[1:] == header.replace("step ", "").split()
+    assert max(map(len, shown)) <= max(columns, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_nothing_of_a_run_wraps_on_a_terminal_but_its_sentences(image_folder, tmp_path, columns, num_processes):
+    args = small_options(image_folder, tmp_path, "OPTIM.MAX_EPOCH", 3, "TRAIN.PRINT_FREQ", 2)
+    command = [sys.executable, "-m", "distribuuuu", "train", "--nproc", str(num_processes), *args]
+    text = run_on_terminal(command, columns)
+    bars = [part for part in re.split(r"[\r\n]|\x1b\[[AK]", text) if re.match(r"(epoch \d/3|validation) \|", part)]
+    assert len(bars) > 3 and max(map(len, bars)) <= columns, max(bars, key=len)
+    rows = [line for line in re.split(r"[\r\n]", text) if re.match(r"\d\d:\S+ +(epoch|\d/3) ", line)]
+    assert [row.split()[1] for row in rows] == ["epoch", "1/3", "2/3", "3/3"]
+    assert max(map(len, rows)) <= columns and text.count("validation, epoch") == 3
+
+
+def run_on_terminal(command: list[str], columns: int) -> str:
+    """Return what a command writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=theirs, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    parts = []
+    with contextlib.suppress(OSError):  # EIO: the last writer has exited
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    os.close(ours)
+    assert process.wait(timeout=60) == 0, b"".join(parts)
+    return b"".join(parts).decode()
+
+
 # What fits
 
 EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
@@ -225,11 +320,6 @@ def test_one_of_each_is_singular(image_folder, tmp_path):
 
 
 # Levels
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.report.html.page import grid
-from distribuuuu.report.run_log import format_duration
+from distribuuuu.report.log_table import format_duration
 
 _START = re.compile(r"distribuuuu \S+, torch ")
 _RESTART = re.compile(r"resumed from .*: epoch (\d+), step (\d+)$")

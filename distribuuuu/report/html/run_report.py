@@ -50,9 +50,9 @@ from distribuuuu.report.html.page import (
     tiles,
 )
 from distribuuuu.report.html.pictures import Pictures, make_pictures
+from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.predictions import FILE_NAME
 from distribuuuu.report.results import TEST_FILE_NAME
-from distribuuuu.report.run_log import format_duration
 from distribuuuu.report.statistics import wilson_interval
 from distribuuuu.report.stored_predictions import Predictions, read_predictions
 
