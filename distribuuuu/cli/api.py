@@ -274,12 +274,15 @@ def _preserved_random_state() -> Iterator[None]:
     import torch
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(gpus):
-        try:
+    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(gpus):
             yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for gpu in gpus:
-                torch.cuda.set_device(gpu)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for gpu in gpus:
+            torch.cuda.set_device(gpu)
+        if torch.cuda.is_initialized() and not gpus:  # as at the first use of CUDA
+            torch.cuda.manual_seed_all(torch.initial_seed())

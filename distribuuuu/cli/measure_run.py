@@ -26,7 +26,7 @@ from distribuuuu.config.rules import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.fsdp import inference
-from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.process_group import find_device
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
@@ -51,7 +51,7 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
         cfg = with_number(cfg, search_here(cfg, _HERE, list_micro_batches(cfg, num_processes)))
     plan, free = plan_of(cfg, num_processes), available_memory()
     predicted, found = None, {}
-    if pick_device(0).type != "cuda":
+    if find_device(0).type != "cuda":
         micro, accum = plan.micro_batch, min(2, plan.accum_steps)
         trials = [BatchPlan(max(micro // part, least), accum, plan.world_size) for part, least in ((4, 2), (2, 4))]
         with ThreadPoolExecutor(2) as pool:
@@ -70,7 +70,8 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
 def _measure(cfg: Config, plan: BatchPlan, times: bool) -> dict[str, Any]:
     found = in_fresh_process(measure_run, cfg, plan, times)
     if isinstance(found, str):
-        raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}; fix: lower it"))
+        fix = f"; measured without DIST.SHARD {cfg.DIST.SHARD}" if cfg.DIST.SHARD != "none" else ""
+        raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}{fix}; fix: lower it"))
     return found
 
 
@@ -123,14 +124,29 @@ def _describe(run: Run) -> dict[str, Any]:
 
 
 def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.device) -> Iterator:
-    """Yield at least two items until the time is over; append the seconds from the start to the end of each."""
-    started = time.perf_counter()
+    """Yield at least two items until the time is over, then append the seconds from the start to the end of each.
+
+    On CUDA, the device records the ends, and the host waits for it only once, after the last item.
+    """
+    started, marks = time.perf_counter(), [_mark(device)]
     for item in items:
         yield item
-        synchronize(device)
-        ends.append(time.perf_counter() - started)
-        if ends[-1] > limit_s and len(ends) > 1:
-            return
+        marks.append(_mark(device))
+        if time.perf_counter() - started > limit_s and len(marks) > 2:
+            break
+    synchronize(device)
+    first = marks[0]
+    ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]
+
+
+def _mark(device: torch.device) -> Any:
+    """Return the present time in seconds, after all queued work; on CUDA, an event."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    synchronize(device)
+    return time.perf_counter()
 
 
 def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[float]:

@@ -26,7 +26,7 @@ from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.fsdp import inference
-from distribuuuu.distributed.process_group import exchange, pick_device
+from distribuuuu.distributed.process_group import exchange, find_device, pick_device
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_run, set_backends
@@ -88,7 +88,8 @@ def find_batch_size(cfg: Config) -> Config:
     """
     check_model(cfg)
     launch = detect_launch()
-    is_cuda = pick_device(launch.local_rank).type == "cuda"
+    # Without a CUDA context here, whose memory the trials would lack.
+    is_cuda = find_device(launch.local_rank).type == "cuda"
     sizes, limits = list_micro_batches(cfg, launch.world_size), (cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)
     if kept := exchange(launch, _find_kept(cfg, sizes), *limits)[0]:
         return with_number(cfg, kept, "kept from the run in OUT_DIR")

@@ -94,6 +94,8 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     free = f"{memory['free_mib']:,.0f} MiB free on the host"
     yield "memory", f"{memory['peak_mib']:,.0f} MiB of the {where} per process; {known}{free}"
     if "hours" not in result:
+        if result["assumption"]:
+            yield "assumption", result["assumption"]
         yield "does not fit", "fix: TRAIN.BATCH_SIZE auto with TRAIN.GLOBAL_BATCH_SIZE, or a smaller TRAIN.BATCH_SIZE"
         return
     steps = ", ".join(f"{1e3 * seconds:,.4g} ms at {size} px" for size, seconds in result["step_s"].items())

@@ -17,7 +17,7 @@ import torch
 
 from distribuuuu.cli.time_report import Speeds, diagnose_bottleneck, find_remedies, format_report
 from distribuuuu.config.atomic_file import replacing
-from distribuuuu.data.batch_plan import GRAPH_MODES
+from distribuuuu.config.rules import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist

@@ -12,6 +12,8 @@ from distribuuuu.config.tree import Config, get_cfg, get_value
 NULLABLE = {"MODEL.WEIGHTS": str, "LOSS.BCE_TARGET_THRESHOLD": float, "RNG_SEED": int}
 # TRAIN.BATCH_SIZE may be this word instead of a number.
 AUTO = "auto"
+# The values of MODEL.COMPILE that replay CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 # Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
 NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
 OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
@@ -35,7 +37,7 @@ CHOICES = {
     "DISTILL.KIND": ("soft", "hard"),
     "EMA.BUFFERS": ("average", "copy"),
     "MODEL.INIT": ("own", "fan_out", "fan_out_own_norms"),
-    "MODEL.COMPILE": ("none", "default", "reduce-overhead", "max-autotune"),
+    "MODEL.COMPILE": ("none", "default", *GRAPH_MODES),
     "TRAIN.AMP": ("none", "bf16", "fp16"),
     "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),
     "DIST.BACKEND": ("auto", "nccl", "gloo"),
@@ -362,6 +364,9 @@ def _check_sharding(cfg: Config) -> Iterator[Problem]:
     if cfg.MODEL.ACT_CHECKPOINT and compiles:
         message = "does not work with MODEL.COMPILE, which selects what to recompute; set one of them off"
         yield Problem("MODEL.ACT_CHECKPOINT", message)
+    if shard == "fsdp" and cfg.MODEL.COMPILE in GRAPH_MODES:  # the weights are gathered in other memory in each step
+        message = f"got {cfg.MODEL.COMPILE}, which replays CUDA graphs, with DIST.SHARD fsdp; expected none or default"
+        yield Problem("MODEL.COMPILE", f"{message}; fix: set it to default, or DIST.SHARD to zero1 or none")
     if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":
         message = "fp16 does not work with DIST.SHARD fsdp, where each process would scale its loss alone; use bf16"
         yield Problem("TRAIN.AMP", message)

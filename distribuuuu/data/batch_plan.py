@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.rules import AUTO
-
-# The values of MODEL.COMPILE that replay CUDA graphs.
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
+from distribuuuu.config.rules import AUTO, GRAPH_MODES
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,14 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
             " are mixed in pairs; fix: change TRAIN.BATCH_SIZE or TRAIN.GLOBAL_BATCH_SIZE"
         )
         raise ConfigError(Problem(mixing, message), cfg.origins)
+
+
+def check_auto(cfg, world_size: int) -> None:
+    """Raise ConfigError if TRAIN.BATCH_SIZE auto would measure a model that is not sharded, unlike that of the run."""
+    if cfg.TRAIN.BATCH_SIZE == AUTO and cfg.DIST.SHARD == "fsdp" and world_size > 1:
+        reason = "whose memory depends on the number of processes, but a trial has one"
+        message = f"got auto with DIST.SHARD fsdp, {reason}; expected a number; fix: set the images per process"
+        raise ConfigError(Problem("TRAIN.BATCH_SIZE", message), cfg.origins)
 
 
 def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:

@@ -39,7 +39,15 @@ LAZY_FROM = 64
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return this process's device and make it current: one CUDA GPU per process, else MPS, else the CPU.
+    """Return this process's device and make it current, see `find_device`; on a GPU, this creates a CUDA context."""
+    device = find_device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(local_rank: int) -> torch.device:
+    """Return the device of a process, without using it: one CUDA GPU per process, else MPS, else the CPU.
 
     Raises:
         ConfigError: the node has fewer GPUs than processes.
@@ -48,9 +56,7 @@ def pick_device(local_rank: int) -> torch.device:
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus > 1:
             raise ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_gpus} are visible")
-        device = torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
-        torch.cuda.set_device(device)
-        return device
+        return torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
         return torch.device("mps")
     return torch.device("cpu")

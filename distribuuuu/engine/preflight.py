@@ -12,7 +12,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.rules import AUTO, OPTIONAL_DECODERS, find_problems
-from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_of
+from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
 
@@ -46,6 +46,7 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
             plan = plan_of(cfg, world_size)
             check_pairs(cfg, plan)
             check_accumulation(cfg, plan)
+            check_auto(cfg, world_size)
             has_data = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
             if has_data and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
                 check_num_images(cfg, plan, num_images)

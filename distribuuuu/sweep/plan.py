@@ -88,7 +88,7 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
         "steps": epochs * num_steps,
         "images_seen": epochs * num_steps * plan.global_batch,
         "batch": {**vars(plan), "global_batch": plan.global_batch},
-        "assumption": f"{plan.world_size} processes, each {_ASSUMED}" if plan.world_size > 1 else None,
+        "assumption": _describe_assumption(cfg, plan.world_size) if plan.world_size > 1 else None,
     }
     if "epoch_s" not in found:
         return result
@@ -110,3 +110,11 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
         remedies += [*(option for option, is_on in options.items() if is_on), "fewer validation images"]
         result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {' or '.join(remedies)}"
     return result
+
+
+def _describe_assumption(cfg, num_processes: int) -> str:
+    """Return what the plan of several processes takes for granted: one process was measured, without sharding."""
+    text = f"{num_processes} processes, each {_ASSUMED}"
+    if cfg.DIST.SHARD == "none":
+        return text
+    return f"{text}; measured without DIST.SHARD {cfg.DIST.SHARD}, with which a process needs less memory"

@@ -3,11 +3,14 @@
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from support.runs import TRAIN_NET, assert_same_run, run_tool, small_options
 
-from distribuuuu.cli import micro_batch
+from distribuuuu.cli import api, measure_run, micro_batch
 from distribuuuu.cli.micro_batch import Peak, search, with_number
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import read_cfg
@@ -47,6 +50,33 @@ def test_a_trial_that_fails_and_none_that_fits():
 def test_workers_count_on_the_host_and_the_gpu_has_its_own_limit():
     assert Peak(5, workers=3).used == 8 and Peak(5, workers=3, limit=9).used == 5
     assert Peak(10, 0, 100).scaled(Peak(20, 4, 300), 2.0) == Peak(30, 8, 500)
+
+
+def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch):
+    """Its memory would be missing in the trials, and be counted twice."""
+
+    def create_context(*args: object) -> None:
+        raise AssertionError("CUDA is used in the parent")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", create_context)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", create_context, raising=False)
+    tried, found = [], {"peak": Peak(5, limit=9), "images": {"train": 48, "val": 37}}
+
+    def in_fresh_process(function: Callable, *args: Any) -> Any:
+        tried.append(function)
+        return found.copy() if function is measure_run.measure_run else Peak(5, limit=9)
+
+    monkeypatch.setattr(micro_batch, "in_fresh_process", in_fresh_process)
+    monkeypatch.setattr(measure_run, "in_fresh_process", in_fresh_process)
+    cfg = small_cfg(*AUTO, 8)
+    with api._preserved_random_state():
+        assert micro_batch.find_batch_size(cfg).TRAIN.BATCH_SIZE == 8
+        assert measure_run.measure_and_plan(cfg, 2)["memory"]["of"] == "cuda"
+    assert tried.count(micro_batch.measure_steps) >= 3 and tried[-1] is measure_run.measure_run
+    with pytest.raises(AssertionError, match="CUDA is used"):
+        micro_batch.pick_device(0)
 
 
 def test_auto_needs_the_global_batch_and_is_the_only_word():

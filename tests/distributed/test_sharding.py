@@ -239,6 +239,11 @@ def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
         (("DIST.SHARD", "zero1", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*lamb needs all gradients"),
         (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*work with MODEL.COMPILE"),
         (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
+        (
+            ("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"),
+            "MODEL.COMPILE .*; fix: set it to default",
+        ),
+        (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "max-autotune"), "MODEL.COMPILE .*; fix: set it to default"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_start(words, message):

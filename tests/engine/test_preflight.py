@@ -149,6 +149,16 @@ def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_p
     assert run_problems(cfg, train=True, nproc=1) == []
 
 
+def test_auto_does_not_measure_a_model_that_will_be_sharded(image_folder, tmp_path):
+    words = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
+    sharded, others = (load_cfg(None, small_options(image_folder, tmp_path / "out", *words, kind))
+                       for kind in ("fsdp", "zero1"))  # fmt: skip
+    [problem] = run_problems(sharded, train=True, nproc=2)
+    assert problem.startswith("TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends")
+    assert problem.endswith("fix: set the images per process")
+    assert run_problems(sharded, train=True, nproc=1) == run_problems(others, train=True, nproc=2) == []
+
+
 def test_an_odd_number_to_mix_in_pairs_is_reported_before_the_start(image_folder, tmp_path):
     words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
     cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])

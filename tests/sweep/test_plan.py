@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_cuda import CUDA, fake_cuda
 from support.runs import small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -82,6 +83,9 @@ def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
     assert result["steps_per_epoch"] == 10 and result["steps"] == 100 and result["images_seen"] == 10_000
     assert result["hours"] * 3600 == pytest.approx(5 + 300 + 32 + 2) and result["disk_mib"] == 4 * 2.0 + 1.0
     assert result["bottleneck"] == "x" and result["assumption"].startswith("2 processes, each as fast as")
+    sharded = load_cfg(None, ["DIST.SHARD", "fsdp"])
+    assert "measured without DIST.SHARD fsdp" in plan_run(sharded, BatchPlan(25, 2, 2), found)["assumption"]
+    assert plan_run(sharded, BatchPlan(25, 2, 1), found)["assumption"] is None
     slow = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
     assert (
         slow["bottleneck"].startswith("evaluation, 75%") and "EVAL_PERIOD 3 or MODEL.PRECISE_BN 0" in slow["bottleneck"]
@@ -89,6 +93,18 @@ def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
     cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "TRAIN.EVAL_PERIOD", "3"])
     rarer = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
     assert rarer["seconds"]["evaluation"] == 4 * 90 + 2 and rarer["seconds"]["checkpoints"] == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_a_measurement_waits_for_a_gpu_at_its_end_only(monkeypatch, num):
+    ends = []
+    with fake_cuda(monkeypatch) as timeline:
+        for step in measure_run._timed(range(num), ends, 60.0, CUDA):
+            for _ in range(step + 1):
+                torch.zeros(3, device=CUDA)
+        assert timeline.waits == ["synchronize"] and timeline.past_waits == []
+    assert ends == pytest.approx([1e-3 * sum(range(1, step + 2)) for step in range(num)])
+    assert len(list(measure_run._timed(range(9), ends, 0.0, torch.device("cpu")))) == 2 and len(ends) == num + 2
 
 
 @pytest.fixture
