@@ -5,6 +5,7 @@ have no checksums: damage to their structure is detected, changed values of tens
 unpickled. A tensor or an entry that claims more bytes than its file has is refused.
 """
 
+import errno
 import os
 import pickle
 import re
@@ -52,28 +53,29 @@ def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable
     """
     try:
         with replacing(path, "wb", buffering=0) as file:
-            sink = _Sink(file, is_abandoned)
-            try:
-                torch.save(content, sink)  # type: ignore[arg-type]  # needs write() and flush() only
-            except RuntimeError as error:
-                raise sink.error or error from None
+            _write(_Sink(file, is_abandoned), content)
     except _AbandonedError:
         return False
     sync_folder(path.parent)
     return True
 
 
-class _AbandonedError(OSError):
+class _AbandonedError(Exception):
     """The write was abandoned."""
 
 
 class _Sink:
-    """File that keeps the OSError of a write, which torch replaces by an error of its own."""
+    """File that records why a write failed, which torch replaces by an error of its own.
+
+    It does not keep the exception. Its traceback holds torch's frames, which hold torch's zip writer. This object of
+    C++ holds the sink, and no collector would find the cycle, nor free the content of the checkpoint.
+    """
 
     def __init__(self, file: IO[bytes], is_abandoned: Callable[[], bool]):
         self._file = file
         self._is_abandoned = is_abandoned
-        self.error: OSError | None = None
+        self.failure: tuple[int, str] | None = None
+        self.was_abandoned = False
 
     def write(self, data: bytes) -> int:
         """Write all of the data."""
@@ -81,15 +83,27 @@ class _Sink:
         try:
             while left:
                 if self._is_abandoned():
-                    raise _AbandonedError
+                    self.was_abandoned = True
+                    raise OSError(errno.ECANCELED, "abandoned")
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self.error = error
+            self.failure = (error.errno or errno.EIO, error.strerror or str(error))
             raise
         return len(data)
 
     def flush(self) -> None:
         """Do nothing: the file is not buffered."""
+
+
+def _write(sink: _Sink, content: dict[str, Any]) -> None:
+    """Save to a sink; its own errors are raised without torch's as their context, which would hold the content."""
+    try:
+        torch.save(content, sink)  # type: ignore[arg-type]  # needs write() and flush() only
+        return
+    except (RuntimeError, OSError):
+        if sink.failure is None:
+            raise
+    raise _AbandonedError if sink.was_abandoned else OSError(*sink.failure)
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:

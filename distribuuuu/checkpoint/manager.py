@@ -303,11 +303,14 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class BackgroundWriter:
-    """Thread that runs one job at a time. A job that fails with OSError is retried until a newer one replaces it."""
+    """Thread that runs one job at a time. A job that fails with OSError is retried until a newer one replaces it.
+
+    It keeps the text of an error: the error's traceback would keep the content of the checkpoint.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._write_error: OSError | None = None
+        self._write_error: str | None = None
         self._is_replaced = threading.Event()
         self._warned_at = float("-inf")
         self._bug: BaseException | None = None
@@ -332,7 +335,7 @@ class BackgroundWriter:
         if error := self._join(retries_s=LAST_RETRIES_S):
             raise CheckpointError(f"the last checkpoint could not be written: {error}")
 
-    def _join(self, retries_s: float) -> OSError | None:
+    def _join(self, retries_s: float) -> str | None:
         """Wait for the last job, with retries for a limited time; return the error of the last attempt."""
         thread = self._thread
         if thread is None:
@@ -344,7 +347,8 @@ class BackgroundWriter:
         thread.join()
         self._thread = None
         if self._bug:
-            raise self._bug
+            bug, self._bug = self._bug, None
+            raise bug
         return self._write_error
 
     def _work(self, job: Callable[[], None], name: str) -> None:
@@ -360,8 +364,8 @@ class BackgroundWriter:
             except OSError as error:
                 if time.monotonic() - self._warned_at >= WARN_EVERY_S:
                     self._warned_at = time.monotonic()
-                    logger.warning("%s CANNOT BE WRITTEN: %s; training continues, and it is retried", name, error)
-                self._write_error = error
+                    logger.warning("%s CANNOT BE WRITTEN: %s; training continues, and it is retried", name, str(error))
+                self._write_error = str(error)
             except BaseException as error:  # a bug: raised again by the training thread
                 self._bug = error
                 return

@@ -77,7 +77,8 @@ class DeviceDataset(ImageDataset):
         try:
             pixels = open_lazy_image(self._images.read(index), decoder, self._options).pixels()
         except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
-            self._errors[index] = error
+            error.__cause__ = error.__context__ = None  # with the tracebacks, the frames of the decoder are freed
+            self._errors[index] = error.with_traceback(None)
             return torch.empty(0, 0, 0, dtype=torch.uint8)
         return pixels[:1] if pixels.stride(0) == 0 else pixels
 
@@ -87,7 +88,7 @@ class DeviceDataset(ImageDataset):
     def read(self, index: int) -> torch.Tensor:
         """Return the pixels of image `index`: uint8 (3, H, W) on the device."""
         if index in self._errors:
-            raise self._errors[index]
+            raise self._errors[index].with_traceback(None)  # otherwise each raise lengthens the traceback
         pixels = self._pixels[self._offsets[index] : self._offsets[index + 1]]
         return pixels.view(*self._shapes[index].tolist()).expand(3, -1, -1)
 

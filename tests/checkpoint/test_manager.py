@@ -1,9 +1,15 @@
 """Checkpoint manager: atomic writes, verification, retention, checkpoints of distribuuuu 2021."""
 
+import builtins
+import errno
+import gc
+import io
 import os
+import pickle
 import random
 import threading
 import time
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -352,3 +358,109 @@ def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
     assert [state.finish_epoch({"raw": map_}) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
     resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
     assert not resumed.finish_epoch({"raw": 33.0}) and resumed.bests["raw"].value == 33.5
+
+
+class _Watched(dict):
+    """A content whose life a weak reference observes."""
+
+
+def make_content(living: list[weakref.ref]) -> _Watched:
+    content = _Watched(state_dict={str(number): torch.zeros(1000) for number in range(40)})
+    living.append(weakref.ref(content))
+    return content
+
+
+def count_living(references: list[weakref.ref]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+class _FullFile(io.FileIO):
+    """A file on a disk that becomes full while it is written."""
+
+    def write(self, data):
+        """Write some data, then none."""
+        if self.tell() > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+@pytest.mark.parametrize("failure", ["none", "abandoned", "full disk", "no folder", "a bug"])
+def test_a_save_that_ends_early_frees_its_content(tmp_path, monkeypatch, failure):
+    """An exception that is kept with torch's frames keeps the zip writer, which holds the sink: nothing frees it."""
+    if failure == "full disk":
+        monkeypatch.setattr("builtins.open", lambda path, *args, **options: _FullFile(path, "w"))
+    folder = tmp_path / "missing" if failure == "no folder" else tmp_path
+    living, raised = [], {"full disk": OSError, "no folder": FileNotFoundError, "a bug": AttributeError}
+    for _ in range(5):
+        calls, content = iter(range(10**6)), make_content(living)
+        if failure == "a bug":
+            content["state_dict"]["bug"] = lambda: 0
+        is_abandoned = lambda calls=calls: failure == "abandoned" and next(calls) > 20  # noqa: E731
+        if failure in raised:
+            with pytest.raises((raised[failure], pickle.PicklingError)) as caught:
+                write_atomically(folder / "a.pth.tar", content, is_abandoned)
+            if failure == "full disk":
+                assert caught.value.errno == errno.ENOSPC and caught.value.__context__ is None
+            del caught
+        else:
+            assert write_atomically(folder / "a.pth.tar", content, is_abandoned) == (failure == "none")
+        del content
+    assert count_living(living) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pth.tar"] * (failure == "none")
+
+
+def test_a_failed_save_that_is_retried_keeps_one_content(tmp_path, monkeypatch):
+    """Each retry fails in the middle; the thread and the error that it has kept hold no earlier attempt."""
+    monkeypatch.setattr(checkpoint, "RETRY_S", 0.001)
+    monkeypatch.setattr(checkpoint, "LAST_RETRIES_S", 0.0)
+    open_file, num_tries, living = builtins.open, [], []
+
+    def open_on_full_disk(path, *args, **options):
+        num_tries.append(1)
+        return _FullFile(path, "w") if str(path).endswith(".tmp") else open_file(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", open_on_full_disk)
+    writer = checkpoint.BackgroundWriter()
+    for number in range(4):
+        content = make_content(living)
+        writer.start(lambda content=content: write_atomically(tmp_path / "a.pth.tar", content), f"save {number}")
+        del content
+        while len(num_tries) < 5 * (number + 1):
+            time.sleep(0.001)
+        assert count_living(living) == 1, "the one that is being written"
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.wait()
+    assert count_living(living) == 0 and os.listdir(tmp_path) == []
+
+
+def test_a_run_whose_evaluations_abandon_each_save_has_constant_memory(tmp_path, monkeypatch):
+    """The save after the steps of an epoch is abandoned in its middle by the one after the evaluation."""
+    living, write = [], checkpoint.write_atomically
+    num_abandoned = []
+
+    def write_until_abandoned(path, content, is_abandoned=lambda: False):
+        living.append(weakref.ref(content["state_dict"]["0.weight"]))
+        if "_step_" not in path.name:
+            return write(path, content, is_abandoned)
+        num_calls = iter(range(10**6))
+
+        def is_abandoned_in_the_middle():
+            while next(num_calls) > 5 and not is_abandoned():
+                time.sleep(0.001)
+            return is_abandoned()
+
+        is_written = write(path, content, is_abandoned_in_the_middle)
+        num_abandoned.append(not is_written)
+        return is_written
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write_until_abandoned)
+    folder, state = CheckpointManager(tmp_path), make_state()
+    for epoch in range(8):
+        state.step = 4
+        folder.save_in_background(state)
+        state.finish_epoch({"raw": 10.0 + epoch})
+        folder.save_in_background(state, ["raw"])
+    folder.finish()
+    assert num_abandoned == [True] * 8
+    assert count_living(living) <= 1

@@ -104,6 +104,18 @@ def test_a_broken_image_of_a_set_on_the_device_is_named(small_cfg, broken_words)
         list(loader.batches_from(seed=5, epoch=0, first_step=0))
 
 
+def test_the_error_of_a_broken_image_keeps_no_frames_of_its_decoder_or_of_earlier_readers(small_cfg, broken_words):
+    images = build_loader(small_cfg(*broken_words, "DATA.ON_BAD_IMAGE", "skip"), ALONE, CPU, train=True).images
+    (index,) = images._errors
+    assert images._errors[index].__traceback__ is None
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(OSError) as caught:
+            images.read(index)
+        lengths.append(len(caught.traceback))
+    assert lengths == [2, 2, 2] and caught.value.__context__ is None
+
+
 def test_a_broken_image_of_a_set_on_the_device_is_replaced_as_by_workers(small_cfg, broken_words):
     words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
