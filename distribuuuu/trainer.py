@@ -9,6 +9,7 @@ import torch
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import TEST_LOG, TRAIN_LOG
 from distribuuuu.data.loader import Loader, build_loader, build_loaders
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
@@ -49,7 +50,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)
-    with open_run(cfg, launch, device, "train.log", locks=True) as started:
+    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started:
         run = build_run(cfg, train_loader, val_loader)
         results = RunResults(run)
         with run.stop, run.log, save_on_stop(run):
@@ -211,7 +212,7 @@ def test_model(cfg) -> dict:
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)
-    with open_run(cfg, launch, device, "test.log"):
+    with open_run(cfg, launch, device, TEST_LOG):
         task = build_task(cfg, loader.images.classes, device, build_precision(cfg, device))
         weights = find_weights(cfg)
         model = build_test_model(cfg, task, weights)

@@ -17,6 +17,7 @@ import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import check_resumable
+from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import FullStateDict
 from distribuuuu.launch.signals import WRITER_NAME
@@ -78,8 +79,8 @@ class CheckpointManager:
     """
 
     def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
-        self.folder = Path(out_dir) / "checkpoints"
-        self.bests = {"raw": Path(out_dir) / "best.pth.tar", "ema": Path(out_dir) / "best_ema.pth.tar"}
+        self.folder = Path(out_dir) / run_files.CHECKPOINTS
+        self.bests = {kind: Path(out_dir) / name for kind, name in run_files.BESTS.items()}
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.every_steps = every_steps

@@ -7,6 +7,7 @@ from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.run_files import check_out
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
 accuracy with its significance, changed answers, classes, curves and configs.
@@ -27,6 +28,7 @@ def compare(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
+    check_out("--out", flags.out)
     sides = find_sides(flags.runs)
     out = Path(flags.out)
     if flags.format == "html" and not out.parent.is_dir():

@@ -10,6 +10,7 @@ from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import check_out
 from distribuuuu.launch.signals import exit_now, handled_by
 
 _DESCRIPTION = """Write the model of a run to a new folder, and check it: the answers of the
@@ -59,6 +60,7 @@ def run_export(flags: argparse.Namespace) -> int:
     from distribuuuu.deploy.runs import load_run
 
     out = Path(flags.out).expanduser()
+    check_out("OUT", out)
     check_arguments(flags.to, out, flags.push)
 
     def stop(signum: int) -> None:

@@ -17,6 +17,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.packed import is_url
@@ -170,6 +171,9 @@ def _out_problems(job: Job) -> Iterator[str]:
         if problem := find_url_problem(job.split_url(train)):
             yield problem
             return
+    if path_problem := find_path_problem(job.out):
+        yield f"OUT: {path_problem}"
+        return
     existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
     if not existing.is_dir():
         yield f"{existing} is a file, not a folder; use another"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, run_files
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import STATUS_OF, handled_by
 
@@ -46,6 +46,7 @@ def _run(prog: str, args: list[str]) -> int:
 
     out = Path(flags.out) if flags.out else None
     if out:
+        run_files.check_out("--out", flags.out)
         check_out(out)
     files = list_images(flags.paths)
     tune_malloc()

@@ -7,6 +7,7 @@ from pathlib import Path
 from distribuuuu.cli.flag_hints import CommandParser, parse_flags
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import check_out
 from distribuuuu.launch.host import tune_malloc
 
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
@@ -34,6 +35,7 @@ def _run(prog: str, args: list[str]) -> int:
 
     run = find_run(flags.run, flags.cfg, [*flags.overrides, *rest])
     out = Path(flags.out or f"{run.cfg.OUT_DIR}/probe.json")
+    check_out("--out", out)
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; fix: name a file")
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import check_out
 
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
 the confusion matrix, the most confident mistakes and the calibration. RUN is its
@@ -25,6 +26,8 @@ def report(prog: str, args: list[str]) -> int:
 def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
+    if flags.out:
+        check_out("--out", out)
     if out.is_dir() or not out.parent.is_dir() and flags.out:
         problem = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"--out: {out} {problem}; fix: name a file in an existing folder")

@@ -7,6 +7,7 @@ from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import check_out
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class into lists, which
 DATA.NAME list reads. No image is copied, moved or deleted. The classes keep their
@@ -28,6 +29,7 @@ def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     if problems := list(_find_problems(flags)):
         raise ConfigError(problems)
+    check_out("--out", flags.out)
     from distribuuuu.sweep.split import plan_split, write_split
 
     try:

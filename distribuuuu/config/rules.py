@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, dataset_class
+from distribuuuu.config.run_files import find_name_problem, find_path_problem
 from distribuuuu.config.tree import Config, get_cfg, get_value
 
 # Options that may be null, and their type otherwise.
@@ -373,10 +374,12 @@ def _check_sharding(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:
-    if not cfg.OUT_DIR:
-        yield Problem("OUT_DIR", "is empty; expected a folder")
-    if os.path.basename(cfg.CFG_DEST) != cfg.CFG_DEST or cfg.CFG_DEST in ("", ".", ".."):
-        yield Problem("CFG_DEST", f"got {cfg.CFG_DEST!r}; expected a plain file name, which is placed in OUT_DIR")
+    if problem := find_path_problem(cfg.OUT_DIR):
+        yield Problem("OUT_DIR", problem)
+    if cfg.DATA.CACHE_DIR and (problem := find_path_problem(os.path.expanduser(cfg.DATA.CACHE_DIR))):
+        yield Problem("DATA.CACHE_DIR", problem)
+    if problem := find_name_problem(cfg.CFG_DEST):
+        yield Problem("CFG_DEST", problem)
 
 
 def _check_batch(cfg: Config) -> Iterator[Problem]:

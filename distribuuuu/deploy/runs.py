@@ -20,6 +20,7 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.rules import OPEN_SECTIONS
+from distribuuuu.config.run_files import BESTS, CHECKPOINTS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import ImageDataset, first_few
 from distribuuuu.data.loader import build_images, statistics_of
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
 # File names of the best weights in OUT_DIR; averaged weights take precedence, as in an evaluation of the run.
-_BEST = {"ema": "best_ema.pth.tar", "raw": "best.pth.tar"}
+_BEST = {kind: BESTS[kind] for kind in ("ema", "raw")}
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -86,7 +87,7 @@ def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) 
     best = next((folder / _BEST[kind] for kind in kinds if (folder / _BEST[kind]).is_file()), None)
     if best is None:
         has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
-        kept = sorted((folder / "checkpoints").glob("*.pth.tar"))
+        kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
         fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
         raise ConfigError(f"RUN: {folder} holds no {_BEST['raw']}, but {has}{fix}")
     return _open_checkpoint(best, folder, cfg_file, overrides)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.comm import GroupState, PeerError
 from distribuuuu.distributed.watchdog import WatchdogClient
 from distribuuuu.distributed.watchdog_server import WatchdogServer
@@ -115,7 +116,7 @@ def process_group(
         ConfigError: the backend does not support the device, or the port is taken.
     """
     GroupState.local_rank = launch.local_rank
-    SignalState.stacks_file = Path(report_dir) / "stacks" / f"rank_{launch.rank}.txt"
+    SignalState.stacks_file = Path(report_dir) / STACKS / f"rank_{launch.rank}.txt"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
     if launch.world_size == 1:

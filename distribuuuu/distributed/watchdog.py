@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.watchdog_server import (
     CAUSE_WAIT_S,
     EXIT_GRACE_S,
@@ -51,7 +52,7 @@ class WatchdogClient(threading.Thread):
         super().__init__(name="watchdog client", daemon=True)
         self.rank = rank
         self._address, self._token = address, token
-        self._stacks_file = Path(report_dir) / "stacks" / f"rank_{rank}.txt"
+        self._stacks_file = Path(report_dir) / STACKS / f"rank_{rank}.txt"
         self._lines = self._connect()
         self._position, self._num_marks, self._is_starting = "its start", 0, True
         self._heartbeat_s, self._limit_s, self._server_host = HEARTBEAT_S, float("inf"), ""

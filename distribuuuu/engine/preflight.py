@@ -1,5 +1,6 @@
 """Checks of paths, data and batch sizes before torch is imported and the process group is created."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.rules import AUTO, OPTIONAL_DECODERS, find_problems
+from distribuuuu.config.run_files import BESTS, CHECKPOINTS
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -100,8 +102,8 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
         yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
-        if path and not Path(path).is_file():
-            what = "not a file" if Path(path).exists() else "no such file"
+        if path and not os.path.isfile(path):
+            what = "not a file" if os.path.exists(path) else "no such file"
             yield key, f"{what}: {path}"
     if train:
         yield from _finetune_problems(cfg)
@@ -114,7 +116,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
     """Yield a problem if an evaluation has no weights."""
-    best, averaged = (Path(cfg.OUT_DIR) / name for name in ("best.pth.tar", "best_ema.pth.tar"))
+    best, averaged = (Path(cfg.OUT_DIR) / name for name in BESTS.values())
     has_best = best.exists() or (cfg.EMA.HALF_LIFE and averaged.exists())
     if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or has_best):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
@@ -150,8 +152,8 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
     """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder."""
-    for path in (out_dir, out_dir / "checkpoints") if train else (out_dir,):
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    for path in (out_dir, out_dir / CHECKPOINTS) if train else (out_dir,):
+        existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
         if not existing.is_dir():
             yield "OUT_DIR", f"{existing} is a file, not a folder"
             return

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import LOCK
 from distribuuuu.distributed import comm as dist
 
 try:
@@ -26,7 +27,6 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = ".lock"
 # Seconds to wait for a training that may be exiting, e.g. after its launcher was killed.
 PATIENCE_S = 10.0
 POLL_S = 0.2
@@ -50,7 +50,7 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
     Raises:
         OutDirLocked: another training holds the lock, or the folder is not writable.
     """
-    file, problem = _acquire(Path(out_dir) / FILE_NAME) if dist.is_main() else (None, None)
+    file, problem = _acquire(Path(out_dir) / LOCK) if dist.is_main() else (None, None)
     if problem := dist.broadcast_object(problem):
         raise OutDirLocked(problem)
     try:

@@ -15,6 +15,7 @@ from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.run_files import METRICS, PREDICTIONS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
@@ -254,7 +255,7 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     """
     checkpoints.remove_temporary_files()
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, "metrics.jsonl", "predictions.npz"))):
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, PREDICTIONS))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 

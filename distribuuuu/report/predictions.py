@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from distribuuuu.config import run_files
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
@@ -38,7 +39,7 @@ from distribuuuu.distributed.fsdp import is_sharded
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME, SCHEMA_VERSION = "predictions.npz", 1
+FILE_NAME, SCHEMA_VERSION = run_files.PREDICTIONS, 1
 MAX_IMAGES = 1_000_000
 # Maximum number of logits that are stored as float32, and as float16; of more, the TOP largest of each image.
 MAX_FLOAT32, MAX_LOGITS, TOP = 2**22, 52_000_000, 10

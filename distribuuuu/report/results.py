@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config import Config, ConfigError
+from distribuuuu.config import Config, ConfigError, run_files
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.rules import AUTO
 from distribuuuu.config.tree import iter_options
@@ -35,7 +35,7 @@ from distribuuuu.config.untrusted import load_json
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-FILE_NAME, TEST_FILE_NAME = "results.json", "test_results.json"
+FILE_NAME, TEST_FILE_NAME = run_files.RESULTS, run_files.TEST_RESULTS
 # Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
 NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "TEST.SAVE_PREDICTIONS",
               "TEST.LABELS", "DATA.CACHE_DIR", "DATA.CACHE_GB", "DATA.TIMEOUT_S")  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.report.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
 from distribuuuu.report.record_files import EventFile, RecordFile, drop_records_after
@@ -223,12 +224,12 @@ class RunLog:
         self._epochs.start()
         if not dist.is_main():
             return
-        path = self._out_dir / "metrics.jsonl"
+        path = self._out_dir / run_files.METRICS
         drop_records_after(path, epoch, step)
         self._records = RecordFile(path)
         if self._shows_curves:
             self._close_events()
-            self._events = EventFile(self._out_dir / "tensorboard", purge_step=self._first_position + 1)
+            self._events = EventFile(self._out_dir / run_files.TENSORBOARD, purge_step=self._first_position + 1)
 
     @property
     def has_tensorboard(self) -> bool:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from distribuuuu.engine.run_lock import FILE_NAME
+from distribuuuu.config.run_files import LOCK
 from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.launch.host import count_cores
 from distribuuuu.sweep.trials import CONSOLE_FILE, Job
@@ -66,7 +66,7 @@ def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
 
 def is_locked(folder: Path) -> bool:
     """Tell whether a training, e.g. of a killed sweep, still runs in a folder; False without file locks."""
-    with contextlib.suppress(OSError), open(folder / FILE_NAME, "r+") as file:
+    with contextlib.suppress(OSError), open(folder / LOCK, "r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -46,6 +46,12 @@ def test_random_damage_to_checkpoints_is_refused_or_changes_nothing(tmp_path):
     assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
 
 
+def test_random_values_of_out_dir_and_cfg_dest_are_refused_or_name_a_file_of_their_own():
+    counts, violations = fuzz_checkpoints.fuzz_names(number=300, seed=11)
+    assert not violations, "\n".join(violations)
+    assert all(verdicts["refused"] > 10 and verdicts["equal"] > 10 for verdicts in counts.values())
+
+
 def change_directory(path: Path, offset: int, change: bytes) -> None:
     """Change bytes of a zip's directory by exclusive or."""
     with zipfile.ZipFile(path) as archive:
@@ -338,16 +344,18 @@ def test_a_folder_in_the_place_of_the_records_is_a_warning(tmp_path, caplog):
 def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeypatch, small_cfg):
     path = tmp_path / "metrics.jsonl"
     path.write_text("broken\n")
-    cfg = small_cfg("CFG_DEST", "metrics.jsonl", "OUT_DIR", tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text("old")
+    cfg = small_cfg("OUT_DIR", tmp_path)
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
     drop_records_after(path, 1, 0)
-    with pytest.raises(ConfigError, match="OUT_DIR: .*metrics.jsonl cannot be written: No space left"):
+    with pytest.raises(ConfigError, match="OUT_DIR: .*config.yaml cannot be written: No space left"):
         write_config(cfg)
-    assert path.read_text() == "broken\n" and os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert path.read_text() == "broken\n" and config.read_text() == "old" and len(os.listdir(tmp_path)) == 2
 
 
 LAUGHS = "a: &a [x, x]\n" + "".join(

@@ -110,6 +110,10 @@ def test_all_problems_are_reported_at_once_with_origin_and_nearest_key(tmp_path)
         (["DATA.MEAN", "[0.5]"], "DATA.MEAN", "three"),
         (["DATA.CROP_SCALE", "[0.5, 0.2]"], "DATA.CROP_SCALE", "min <= max"),
         (["CFG_DEST", "../x.yaml"], "CFG_DEST", "plain file name"),
+        (["CFG_DEST", "checkpoints"], "CFG_DEST", "file of the run"),
+        (["OUT_DIR", "s3://bucket/run"], "OUT_DIR", "expected a local path"),
+        (["OUT_DIR", "/"], "OUT_DIR", "root of the file system"),
+        (["DATA.CACHE_DIR", "gs://bucket"], "DATA.CACHE_DIR", "expected a local path"),
         (["OUT_DIR", ""], "OUT_DIR", "empty"),
     ],
 )

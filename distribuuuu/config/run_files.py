@@ -1,0 +1,88 @@
+"""Names of the files of a run, and checks of the paths to which runs and commands write."""
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from distribuuuu.config.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+BESTS = {"raw": "best.pth.tar", "ema": "best_ema.pth.tar"}
+LOCK = ".lock"
+TRAIN_LOG, TEST_LOG = "train.log", "test.log"
+METRICS, PREDICTIONS = "metrics.jsonl", "predictions.npz"
+RESULTS, TEST_RESULTS = "results.json", "test_results.json"
+TENSORBOARD, STACKS = "tensorboard", "stacks"
+# What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
+RUN_FILES = (CHECKPOINTS, *BESTS.values(), LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
+             TENSORBOARD, STACKS)  # fmt: skip
+# What commands write there: time, probe, report, sweep.
+COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
+                 "sweep.html", "best.yaml", "console.log", "failed.txt")  # fmt: skip
+# Archives of checkpoints and results, damaged and temporary files, trials of a sweep; in lower case.
+_PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
+
+# Windows reserves these names, with any extension.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+# Most file systems allow 255 bytes; the temporary name of a file is longer than its own.
+_MAX_NAME_BYTES, _MAX_PART_BYTES = 200, 255
+# A scheme, as in s3://bucket or file:/folder, or a host, as in host:/folder; a single letter is a drive of Windows.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:[/\\]")
+
+
+def is_run_file(name: str) -> bool:
+    """Tell whether a run or a command writes a file or folder of this name to OUT_DIR, in any spelling of its case."""
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    return folded in (*RUN_FILES, *COMMAND_FILES) or _PATTERNS.fullmatch(folded) is not None
+
+
+def find_name_problem(name: str) -> str | None:
+    """Return why a file in OUT_DIR cannot have a name; None if it can, on any file system."""
+    expected = "expected a plain file name, which is placed in OUT_DIR, e.g. config.yaml"
+    if not name.strip() or not name.isprintable() or re.search(r'[/\\:*?"<>|]', name):
+        return f"got {name!r}; {expected}"
+    if name.startswith((".", "~")) or name != name.strip(" .") or _DEVICES.fullmatch(name.lower()):
+        return f"got {name!r}, which is hidden or reserved on some systems; {expected}"
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        return f"got a name of {len(os.fsencode(name))} bytes; expected at most {_MAX_NAME_BYTES}"
+    return f"got {name!r}, which is a file of the run; {expected}" if is_run_file(name) else None
+
+
+def find_path_problem(path: str | os.PathLike) -> str | None:
+    """Return why nothing can be written to a path; None if it may be the path of a local file or folder."""
+    text = os.fspath(path)
+    if not text.strip():
+        return "is empty; expected a path"
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        return f"got {text!r}; expected a path without control characters"
+    if _REMOTE.match(text) or "://" in text:
+        return f"got {text}; a URL or a host; expected a local path; fix: use a local folder, and copy it later"
+    if text.split(os.sep)[0].startswith("~"):
+        return f"got {text}; expected a path without ~, which is not expanded here; fix: {os.path.expanduser(text)}"
+    if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in Path(text).parts):
+        return f"got a name of more than {_MAX_PART_BYTES} bytes: {text[:60]}...; expected a shorter one"
+    resolved = os.path.realpath(text)
+    if resolved == os.path.dirname(resolved):
+        return f"got {text}, the root of the file system; expected a folder of its own, e.g. ./exp"
+    return None
+
+
+def check_out(flag: str, out: str | os.PathLike, own: Iterable[str] = ()) -> None:
+    """Check the path of a command's output.
+
+    Args:
+        flag: the name of the argument.
+        out: its value.
+        own: names of a run's files that this command writes itself.
+
+    Raises:
+        ConfigError: it is no local path, or a file of a run.
+    """
+    problem = find_path_problem(out)
+    name = Path(out).name
+    if problem is None and name in {*RUN_FILES, "config.yaml"} - {*own} and os.path.lexists(out):
+        problem = f"got {out}, which is a file of a run; fix: choose another name"
+    if problem:
+        raise ConfigError(f"{flag}: {problem}")

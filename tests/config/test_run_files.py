@@ -1,0 +1,94 @@
+"""Names of the files of a run, and paths to which nothing is written."""
+
+import subprocess
+import sys
+
+import pytest
+
+from distribuuuu.cli.commands import dispatch
+from distribuuuu.config import run_files
+from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_path_problem, is_run_file
+from distribuuuu.trainer import test_model as evaluate_model
+from distribuuuu.trainer import train_model
+
+
+def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
+    cfg = small_cfg("LOG.TENSORBOARD", True, "EMA.HALF_LIFE", 100, "TRAIN.AUTO_RESUME", False)
+    train_model(cfg)
+    train_model(cfg)
+    evaluate_model(cfg)
+    found = {path.name for path in (tmp_path / "out").iterdir()} - {cfg.CFG_DEST}
+    assert [name for name in found if not is_run_file(name)] == [] and "checkpoints.1" in found
+    assert set(RUN_FILES) - found == {run_files.LOCK, run_files.STACKS}, (
+        "written for the length of a run, and on a hang"
+    )
+
+
+@pytest.mark.parametrize("name", [*RUN_FILES, "best.yaml", "checkpoints.12", "ckpt.pth.tar.broken", "x.tmp"])
+def test_no_spelling_of_a_file_of_the_run_is_a_name_of_the_config(name):
+    for spelling in (name, name.upper(), name.title(), f"{name} ", f"{name}.", name.replace("s", "\u017f")):
+        assert find_name_problem(spelling), spelling
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", "a/b", "a\\b", "/a", "a\nb", "a\0b", "a\u202eb", "con", "NUL.yaml", "lpt1.txt", "C:x", "~x",
+     ".x", "a" * 201],
+)  # fmt: skip
+def test_a_name_that_some_file_system_treats_in_its_own_way_is_refused(name):
+    assert "expected" in find_name_problem(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "cfg.txt", "my run.yaml", "\u65e5\u672c.yaml", "bestof.yaml", "console"]
+)
+def test_a_plain_name_is_allowed(name):
+    assert find_name_problem(name) is None
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "hf", "http", "https", "file", "S3", "abfs", "host"])
+def test_a_url_is_no_folder(scheme):
+    for path in (f"{scheme}://bucket/run", f"{scheme}:/bucket"):
+        assert "expected a local path" in find_path_problem(path)
+
+
+def test_the_root_in_any_spelling_is_no_folder_for_a_run(tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    for path in ("/", "//", "/.", "/tmp/..", str(tmp_path / "link")):
+        assert "root of the file system" in find_path_problem(path)
+    for path in ("exp", ".", "/tmp", "C:/runs", "exp/lr=0.1:2", "a:b"):
+        assert find_path_problem(path) is None
+    assert "fix: /" in find_path_problem("~/exp")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("predict", "run", "photos", "--out", "s3://bucket/a.csv"), ("report", "run", "--out", "gs://bucket/a.html"),
+     ("compare", "a", "b", "--out", "http://host/a.html"), ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
+     ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
+     ("pack", "/", "MODEL.DUMMY_INPUT", "True")],
+)  # fmt: skip
+def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert dispatch("distribuuuu", command) == 2
+    assert "expected a local path" in (said := capsys.readouterr().err) or "the root of the file system" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, command in (("metrics.jsonl", ("predict", "run", "photos")), ("results.json", ("report", "run"))):
+        (tmp_path / name).write_text("mine")
+        assert dispatch("distribuuuu", (*command, "--out", name)) == 2
+        assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_wrong_path_is_reported_without_torch(tmp_path):
+    code = (
+        "import sys; from distribuuuu.cli.commands import dispatch; "
+        "words = ['OUT_DIR', 's3://b/x', 'CFG_DEST', 'Best.pth.tar', 'MODEL.DUMMY_INPUT', 'True']; "
+        "status = dispatch('d', ['train', *words]); "
+        "print(status, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "2 False\n" and done.stderr.startswith("2 problems") and not any(tmp_path.iterdir())
