@@ -244,8 +244,8 @@ def archive_results(out_dir: str | os.PathLike) -> None:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def read_results(path: str | os.PathLike) -> dict:
-    """Return the results of a training run.
+def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
+    """Return the results of a training run, or of an evaluation (`kind` "evaluation"); all values have their types.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, or does not match the schema.
@@ -255,9 +255,9 @@ def read_results(path: str | os.PathLike) -> dict:
         raise ConfigError(f"{path}: not a results.json: it has no `schema`")
     if record["schema"] != SCHEMA_VERSION:
         raise ConfigError(f"{path}: `schema`: got {reprlib.repr(record['schema'])}; expected {SCHEMA_VERSION}")
-    if record.get("kind") != "training":
-        fix = "pass the results.json of a training run"
-        raise ConfigError(f"{path}: `kind`: got {reprlib.repr(record.get('kind'))}; expected 'training'; fix: {fix}")
+    if record.get("kind") != kind:
+        fix = "pass the results.json of a training run" if kind == "training" else "evaluate the run again"
+        raise ConfigError(f"{path}: `kind`: got {reprlib.repr(record.get('kind'))}; expected {kind!r}; fix: {fix}")
     if problem := _find_schema_error(record, _build_schema(record)):
         raise ConfigError(f"{path}: {problem}")
     return record
@@ -285,6 +285,14 @@ def _build_schema(record: dict) -> dict[str, Any]:
         if "topk" in metrics:
             expected["k"] = int
     result = {**_EVALUATION, **metrics}
+    if record["kind"] == "evaluation":
+        del result["epoch"]
+        data = {key: SCHEMA["data"][key] for key in ("name", "folder", "num_classes")}
+        same = {
+            key: value for key, value in SCHEMA.items() if key not in ("finished", "seed", "training", "peak_memory")
+        }
+        kinds = tuple(accuracy) if isinstance(accuracy, dict) else kinds
+        return {**same, "weights": str, "data": data, "evaluation": expected, "accuracy": dict.fromkeys(kinds, result)}
     results = dict.fromkeys(kinds, {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
     return {**SCHEMA, "evaluation": expected, "accuracy": results}
 
@@ -299,7 +307,7 @@ def _find_schema_error(value: Any, schema: Any, name: str = "") -> str | None:
     """
     if not isinstance(schema, dict):
         matches = isinstance(value, schema) and (not isinstance(value, bool) or schema is bool)
-        is_huge = isinstance(value, int) and abs(value) >= 1 << 64
+        is_huge = isinstance(value, _NUMBER) and abs(value) >= 1 << 64
         if matches and not is_huge:
             return None
         names = " or ".join(one.__name__ for one in (schema if isinstance(schema, tuple) else (schema,)))

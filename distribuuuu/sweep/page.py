@@ -9,7 +9,7 @@ from distribuuuu import __version__
 from distribuuuu.config.errors import counted
 from distribuuuu.report.html import page
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
-from distribuuuu.report.html.history import read_json
+from distribuuuu.report.html.history import read_facts
 from distribuuuu.report.html.page import Column, Section
 from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.results import FILE_NAME
@@ -62,8 +62,8 @@ def _summary(sweep: Sweep, rows: Sequence[Row], states: States) -> Section:
         return Section("Summary", [page.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")])
     seeds = list(best.seeds.values())
     spent, total = sum(row.epochs for row in rows), sum(trial.epochs for trial in sweep.trials)
-    results = [read_json(sweep.folder(*run) / FILE_NAME) for run, state in states.items() if state.epochs]
-    hours = sum((content.get("training") or {}).get("hours") or 0.0 for content in results)
+    files = (sweep.folder(*run) / FILE_NAME for run, state in states.items() if state.epochs)
+    hours = sum(facts["training"]["hours"] for file in files if (facts := read_facts(file, "training", [])))
     interval = (
         "95 % interval {:.2f} to {:.2f}, ".format(*mean_interval(seeds))
         if len(seeds) > 1 and math.isfinite(sum(seeds))

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.untrusted import load_json, printable
+from distribuuuu.report.html.history import parse_record, read_lines
 
 SWEEP_FILE, RESULTS_FILE, BEST_FILE = "sweep.json", "sweep_results.json", "best.yaml"
 CONSOLE_FILE, FAILED_FILE = "console.log", "failed.txt"
@@ -152,23 +154,17 @@ def read_run(folder: Path, metric: str) -> RunState:
     saved = CheckpointManager(folder).list()
     epochs = position_of(saved[-1])[0] if saved else 0
     values: dict[str, dict[int, float]] = {"eval": {}, "eval_ema": {}}
-    for line in _read_lines(folder / "metrics.jsonl"):
-        if '"kind": "eval' in line:
-            try:
-                record = json.loads(line)
-                if record["epoch"] <= epochs:
-                    values[record["kind"]][record["epoch"]] = float(record[metric])
-            except (ValueError, LookupError, TypeError):  # not a valid record
-                continue
+    for line in read_lines(folder / "metrics.jsonl", []):
+        record = parse_record(line) if '"kind": "eval' in line else None
+        if record and record["epoch"] <= epochs and record["kind"] in values:
+            value = record.get(metric)
+            if isinstance(value, (int, float)):
+                values[record["kind"]][record["epoch"]] = float(value)
     failure = ""
     if (folder / FAILED_FILE).exists():
-        output = [line for line in _read_lines(folder / CONSOLE_FILE) if line.strip()]
-        failure = (output or ["no output"])[-1].strip().removeprefix("- ")
+        output = [line for line in read_lines(folder / CONSOLE_FILE, []) if line.strip()]
+        failure = printable((output or ["no output"])[-1].strip().removeprefix("- "))
     return RunState(epochs, values["eval"] | values["eval_ema"], failure)
-
-
-def _read_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
 
 
 def record_failure(job: Job, status: int) -> None:
@@ -252,12 +248,13 @@ def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
             file.write(json.dumps({"schema": 1, **record}, indent=2) + "\n")
         return new
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_json(path)
         if record.pop("schema") != 1:
             raise ValueError("expected `schema` 1")
         record |= {name: tuple(record[name]) for name in ("seeds", "rungs")}
         record["trials"] = tuple(Trial(**trial) for trial in record["trials"])
         old = Sweep(out_dir=new.out_dir, **record)
+        _check_types(old)
         before, now = _flatten(old.inputs), _flatten(new.inputs)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"OUT_DIR: {path} is damaged: {error!r}; {fix}") from error
@@ -266,6 +263,21 @@ def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
         changes = ", ".join(f"{key} {before.get(key) or 'unset'} -> {now.get(key) or 'unset'}" for key in keys)
         raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {changes}; {fix}")
     return old
+
+
+def _check_types(sweep: Sweep) -> None:
+    """Raise ValueError for the first value of another type than those that a sweep writes."""
+    epochs = {"rungs": sweep.rungs, "seeds": sweep.seeds, "epochs": [trial.epochs for trial in sweep.trials]}
+    wrong = [name for name, values in epochs.items() if not all(type(value) is int for value in values)]
+    texts = [sweep.metric, *sweep.inputs["space"].values(), *sweep.inputs["overrides"].values()]
+    for number, trial in enumerate(sweep.trials):
+        wrong += ["number"] if trial.number != number else []
+        wrong += ["values"] if list(trial.values) != list(sweep.inputs["space"]) else []
+        texts += trial.values.values()
+    wrong += [] if all(isinstance(text, str) for text in texts) else ["text"]
+    wrong += [] if sweep.trials and sweep.seeds and isinstance(sweep.higher_is_better, bool) else ["trials"]
+    if wrong:
+        raise ValueError(f"unexpected `{wrong[0]}`")
 
 
 def _flatten(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from distribuuuu.sweep.asha import MAX_KILLS, run_sweep
 from distribuuuu.sweep.local import LocalExecutor, is_locked
 from distribuuuu.sweep.trials import Job, Sweep, build_rows
 
-RECORD = '{"kind": "eval", "epoch": 2, "top1": 50.0}'
+RECORD = '{"kind": "eval", "epoch": 2, "step": 5, "top1": 50.0}'
 CHECKPOINT = "checkpoints/ckpt_ep_002.pth.tar"
 FINISH = f"os.mkdir('checkpoints'); open('metrics.jsonl', 'w').write('{RECORD}'); open('{CHECKPOINT}', 'w')"
 KILL = "open('starts', 'a').write('x'); os.kill(os.getpid(), 9)"

@@ -1,16 +1,19 @@
 """The state of a sweep on disk: damaged files, refused folders, and a sweep with kills whose survivors are exact."""
 
+import contextlib
 import dataclasses
 import json
 import random
 
 import pytest
+from support.hostile import list_changes
 from support.runs import assert_same_run, small_options, train_and_stop
 from support.sweeps import make_sweep
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.sweep.asha import run_sweep
-from distribuuuu.sweep.trials import FAILED, FAILED_FILE, build_rows, open_sweep, read_run
+from distribuuuu.sweep.page import build_sweep_page
+from distribuuuu.sweep.trials import FAILED, FAILED_FILE, RunState, build_rows, open_sweep, read_run
 from distribuuuu.trainer import train_model
 
 
@@ -19,15 +22,18 @@ def test_the_state_of_a_run_is_read_from_its_files_only(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("ckpt_ep_001.pth.tar", "ckpt_ep_001_step_000004.pth.tar", ".ckpt_ep_002.pth.tar.1.tmp"):
         (tmp_path / "checkpoints" / name).touch()
-    records = [{"kind": "train", "epoch": 1, "top1": 1.0}, {"kind": "eval", "epoch": 1, "top1": 50.0},
-               {"kind": "eval", "epoch": 2, "top1": 60.0}, {"kind": "eval", "epoch": 1}]  # fmt: skip
-    lines = [*map(json.dumps, records), '{"kind": "eval", "epoch": 1, "to', '{"kind": "eval_x", "epoch": 1, "top1": 2}']
+    evaluations = [(1, {"top1": 50.0}), (2, {"top1": 60.0}), (1, {}), (1, {"top1": "60"}), (1, {"top1": None})]
+    records = [{"kind": "train", "epoch": 1, "step": 4, "top1": 1.0}]
+    records += [{"kind": "eval", "epoch": epoch, "step": 4, **values} for epoch, values in evaluations]
+    other = {"kind": "eval_x", "epoch": 1, "step": 4, "top1": 2}
+    hostile = ['{"kind": "eval", "epoch": 1, "top1": ' + value for value in ("", "9" * 500 + "}", "[" * 5000)]
+    lines = [*map(json.dumps, [*records, other]), *hostile]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     state = read_run(tmp_path, "top1")
     assert (state.epochs, state.values, state.failure) == (1, {1: 50.0}, ""), "epoch 2 is not in a checkpoint yet"
     assert state.value(1) == 50.0 and state.value(2) is None
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('\n{"kind": "eval_ema", "epoch": 1, "top1": 70.0}\n')
+        file.write('\n{"kind": "eval_ema", "epoch": 1, "step": 4, "top1": 70.0}\n')
     (tmp_path / "console.log").write_bytes(b"Traceback\n\xffValueError: no\n\n")
     (tmp_path / FAILED_FILE).write_text("1\n")
     state = read_run(tmp_path, "top1")
@@ -49,10 +55,18 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         open_sweep(other, str(file))
     assert "--seeds 1 -> 2, OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3; fix: set another OUT_DIR" in str(caught.value)
     assert "SHA-256 of --cfg 1 -> 2" in str(caught.value)
+    whole = (tmp_path / "out/sweep.json").read_text()
     for content in ("", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "seeds": 3, "rungs": 1, "trials": 1}'):
         (tmp_path / "out/sweep.json").write_text(content)
         with pytest.raises(ConfigError, match="is damaged"):
             open_sweep(sweep, str(file))
+    for changed in list_changes(json.loads(whole)):
+        (tmp_path / "out/sweep.json").write_text(json.dumps(changed))
+        with contextlib.suppress(ConfigError):
+            opened = open_sweep(sweep, str(file))
+            numbers = range(len(opened.trials))
+            states = {(trial, seed): RunState(2, {2: 50.0}) for trial in numbers for seed in opened.seeds}
+            build_sweep_page(opened, states)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is the folder of a run"):
         open_sweep(dataclasses.replace(sweep, out_dir=tmp_path / "run"), None)

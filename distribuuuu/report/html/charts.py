@@ -56,7 +56,7 @@ class Mark:
 def find_ticks(low: float, high: float, num: int = 5) -> list[float]:
     """Return about `num` round numbers from `low` to `high`, at distances of 1, 2 or 5 times a power of ten."""
     span = high - low
-    if not span > 0:
+    if not span > 1e-200:  # the power of ten below would be 0
         return [low]
     power = 10.0 ** math.floor(math.log10(span / num))
     step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= num)

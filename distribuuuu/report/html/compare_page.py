@@ -12,6 +12,7 @@ import yaml
 
 from distribuuuu.config import yaml_file
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import read_regular
 from distribuuuu.report.html.charts import line_chart
 from distribuuuu.report.html.comparison import (
     ALPHA,
@@ -26,7 +27,7 @@ from distribuuuu.report.html.comparison import (
     describe_pair,
     format_p,
 )
-from distribuuuu.report.html.history import curve, list_metrics
+from distribuuuu.report.html.history import MAX_TEXT, curve, list_metrics
 from distribuuuu.report.html.page import (
     Card,
     Column,
@@ -62,8 +63,8 @@ _MAX_CARDS, _MAX_CLASSES = 24, 1000
 def read_config(out_dir: Path) -> dict[str, Any]:
     """Return the options of a run by dotted key; empty if its config.yaml cannot be read."""
     try:
-        content = yaml_file.load((out_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = yaml_file.load(read_regular(out_dir / "config.yaml", MAX_TEXT).decode("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return dict(_flatten(content)) if isinstance(content, dict) else {}
 

@@ -1,21 +1,29 @@
 """The course of a training run, from metrics.jsonl, train.log and results.json."""
 
-import json
+import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import parse_json, read_regular
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.report.html.page import grid
 from distribuuuu.report.log_table import format_duration
+from distribuuuu.report.results import FILE_NAME, read_results
 
+# Bytes of metrics.jsonl, train.log and config.yaml, each; the value of a point of a curve, and a position, at most.
+MAX_TEXT, _MAX_VALUE, _MAX_POSITION = 1 << 28, 1e100, 1 << 31
 _START = re.compile(r"distribuuuu \S+, torch ")
-_RESTART = re.compile(r"resumed from .*: epoch (\d+), step (\d+)$")
-_ROLLBACK = re.compile(r"in epoch (\d+), by step (\d+): rollback \d+ of \d+")
-# Keys of a record that are not metrics of the model.
-_NOT_METRICS = ("kind", "epoch", "step", "time", "count", "loss", "lr", "images_per_s", "wait", "eta_s", "seconds")
+_RESTART = re.compile(r"resumed from .*: epoch (\d{1,9}), step (\d{1,9})$")
+_ROLLBACK = re.compile(r"in epoch (\d{1,9}), by step (\d{1,9}): rollback \d+ of \d+")
+# Numbers of a record that are not metrics of the model; null: unknown.
+_NUMBERS = ("count", "loss", "lr", "images_per_s", "wait", "eta_s", "seconds")
+_NOT_METRICS = ("kind", "epoch", "step", "time", *_NUMBERS)
 
 
 @dataclass
@@ -27,6 +35,7 @@ class History:
         evaluations: the evaluations of each kind of weights, "eval" and "eval_ema".
         restarts, rollbacks: positions (epoch from 1, step) where a start resumed, and where a rollback began.
         results: content of results.json; empty if there is none.
+        notes: which records are left out, and why.
     """
 
     train: list[dict[str, Any]] = field(default_factory=list)
@@ -34,6 +43,7 @@ class History:
     restarts: list[tuple[int, int]] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:
@@ -46,17 +56,18 @@ class History:
 
 
 def read_history(out_dir: Path) -> History:
-    """Return the records of a run; what is missing or damaged is left out."""
-    history = History(results=read_json(out_dir / "results.json"))
-    for line in read_lines(out_dir / "metrics.jsonl"):
-        try:
-            record = json.loads(line)
-            kind, _ = record["kind"], (record["epoch"] + 0, record["step"] + 0)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            continue
-        (history.train if kind == "train" else history.evaluations.setdefault(str(kind), [])).append(record)
+    """Return the records of a run; what is missing is left out, and what is damaged with a note."""
+    history = History()
+    history.results = read_facts(out_dir / FILE_NAME, "training", history.notes)
+    lines = read_lines(out_dir / "metrics.jsonl", history.notes)
+    records = [record for line in lines if (record := parse_record(line))]
+    if lost := len(lines) - len(records):
+        history.notes.append(f"{out_dir / 'metrics.jsonl'}: {counted(lost, 'line')} left out: not a valid record")
+    for record in records:
+        kind = record["kind"]
+        (history.train if kind == "train" else history.evaluations.setdefault(kind, [])).append(record)
     is_resumed = False
-    for line in read_lines(out_dir / "train.log"):
+    for line in read_lines(out_dir / "train.log", history.notes):
         if _START.search(line):
             is_resumed = False
         elif match := _RESTART.search(line):
@@ -70,28 +81,48 @@ def read_history(out_dir: Path) -> History:
     return history
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file; none if it cannot be read."""
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return a line of metrics.jsonl whose values have the types that a run writes; None: it is not such a record."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    is_known = record["kind"] == "train" or record["kind"].startswith("eval")
+    has_position = all(type(record.get(key)) is int and 0 <= record[key] < _MAX_POSITION for key in ("epoch", "step"))
+    is_typed = all(record.get(key) is None or type(record[key]) in (int, float) for key in _NUMBERS)
+    return record if is_known and has_position and is_typed else None
+
+
+def read_lines(path: Path, notes: list[str]) -> list[str]:
+    """Return the lines of a text file; none if there is none, or with a note if it cannot be read."""
+    try:
+        return read_regular(path, MAX_TEXT).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"{path} is left out: {error.strerror or error}")
         return []
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; an empty dictionary if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+def read_facts(path: Path, kind: str, notes: list[str]) -> dict[str, Any]:
+    """Return the content of a results file, see `read_results`; empty if there is none, or with a note if damaged."""
+    if not os.path.lexists(path):
         return {}
-    return content if isinstance(content, dict) else {}
+    try:
+        return read_results(path, kind)
+    except ConfigError as error:
+        notes.append(f"left out: {error}")
+        return {}
 
 
 def curve(history: History, records: Sequence[dict[str, Any]], key: str, name: str, **style: Any) -> Series:
-    """Return a figure of records over the epochs; records without it, or with another type, are left out."""
-    chosen = [record for record in records if isinstance(record.get(key), (int, float))]
+    """Return a figure of records over the epochs; other types are left out, and values too large to draw are gaps."""
+    chosen = [record for record in records if type(record.get(key)) in (int, float)]
     x = [history.position(record["epoch"], record["step"]) for record in chosen]
-    return Series(name, x, [float(record[key]) for record in chosen], **style)
+    y = [float(record[key]) if abs(record[key]) < _MAX_VALUE else math.nan for record in chosen]
+    return Series(name, x, y, **style)
 
 
 def list_metrics(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -126,17 +157,23 @@ def draw_curves(history: History) -> str:
 
 def measure_time(history: History) -> dict[str, float]:
     """Return the seconds of training steps, waiting for data, validation, and everything else, over all starts."""
-    rows = [(record["count"] / record["images_per_s"], record.get("wait") or 0.0)
-            for record in history.train if record.get("images_per_s")]  # fmt: skip
+    rows = [(_seconds(record, "count") / speed, _seconds(record, "wait"))
+            for record in history.train if (speed := _seconds(record, "images_per_s"))]  # fmt: skip
     waiting = sum(seconds * wait for seconds, wait in rows)
     training = sum(seconds for seconds, _ in rows) - waiting
-    by_epoch = {record["epoch"]: record.get("seconds") or 0.0
+    by_epoch = {record["epoch"]: _seconds(record, "seconds")
                 for records in history.evaluations.values() for record in records}  # fmt: skip
     validation = sum(by_epoch.values())
-    total = 3600 * float((history.results.get("training") or {}).get("hours") or 0.0)
+    total = 3600 * history.results["training"]["hours"] if history.results else 0.0
     parts = {"training steps": training, "waiting for data": waiting, "validation": validation,
              "start-up, checkpoints, repeated steps": max(0.0, total - training - waiting - validation)}  # fmt: skip
     return parts if total or training else {}
+
+
+def _seconds(record: dict[str, Any], key: str) -> float:
+    """Return a number of a record that is at least 1e-9 and less than 2**64; else 0."""
+    value = record.get(key) or 0.0
+    return float(value) if 1e-9 <= value < 2**64 else 0.0
 
 
 def draw_time(history: History) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from distribuuuu import __version__
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import printable
 from distribuuuu.report.html import analysis
 from distribuuuu.report.html.charts import (
     MAX_CELLS,
@@ -29,8 +30,8 @@ from distribuuuu.report.html.history import (
     draw_curves,
     draw_time,
     measure_time,
+    read_facts,
     read_history,
-    read_json,
     read_lines,
 )
 from distribuuuu.report.html.page import (
@@ -99,8 +100,12 @@ def read_run(run: str) -> RunFiles:
     if not len(content):
         raise ConfigError(f"RUN: {out_dir / FILE_NAME} holds no image; fix: evaluate a data set with images")
     history = read_history(out_dir)
-    tested = read_json(out_dir / TEST_FILE_NAME)
-    return RunFiles(out_dir, content, history, tested if content.meta.get("epoch") is None else history.results)
+    facts = history.results
+    if content.meta.get("epoch") is None:
+        facts = read_facts(out_dir / TEST_FILE_NAME, "evaluation", history.notes)
+    for note in history.notes:
+        logger.warning("%s", printable(note))
+    return RunFiles(out_dir, content, history, facts)
 
 
 def build_report(run: RunFiles) -> str:
@@ -116,7 +121,7 @@ def build_report(run: RunFiles) -> str:
     sections.append(describe_provenance(run))
     weights = "moving average of the weights" if content.meta.get("weights") == "ema" else "trained weights"
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
-    arch = (run.facts.get("model") or {}).get("arch") or "model"
+    arch = run.facts["model"]["arch"] if run.facts else "model"
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"
     return build_page(run.name, subtitle, sections, f"distribuuuu {__version__}, from {FILE_NAME} and metrics.jsonl")
 
@@ -146,13 +151,13 @@ def summarize(run: RunFiles) -> Section:
     """Return the section of the main figures and the curves."""
     content, history = run.content, run.history
     entries = list(_main_figures(content))
-    training = history.results.get("training") or {}
-    if training.get("hours"):
-        starts = counted(len(history.restarts) + 1, "start")
-        epochs = counted(training.get("epochs_done") or 0, "epoch")
+    if history.results:
+        training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
+        epochs = counted(training["epochs_done"], "epoch")
         entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
     curves, time, marks = draw_curves(history), draw_time(history), describe_marks(history)
-    parts = [tiles(entries), curves, *([paragraph(marks, "note")] if marks else []), time]
+    parts = [tiles(entries), *(paragraph(note, "notice") for note in history.notes), curves]
+    parts += [*([paragraph(marks, "note")] if marks else []), time]
     if not curves:
         parts.append(paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
     return Section("Summary", parts)
@@ -345,16 +350,18 @@ def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
 def describe_provenance(run: RunFiles) -> Section:
     """Return the section on the config and the origin of the run."""
     facts, parts = run.facts or run.history.results, []
-    versions = ", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items() if version)
-    training = facts.get("training") or {}
-    data, overrides = facts.get("data") or {}, facts.get("overrides") or {}
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
+    # Of an evaluation, these are not among the entries whose types have been checked.
+    training = facts["training"] if facts.get("kind") == "training" else {}
+    num_train = facts["data"]["num_train"] if training else 0
+    data, overrides = facts.get("data", {}), facts.get("overrides", {})
     entries = {
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
         "changed on the command line": ", ".join(f"{key} {value}" for key, value in overrides.items()),
-        "model": _describe_model(facts.get("model") or {}),
+        "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
-        "training images": f"{data['num_train']:,}" if data.get("num_train") else None,
+        "training images": f"{num_train:,}" if num_train else None,
         "images per step": training.get("global_batch"),
         "processes": training.get("processes"),
         "seed": facts.get("seed"),
@@ -365,13 +372,8 @@ def describe_provenance(run: RunFiles) -> Section:
         "hash of the config": facts.get("config_hash"),
     }
     parts.append(pairs({name: value for name, value in entries.items() if value not in (None, "")}))
-    if config := read_lines(run.out_dir / get_cfg().CFG_DEST):
+    if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):
         parts.append(details("All options", preformatted("\n".join(config))))
     if facts:
         parts.append(details("All results", preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
     return Section("Provenance", parts)
-
-
-def _describe_model(model: dict[str, Any]) -> str:
-    size = model.get("params_m")
-    return f"{model.get('arch', '')}, {size:.3f} M parameters" if isinstance(size, (int, float)) else ""

@@ -152,4 +152,7 @@ def test_the_history_of_a_folder_without_records_is_empty(tmp_path):
     assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
     (tmp_path / "metrics.jsonl").write_bytes(b'\xff{"kind": "train"}\n[1]\n{"kind": "train", "epoch": 1, "step": 2}\n{')
     (tmp_path / "results.json").write_text("[" * 100_000)
-    assert read_history(tmp_path).train == [{"kind": "train", "epoch": 1, "step": 2}]
+    history = read_history(tmp_path)
+    assert history.train == [{"kind": "train", "epoch": 1, "step": 2}] and history.results == {}
+    assert len(history.notes) == 2 and "results.json: invalid JSON" in history.notes[0]
+    assert history.notes[1] == f"{tmp_path / 'metrics.jsonl'}: 3 lines left out: not a valid record"
