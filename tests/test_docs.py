@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 from safetensors.torch import save_file
@@ -275,6 +277,28 @@ def test_the_commands_of_a_page_run(page, checkout):
     if page == "docs/results.md":
         assert "(n = 3)" in done.stdout
         assert "shapes/resnet14" in (checkout / "docs" / "MODEL_ZOO.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_two_ways_to_read_arrays_give_the_same_images(tmp_path, monkeypatch):
+    folders, dataset = [block for block in blocks_of(ROOT / "docs" / "data.md", "python") if "npz" in block]
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        np.savez(f"{split}.npz", images=random.integers(0, 256, (40, 9, 9), np.uint8), labels=np.arange(40) // 4)
+    subprocess.run([sys.executable, "-c", folders], check=True)
+    path, code = re.match(r"# (\S+)\n(.*)", dataset, re.DOTALL).groups()
+    shutil.copytree(ROOT / "distribuuuu", "distribuuuu", ignore=shutil.ignore_patterns("__pycache__"))
+    Path(path).write_text(code)
+    evaluations = []
+    for data in ("DATA.NAME npz TRAIN.DATASET .", "TRAIN.DATASET my_images"):
+        options = f"{data} {TINY} {SMALL} MODEL.NUM_CLASSES 10 TRAIN.BATCH_SIZE 8 RNG_SEED 1 OUT_DIR {data[:5]}"
+        command = [sys.executable, "-m", "distribuuuu", "train", *options.split()]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        evaluations.append(re.search(r"validation, epoch 1: .*", done.stderr)[0])
+    assert evaluations[0] == evaluations[1]
 
 
 def test_every_kind_of_command_to_run_is_in_its_page():

@@ -17,9 +17,10 @@ from pathlib import Path
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import first_few, list_classes, missing_root
+from distribuuuu.data.datasets.base import first_few, list_classes
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.imagefolder import walk_images
+from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
 
 TRAIN, _FOLD = "train", "fold_"
 _CHUNK = 2**20
@@ -46,16 +47,22 @@ def list_images(folder: Path) -> Images:
     """Return the images of a folder.
 
     Raises:
-        ConfigError: there are no images, or names that a list cannot hold.
+        ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
     """
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []
+    if splits := find_splits(classes):
+        fix = f"fix: train with TRAIN.DATASET {folder}, or split {folder / splits[0]}"
+        raise ConfigError(f"FOLDER: got {folder}, which has splits already: {first_few(splits)}; {fix}")
+    if inner := find_inner_root(folder):
+        held = first_few(list_classes(inner))
+        raise ConfigError(f"FOLDER: got {folder}, whose only class folder holds {held}; fix: use {inner}")
     for label, name in enumerate(classes):
         real = os.path.realpath(folder / name)
         found += [(f"{name}/{os.path.relpath(path, real)}", label) for path in walk_images(folder / name)]
     if not found:
-        raise ConfigError(f"{folder}: has no images in class folders; expected CLASS/IMAGE")
+        raise ConfigError(f"{folder}: has no images in class folders; expected CLASS/IMAGE{describe_archives(folder)}")
     found.sort()
     names = [name.replace(os.sep, "/") for name, _ in found]
     if unsuitable := [name for name in names if not _fits_in_list(name)]:

@@ -64,7 +64,8 @@ def test_every_kind_of_finding_is_documented():
     for kind in ("truncated", "broken", "oversized", "leakage", "contradicting_labels", "similar_class_names",
                  "unknown_class", "empty_class", "unreadable_folder", "image_without_class", "duplicates", "animated",
                  "single_color", "rotated", "gray", "tiny", "large", "elongated", "imbalance", "few_images",
-                 "unevaluated_class", "ignored_file"):  # fmt: skip
+                 "unevaluated_class", "ignored_file", "one_class", "nested_splits", "nested_classes",
+                 "one_split"):  # fmt: skip
         assert f'"{kind}"' in source and kind in kinds
 
 
@@ -79,7 +80,7 @@ def test_many_classes_are_shortened(tmp_path, capsys):
     ("args", "message"),
     [
         ([], "got no data; expected FOLDER or --cfg FILE"),
-        (["/no/such"], "FOLDER: got '/no/such'; expected an existing folder"),
+        (["/no/such"], "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
         (["x", "--cfg", "y"], "expected one of them"),
         (["x", "--format", "jsn"], "did you mean json?"),
         (["x", "--workers", "-1"], "--workers: got -1; expected 0 or more"),

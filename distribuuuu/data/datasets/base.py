@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
 
 if TYPE_CHECKING:
@@ -185,20 +185,6 @@ def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
     """Return the first `num` names and how many more there are."""
     more = f" and {len(names) - num} more" if len(names) > num else ""
     return separator.join(names[:num]) + more
-
-
-def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
-    """Return (key, message) for a DATASET folder that does not exist."""
-    is_url = ":/" in str(root)
-    hint = "; for a URL set DATA.NAME packed" if is_url else did_you_mean(root.name, list_classes(root.parent))
-    return f"{name}.DATASET", f"no such folder: {root}; it should hold {layout}{hint}"
-
-
-def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
-    """Return (key, message) for a SPLIT folder that does not exist."""
-    existing = list_classes(root)
-    has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
-    return f"{name}.SPLIT", f"no folder {split!r} in {root}; {has}{did_you_mean(split, existing)}"
 
 
 # ---------------------------------------------------------------------------------------- files

@@ -24,7 +24,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.untrusted import open_regular
-from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few, missing_root
+from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few
+from distribuuuu.data.datasets.layouts import missing_root
 
 if TYPE_CHECKING:
     import numpy as np

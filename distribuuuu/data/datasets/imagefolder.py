@@ -17,10 +17,9 @@ from distribuuuu.data.datasets.base import (
     is_folder,
     is_image,
     list_classes,
-    missing_root,
-    missing_split,
 )
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
+from distribuuuu.data.datasets.layouts import describe_archives, missing_root, missing_split
 
 
 @DATASETS.register("imagefolder")
@@ -97,9 +96,12 @@ class ImageFolder(SplitDataset):
         elif reason := access_problem(folder):
             yield f"{name}.SPLIT", f"{folder} cannot be listed: {reason}"
         elif not folder.is_dir():
-            yield _missing_split(name, root, split, layout)
+            yield missing_split(name, root, split, layout)
         elif not list_classes(folder):
-            yield f"{name}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE"
+            yield (
+                f"{name}.SPLIT",
+                f"{folder} has no class folders; it should hold CLASS/IMAGE{describe_archives(folder)}",
+            )
         else:
             yield from ((f"{name}.SPLIT", problem) for problem in _empty_classes(folder))
 
@@ -153,17 +155,6 @@ def _count(images: Iterator[str], most: int) -> int:
     return sum(1 for _ in islice(images, most))
 
 
-def _missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
-    """Return (key, message) for a missing split; recognizes class folders in place of the splits."""
-    classes = [entry for entry in list_classes(root) if _holds_images(root / entry)]
-    if not classes:
-        return missing_split(name, root, split, layout)
-    has = f"these look like class folders: {first_few(classes)}; split them into train/ and val/: {layout}"
-    if root.name == split:
-        has = f"{root} has class folders itself; set {name}.DATASET {root.parent}"
-    return f"{name}.SPLIT", f"no folder {split!r} in {root}; {has}"
-
-
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
     empty = [name for name in list_classes(folder) if not _count(walk_images(folder / name), most=1)]
@@ -184,13 +175,6 @@ def access_problem(folder: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _holds_images(folder: Path) -> bool:
-    """Return whether there is an image among the first files of a folder."""
-    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
-        return any(is_image(entry.name) for entry in islice(entries, 1000))
-    return False
 
 
 def _notes_on(folder: Path, meta: Mapping, classes: tuple[str, ...]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import SplitDataset, missing_root, missing_split, unknown_classes
+from distribuuuu.data.datasets.base import SplitDataset, unknown_classes
+from distribuuuu.data.datasets.layouts import missing_root, missing_split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,14 +2,17 @@
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.base import ImageDataset, first_few, list_classes
+from distribuuuu.data.datasets.layouts import find_inner_root, find_splits, list_nested, split_command
 from distribuuuu.data.decode import DecodeOptions
 from distribuuuu.data.doctor.duplicates import Group
 from distribuuuu.data.doctor.layout import ScannedFolder
@@ -126,7 +129,35 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
     if empty := [path for path in empty if path not in unreadable]:
         message = f"{counted(len(empty), 'class')} without an image"
         yield Finding("empty_class", PROBLEM, message, "add images, or remove the folders", empty)
+    yield from _layout_findings(folders, counts)
     yield from _name_findings({name: [*classes] for name, classes in counts.items()}, splits)
+
+
+def _layout_findings(folders: dict[str, ScannedFolder], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
+    """Yield findings for folders that are probably one level above or below the data set, and for a missing split."""
+    trained = next(iter(counts))
+    if trained not in folders:
+        return
+    root = folders[trained].folder
+    inner = find_inner_root(root)
+    if sum(count > 0 for count in counts[trained].values()) == 1:
+        name = next(name for name, count in counts[trained].items() if count)
+        held = f", whose folder holds {first_few(list_classes(inner))}" if inner else ""
+        fix = f"use {inner} in place of {root}" if inner else "add images of another class"
+        yield Finding("one_class", PROBLEM, f"{trained}: the only class is {name!r}{held}", fix, [str(root / name)])
+    nested = {name: names for name in folders[trained].classes if (names := list_nested(root / name))}
+    shared = sorted(name for name, num in Counter(chain.from_iterable(nested.values())).items() if num > 1)
+    if splits := {name: found for name, names in nested.items() if (found := find_splits(names)) and not inner}:
+        message = f"{counted(len(splits), 'class')} with sub-folders that look like splits: "
+        files, fix = [str(root / name) for name in splits], f"check each data set, e.g. {root / next(iter(splits))}"
+        yield Finding("nested_splits", PROBLEM, message + first_few([*splits]), fix, files)
+    elif len(shared) > 1:
+        message = f"class folders that hold the same sub-folders ({first_few(shared)}): {first_few([*nested])}"
+        fix = "if these sub-folders are the classes, the folders are splits: name them with TRAIN.SPLIT and TEST.SPLIT"
+        yield Finding("nested_classes", NOTE, message, fix, [str(root / name) for name in nested])
+    if len(counts) == 1 and not inner:
+        fix = split_command(root)
+        yield Finding("one_split", NOTE, f"no images to evaluate: {trained} is the only split", fix, [str(root)])
 
 
 def _name_findings(names: dict[str, list[str]], splits: dict[str, ImageDataset]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import (
     ImageDataset,
@@ -14,18 +13,15 @@ from distribuuuu.data.datasets.base import (
     get_dataset,
     is_image,
     list_classes,
-    missing_root,
-    missing_split,
 )
 from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
+from distribuuuu.data.datasets.layouts import describe_archives, find_splits, missing_root, missing_split, sort_splits
 from distribuuuu.data.datasets.packed import Packed
 
 Splits = dict[str, ImageDataset]
 
-# Names of sub-folders and CSVs that are splits, in lower case and in the order of the report.
-SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
 # Name of the only split of a folder without split sub-folders.
 WHOLE = "all"
 
@@ -87,23 +83,20 @@ def open_folder(root: Path) -> Splits:
     """Return the data sets of a folder by split, the training split first.
 
     Layouts: SPLIT/CLASS/IMAGE, CLASS/IMAGE, SPLIT.csv (see `ImageList`), and SPLIT/index.bin (see `Packed`). Folders
-    are splits if their names are in SPLIT_NAMES.
+    are splits if their names are those of `find_splits`.
 
     Raises:
         ConfigError: the folder does not exist, cannot be listed, or has another layout.
     """
     if not root.is_dir():
-        hint = did_you_mean(root.name, list_classes(root.absolute().parent))
-        raise ConfigError(Problem("FOLDER", f"got {str(root)!r}; expected an existing folder{hint}"))
+        raise ConfigError(Problem(*missing_root("FOLDER", root, "SPLIT/CLASS/IMAGE or CLASS/IMAGE")))
     if reason := access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
     folders = list_classes(root)
-    names = _in_order(folders)
-    # A class may be called "test": of other folders beside it, only "train" makes it a split.
-    if names and ("train" in names[0].lower() or len(names) == len(folders)):
+    if names := find_splits(folders):
         packs = [name for name in names if (root / name / "index.bin").is_file()]
         return {name: Packed(root, name) if name in packs else ScannedFolder(root / name) for name in names}
-    tables = [root / f"{name}.csv" for name in _in_order(path.stem for path in root.glob("*.csv"))]
+    tables = [root / f"{name}.csv" for name in sort_splits(path.stem for path in root.glob("*.csv"))]
     lists: Splits = {path.stem: dataset(path) for path in tables if (dataset := _kind_of_list(path))}
     if lists:
         return lists
@@ -111,15 +104,9 @@ def open_folder(root: Path) -> Splits:
         return {root.name: Packed(root.parent, root.name)}
     if folders:
         return {WHOLE: ScannedFolder(root)}
-    has = "no sub-folder"
-    if any(is_image(name) for name in os.listdir(root)):
-        has = "images, but no class folders"
-    raise ConfigError(Problem("FOLDER", f"{root} has {has}; expected SPLIT/CLASS/IMAGE, CLASS/IMAGE or SPLIT.csv"))
-
-
-def _in_order(names) -> list[str]:
-    known = [name for name in names if name.lower() in SPLIT_NAMES]
-    return sorted(known, key=lambda name: (SPLIT_NAMES.index(name.lower()), name))
+    has = "images, but no class folders" if any(map(is_image, os.listdir(root))) else "no sub-folder"
+    expected = f"expected SPLIT/CLASS/IMAGE, CLASS/IMAGE or SPLIT.csv{describe_archives(root)}"
+    raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}"))
 
 
 def _kind_of_list(path: Path) -> type[ImageList] | None:

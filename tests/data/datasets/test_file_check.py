@@ -310,7 +310,7 @@ def test_class_folders_without_a_split_are_recognised(tmp_path):
     draw_folder(tmp_path, "data", {"ant": 2, "bee": 2})
     message = problems(tmp_path / "data", tmp_path)
     assert "TRAIN.SPLIT" in message and "TEST.SPLIT" in message
-    assert "these look like class folders: ant, bee; split them into train/ and val/" in message
+    assert f"class folders: ant, bee; fix: distribuuuu split {tmp_path / 'data'} --val 0.2 --out data_lists" in message
     (tmp_path / "data").rename(tmp_path / "train")
     assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in problems(tmp_path / "train", tmp_path)
     draw_folder(tmp_path / "other", "training", {"ant": 1})

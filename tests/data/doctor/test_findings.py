@@ -160,7 +160,7 @@ def test_spellings(one, other, same):
 def test_imbalance_and_small_classes_are_notes(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 4, "bee": 60})
     found = kinds(check(tmp_path))
-    assert found.keys() == {"imbalance", "few_images"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
+    assert found.keys() == {"imbalance", "few_images", "one_split"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
 
 
 def test_odd_files_do_not_stop_the_check(root):
@@ -273,13 +273,59 @@ def test_any_registered_set_of_a_config():
     assert list(splits) == ["train", "test"] and splits["train"].read(0) is not None
 
 
+def test_a_folder_with_one_class_is_a_problem(root, tmp_path):
+    draw_folder(tmp_path / "one", "ant", {"": 12})
+    finding = kinds(check(tmp_path / "one"))["one_class"]
+    assert finding["severity"] == "problem" and finding["message"] == "all: the only class is 'ant'"
+    (tmp_path / "parent").mkdir()
+    for split in ("train", "val"):
+        shutil.move(root / split, tmp_path / "parent" / "my_images" / split)
+    found = kinds(check(tmp_path / "parent"))
+    assert found["one_class"]["message"] == "all: the only class is 'my_images', whose folder holds train, val"
+    assert found["one_class"]["fix"] == f"use {tmp_path}/parent/my_images in place of {tmp_path}/parent"
+    assert not kinds(check(tmp_path / "parent" / "my_images")), "the data set itself is clean"
+
+
+def test_a_split_whose_only_folder_holds_the_classes_is_a_problem(root):
+    for split in ("train", "val"):
+        shutil.move(root / split, root / "moved")
+        shutil.move(root / "moved", root / split / "images")
+    found = kinds(check(root))["one_class"]
+    assert found["fix"] == f"use {root}/train/images in place of {root}/train"
+
+
+def test_data_sets_side_by_side_are_a_problem(root, tmp_path):
+    for name in ("one", "two"):
+        for split in ("train", "val"):
+            shutil.copytree(root / split, tmp_path / "parent" / name / split)
+    finding = kinds(check(tmp_path / "parent"))["nested_splits"]
+    assert finding["severity"] == "problem" and names(finding, tmp_path / "parent") == ["one", "two"]
+
+
+def test_splits_of_unknown_names_are_noted(root, tmp_path):
+    shutil.move(root / "train", tmp_path / "parent" / "learn")
+    shutil.move(root / "val", tmp_path / "parent" / "judge")
+    finding = kinds(check(tmp_path / "parent"))["nested_classes"]
+    assert "(ant, bee): judge, learn" in finding["message"] and finding["severity"] == "note"
+    draw_folder(tmp_path / "dated" / "ant", "2024", {"": 6})  # sub-folders of a class, of which it has more
+    draw_folder(tmp_path / "dated" / "bee", "2025", {"": 6})
+    assert "nested_classes" not in kinds(check(tmp_path / "dated"))
+
+
+def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(root):
+    shutil.rmtree(root / "val")
+    finding = kinds(check(root))["one_split"]
+    assert finding["fix"] == f"distribuuuu split {root / 'train'} --val 0.2 --out train_lists"
+    assert kinds(check(root / "train"))["one_split"]["message"] == "no images to evaluate: all is the only split"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda root: None, "expected an existing folder"),
+        (lambda root: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
         (lambda root: root.mkdir(), "has no sub-folder"),
         (lambda root: (root.mkdir(), (root / "x.jpg").touch()), "images, but no class folders"),
-        (lambda root: root.touch(), "expected an existing folder"),
+        (lambda root: root.touch(), "data is a file; expected a folder"),
     ],
 )
 def test_folders_that_cannot_be_checked(tmp_path, make, message):

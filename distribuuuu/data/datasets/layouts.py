@@ -1,0 +1,140 @@
+"""Folders and files that are not laid out as a data set: what they are, and the command or option that helps."""
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.data.datasets.base import first_few, is_folder, is_image, list_classes
+
+# Names of folders and CSVs that are splits, in lower case and in the usual order.
+TRAIN_NAMES = ("train", "training")
+SPLIT_NAMES = (*TRAIN_NAMES, "val", "valid", "validation", "dev", "eval", "test", "testing")
+# Files that are given in place of a folder: their endings, what they are, and the way in.
+_ARRAYS = "images in a file of arrays or a table; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"
+_FILES = (
+    ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),
+    ((".zip",), "a ZIP archive; fix: python -m zipfile -e {path} {folder}, then use {folder}"),
+    (
+        (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"),
+        "a tar archive; fix: mkdir {folder} && tar -xf {path} -C {folder}, then use {folder}",
+    ),
+    ((".7z", ".rar", ".gz", ".xz", ".bz2", ".zst"), "a compressed file; fix: unpack it, and use the folder of images"),
+    (
+        (".csv",),
+        "a CSV; fix for a list of images: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for pixel values: "
+        "a data set of your own, see docs/data.md, 'Arrays and tables'",
+    ),
+    ((".parquet", ".arrow", ".feather", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle"), _ARRAYS),
+    ((".tsv", ".json", ".jsonl", ".tfrecord", ".lmdb", ".mdb", ".beton", ".idx", ".bin", ".xlsx"), _ARRAYS),
+    ((".yaml", ".yml"), "a config file; fix: --cfg {path}"),
+)
+
+
+def describe_file(path: Path) -> str:
+    """Return what a file is that is given in place of a folder of images, and the way in."""
+    name = path.name
+    if is_image(name):
+        return "an image; expected the folder that holds the class folders"
+    for endings, text in _FILES:
+        if ending := next((ending for ending in endings if name.lower().endswith(ending)), ""):
+            stem = name[: -len(ending)]
+            texts = {"path": path, "folder": path.with_name(stem or "images"), "parent": path.parent, "stem": stem}
+            return text.format(**{key: shlex.quote(str(value)) for key, value in texts.items()})
+    return "a file; expected a folder"
+
+
+def describe_archives(folder: Path) -> str:
+    """Return '; it holds X, a ZIP archive; fix: ...' for the first archive in a folder, or an empty string."""
+    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
+        for name in sorted(entry.name for entry in entries if not is_folder(entry)):
+            if "archive" in (text := describe_file(folder / name)):
+                return f"; it holds {name}, {text}"
+    return ""
+
+
+def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
+    """Return (key, message) for a DATASET that is no folder; `name` is TRAIN, TEST or FOLDER."""
+    key = name if name == "FOLDER" else f"{name}.DATASET"
+    if os.path.isfile(root):
+        return key, f"{root} is {describe_file(root)}"
+    siblings = list_classes(root.absolute().parent)
+    hint = "; for a URL set DATA.NAME packed" if ":/" in str(root) else did_you_mean(root.name, siblings)
+    return key, f"no such folder: {root}; it should hold {layout}{hint}"
+
+
+def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
+    """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
+    key, problem, existing = f"{name}.SPLIT", f"no folder {split!r} in {root}", list_classes(root)
+    has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}{describe_archives(root)}"
+    if (inner := find_inner_root(root)) and split in list_classes(inner):
+        return key, f"{problem}; {has}; fix: set {name}.DATASET {inner}"
+    classes = [entry for entry in existing if holds_images(root / entry, depth=1)]
+    if near := did_you_mean(split, [entry for entry in existing if entry not in classes]):
+        return key, f"{problem}; {has}{near}"
+    if classes and root.name == split:
+        return key, f"{problem}; {root} has class folders itself; set {name}.DATASET {root.parent}"
+    if classes:
+        named = f"these look like class folders: {first_few(classes)}"
+        return key, f"{problem}; {named}; fix: {split_command(root)}"
+    splits = [entry for entry in existing if entry.lower() in SPLIT_NAMES and list_classes(root / entry)]
+    fitting = [entry for entry in splits if (entry.lower() in TRAIN_NAMES) == (name == "TRAIN")]
+    if fitting:
+        return key, f"{problem}; {has}; fix: set {key} {fitting[0]}"
+    return key, f"{problem}; {has}" + (f"; fix: {split_command(root / splits[0])}" if splits else "")
+
+
+def split_command(folder: Path) -> str:
+    """Return the command that splits a folder of classes into lists in the current folder."""
+    out = f"{Path(os.path.abspath(folder)).name}_lists"
+    return shlex.join(["distribuuuu", "split", str(folder), "--val", "0.2", "--out", out])
+
+
+# --------------------------------------------------------------------------- folders in class folders
+
+
+def holds_images(folder: Path, depth: int = 8) -> bool:
+    """Return whether a folder has an image in itself or, up to `depth` levels below, in its sub-folders."""
+    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
+        if any(is_image(entry.name) and not is_folder(entry) for entry in entries):
+            return True
+    return depth > 1 and any(holds_images(folder / name, depth - 1) for name in list_classes(folder))
+
+
+def list_nested(folder: Path) -> tuple[str, ...]:
+    """Return the sub-folders of a class folder that hold images, if it has no image of its own."""
+    if holds_images(folder, depth=1):
+        return ()
+    return tuple(name for name in list_classes(folder) if holds_images(folder / name))
+
+
+def find_inner_root(root: Path) -> Path | None:
+    """Return the first folder below the only class folder of `root` that has several sub-folders with images.
+
+    These are its classes or splits, and `root` is one folder, or more, above the data set. None: there is none.
+    """
+    folder = root
+    for _ in range(8):
+        holding = [name for name in list_classes(folder) if holds_images(folder / name)]
+        if len(holding) != 1 or holds_images(folder, depth=1):
+            return folder if holding and folder != root else None
+        folder = folder / holding[0]
+    return None
+
+
+def sort_splits(names: Iterable[str]) -> list[str]:
+    """Return the names of splits among `names`, in the usual order."""
+    known = (name for name in names if name.lower() in SPLIT_NAMES)
+    return sorted(known, key=lambda name: (SPLIT_NAMES.index(name.lower()), name))
+
+
+def find_splits(names: Iterable[str]) -> list[str]:
+    """Return the names of a folder that are splits, in the usual order; empty if they are classes.
+
+    A class may be called "test": of other folders beside it, only "train" makes it a split.
+    """
+    names = list(names)
+    known = sort_splits(names)
+    return known if known and (known[0].lower() in TRAIN_NAMES or len(known) == len(names)) else []

@@ -1,0 +1,120 @@
+"""Files and folders that are not laid out as a data set: each is named, with a command or an option that helps."""
+
+import shlex
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.images import draw_folder
+from support.runs import small_options
+
+from distribuuuu.cli import doctor
+from distribuuuu.cli.split import split
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.layouts import find_inner_root, missing_split
+from distribuuuu.data.doctor.layout import open_folder
+from distribuuuu.engine.preflight import find_run_problems
+
+FILES = {
+    "images.zip": "is a ZIP archive; fix: python -m zipfile -e",
+    "images.ZIP": "is a ZIP archive; fix: python -m zipfile -e",
+    "images.tar": "is a tar archive; fix: mkdir",
+    "images.tar.gz": "is a tar archive; fix: mkdir",
+    "my images.tgz": "is a tar archive; fix: mkdir",
+    "images.rar": "is a compressed file; fix: unpack it",
+    "images.parquet": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
+    "images.npz": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
+    "train.csv": "is a CSV; fix for a list of images: DATA.NAME list TRAIN.DATASET",
+    "cat.jpg": "is an image; expected the folder that holds the class folders",
+    "best.pth.tar": "is a checkpoint, not data",
+    "recipe.yaml": "is a config file; fix: --cfg",
+    "data": "is a file; expected a folder",
+}
+
+
+def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
+    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
+    return "\n".join(map(str, find_run_problems(cfg, train=True)))
+
+
+@pytest.mark.parametrize(("name", "message"), FILES.items())
+def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys, name, message):
+    (path := tmp_path / name).touch()
+    for dataset in ("imagefolder", "packed", "list"):
+        found = errors_of(path, tmp_path, "DATA.NAME", dataset)
+        assert f"TRAIN.DATASET (command line): {path} {message}" in found and "no such folder" not in found
+    assert split("distribuuuu split", [str(path), "--val", "0.2", "--out", str(tmp_path / "lists")]) == 2
+    assert doctor.run("distribuuuu doctor", [str(path)]) == 2
+    assert capsys.readouterr().err.count(f"FOLDER: {path} {message}") == 2
+
+
+@pytest.mark.parametrize("name", ["my images.zip", "images.tar", "images.tar.gz", "images.tgz", "$x;.tar.xz"])
+def test_the_command_for_an_archive_unpacks_it(tmp_path, name):
+    draw_folder(tmp_path, "source", {"ant": 2, "bee": 2})
+    path = tmp_path / name
+    if name.endswith("zip"):
+        with zipfile.ZipFile(path, "w") as archive:
+            for image in (tmp_path / "source").rglob("*.jpg"):
+                archive.write(image, image.relative_to(tmp_path / "source"))
+    else:
+        kind = {"gz": "w:gz", "tgz": "w:gz", "xz": "w:xz"}.get(name.rpartition(".")[2], "w")
+        with tarfile.open(path, kind) as archive:
+            for folder in (tmp_path / "source").iterdir():
+                archive.add(folder, folder.name)
+    with pytest.raises(ConfigError) as error:
+        open_folder(path)
+    command, _, folder = str(error.value).partition("fix: ")[2].rpartition(", then use ")
+    command = command.replace("python -m", f"{shlex.quote(sys.executable)} -m")
+    subprocess.run(["bash", "-c", command], check=True)
+    assert open_folder(Path(shlex.split(folder)[0]))["all"].classes == ("ant", "bee")
+
+
+def test_an_archive_in_the_folder_is_named(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "images.zip").touch()
+    hint = f"it holds images.zip, a ZIP archive; fix: python -m zipfile -e {tmp_path / 'data' / 'images.zip'}"
+    assert hint in errors_of(tmp_path / "data", tmp_path)
+    assert split("distribuuuu split", [str(tmp_path / "data"), "--val", "0.2", "--out", str(tmp_path / "l")]) == 2
+    assert doctor.run("distribuuuu doctor", [str(tmp_path / "data")]) == 2
+    assert capsys.readouterr().err.count(hint) == 2
+
+
+def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / "my images", "train", {"ant": 5, "bee": 5})
+    message = errors_of(Path("my images"), tmp_path)
+    assert "TRAIN.SPLIT" not in message and "TEST.SPLIT: no folder 'val' in my images; it has train; fix: " in message
+    command = shlex.split(message.rpartition("fix: ")[2])
+    assert command[:2] == ["distribuuuu", "split"] and split("distribuuuu split", command[2:]) == 0
+    options = capsys.readouterr().out.rpartition("distribuuuu train ")[2].split()
+    assert not errors_of(tmp_path, tmp_path, *options, "TRAIN.BATCH_SIZE", 2)
+
+
+def test_a_split_of_another_name_is_proposed(tmp_path):
+    draw_folder(tmp_path / "a", "train", {"ant": 1, "bee": 1})
+    draw_folder(tmp_path / "a", "test", {"ant": 1, "bee": 1})
+    assert "fix: set TEST.SPLIT test" in missing_split("TEST", tmp_path / "a", "val", "val/CLASS/IMAGE")[1]
+    draw_folder(tmp_path / "b", "val", {"ant": 1, "bee": 1})
+    message = missing_split("TRAIN", tmp_path / "b", "train", "train/CLASS/IMAGE")[1]
+    assert f"fix: distribuuuu split {tmp_path / 'b' / 'val'} --val 0.2 --out val_lists" in message
+    draw_folder(tmp_path / "c", "vans", {"": 1})  # a class folder is not proposed as a split
+    draw_folder(tmp_path / "c", "bikes", {"": 1})
+    assert "fix: distribuuuu split" in missing_split("TEST", tmp_path / "c", "val", "val/CLASS/IMAGE")[1]
+
+
+def test_a_folder_above_the_data_set_is_recognized(tmp_path, capsys):
+    draw_folder(tmp_path / "parent" / "deep" / "data", "train", {"ant": 2, "bee": 2})
+    draw_folder(tmp_path / "parent" / "deep" / "data", "val", {"ant": 2, "bee": 2})
+    inner = tmp_path / "parent" / "deep" / "data"
+    assert find_inner_root(tmp_path / "parent") == inner and find_inner_root(inner) is None
+    assert f"fix: set TRAIN.DATASET {inner}" in errors_of(tmp_path / "parent", tmp_path)
+    (tmp_path / "parent" / "empty").mkdir()
+    for folder, message in (
+        (tmp_path / "parent", f"fix: use {inner}"),
+        (inner, "has splits already: train, val; fix: "),
+    ):
+        assert split("distribuuuu split", [str(folder), "--val", "0.2", "--out", str(tmp_path / "lists")]) == 2
+        assert message in capsys.readouterr().err
