@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
+from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.rules import AUTO
@@ -65,13 +66,16 @@ class Normalizer:
         self.scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._normalize = torch.compile(_normalize) if compiled else None
+        self._most_images = 0
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 (N, 3, H, W) on the device from uint8 (N, 3, H, W) on any device."""
         # An asynchronous copy of other memory may read it after it has been reused for another batch.
         pixels = pixels.to(self.device, non_blocking=self.device.type == "cuda" and pixels.is_pinned())
         if self._normalize:
-            return self._normalize(pixels, self.mean, self.scale, self._format)
+            num, self._most_images = len(pixels), max(self._most_images, len(pixels))
+            padded = pad_batch(pixels, self._most_images)  # another number of images would be compiled again
+            return self._normalize(padded, self.mean, self.scale, self._format)[:num]
         images = self.empty(pixels.shape)
         num = rows = max(1, *pixels.shape)
         if self.device.type == "cpu":
@@ -92,6 +96,11 @@ def _normalize(
 ) -> torch.Tensor:
     """Return normalized images in a memory layout; compiled, one pass over them instead of three."""
     return pixels.to(torch.float32, memory_format=memory_format).sub(mean).mul(scale)
+
+
+def pad_batch(images: torch.Tensor, num: int) -> torch.Tensor:
+    """Return at least `num` images (N, C, H, W), the last ones zeros, in the same memory format."""
+    return pad(images, [0] * 7 + [num - len(images)]) if len(images) < num else images
 
 
 class Loader:

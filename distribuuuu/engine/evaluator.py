@@ -1,12 +1,14 @@
 """Evaluation of every image exactly once, on any number of processes and with any batch size."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.loader import Loader
+from distribuuuu.data.loader import Loader, pad_batch
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.tasks.base import Task
@@ -33,6 +35,35 @@ class PaddedBatches:
             yield self._loader.zero_images(1), None
 
 
+class PaddedModel(nn.Module):
+    """A model that gets each batch with zero images up to `num` images, whose outputs are cut off.
+
+    The last batch of an evaluation then compiles nothing and measures no algorithms. It does not change the outputs of
+    the other images: in evaluation mode, a model treats each image by itself.
+    """
+
+    def __init__(self, model: nn.Module, num: int):
+        super().__init__()
+        self.unpadded, self._num = model, num
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a task may use other attributes of the model
+            return getattr(super().__getattr__("unpadded"), name)
+
+    def forward(self, images: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the images (N, C, H, W); with further arguments, nothing is padded."""
+        num = len(images)
+        if num >= self._num or args or kwargs:
+            return self.unpadded(images, *args, **kwargs)
+
+        def cut(output: torch.Tensor) -> torch.Tensor:
+            return output[:num] if output.shape[:1] == (self._num,) else output
+
+        return tree_map_only(torch.Tensor, cut, self.unpadded(pad_batch(images, self._num)))
+
+
 def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = iter) -> dict[str, float]:
     """Return count, loss and the evaluation metrics of a model over a data set. Every process must call it.
 
@@ -48,9 +79,13 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = 
     broadcast_buffers(model)
     model.eval()
     meter = Meter(task.eval_metrics, len(task.classes), loader.device)
+    # Other CPU kernels round differently for each number of images, and gain nothing from padding.
+    pads, most = loader.device.type == "cuda" or model._compiled_call_impl is not None, 0
     with inference(model):
         for images, targets in progress(PaddedBatches(loader) if is_sharded(model) else loader):
-            output = task.eval_step(model, images, loader.zero_targets(1) if targets is None else targets)
+            most = max(most, len(images))
+            called = PaddedModel(model, most) if pads and len(images) < most else model
+            output = task.eval_step(called, images, loader.zero_targets(1) if targets is None else targets)
             if targets is not None:
                 meter.update(output)
     result = meter.read()

@@ -36,6 +36,7 @@ from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import is_sharded
+from distribuuuu.distributed.watchdog import begin_start_up
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +84,18 @@ class Recorder:
             output = self._task.eval_step(model, images, targets)
             self._keep(output)
             return output
+        chunked = getattr(model, "unpadded", model)  # a chunk has its own size
         waiting = self._waiting or (images[:0], targets[:0])
         joined = [torch.cat(pair) for pair in zip(waiting, (images, targets), strict=True)]
         num = len(joined[0])
         for start in range(0, num - num % _CHUNK, _CHUNK):
-            self._evaluate(model, joined[0][start : start + _CHUNK], joined[1][start : start + _CHUNK])
+            self._evaluate(chunked, joined[0][start : start + _CHUNK], joined[1][start : start + _CHUNK])
         self._waiting = tuple(tensor[num - num % _CHUNK :].clone() for tensor in joined)
         return self._task.eval_step(model, images, targets)
 
     def _evaluate(self, model: torch.nn.Module, images: torch.Tensor, targets: torch.Tensor, num: int = _CHUNK) -> None:
+        if not self._parts:  # a compiled model is compiled for the size of a chunk
+            begin_start_up()
         # A copy has the same alignment in memory for every batch size.
         self._keep(self._task.eval_step(model, images.clone(memory_format=self._layout), targets), num)
 
