@@ -29,6 +29,7 @@ from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import find_device
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.run import Run
+from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.optimizer import set_lr
@@ -96,7 +97,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan, times: bool) -> dict[
         if times:
             ends = {sizes[epoch]: _train(run, epoch, STEPS_S / len(epochs), waits) for epoch in epochs}
             waited = waits[-1] / ends[sizes[epochs[-1]]][-1]
-            ahead, num_steps = _count_ahead(run), found["images"]["train"] // full.global_batch
+            ahead, num_steps = count_ahead(run), found["images"]["train"] // full.global_batch
             found["step_s"] = {size: step_seconds(one, ahead) for size, one in ends.items()}
             found["epoch_s"] = {size: extrapolate(one, num_steps, ahead) for size, one in ends.items()}
             found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
@@ -105,6 +106,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan, times: bool) -> dict[
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, EVALUATION_S * times, full) for model in state.models.values()]
         run.checkpoints.finish()
+        found["unused"] = list_unused_speed(cfg, _HERE) if device.type == "cuda" else []
         found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
         found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
@@ -175,17 +177,17 @@ def _evaluate(run: Run, model: torch.nn.Module, limit_s: float, plan: BatchPlan)
         ends: list[float] = []
         images = _timed(run.train_loader.iter_images(state.stream_seed, 0, num), ends, limit_s, loader.device)
         compute_precise_statistics(model, images, state.precision.autocast)
-        seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, _count_ahead(run))
+        seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, count_ahead(run))
     model.eval()
     ends = []
     with inference(model):
         for images, targets in _timed(loader, ends, limit_s, loader.device):
             run.task.eval_step(model, images, targets)
     num_batches = -(-len(loader.images) // (plan.world_size * cfg.TEST.BATCH_SIZE))
-    return seconds + extrapolate(ends, num_batches, _count_ahead(run))
+    return seconds + extrapolate(ends, num_batches, count_ahead(run))
 
 
-def _count_ahead(run: Run) -> int:
+def count_ahead(run: Run) -> int:
     """Return the number of steps that the workers prepare ahead."""
     workers = 0 if run.cfg.DATA.LOADER == "device" else count_workers(run.cfg.TRAIN.WORKERS, _HERE)
     return max(1, math.ceil(PREFETCH * workers / run.train_loader.plan.accum_steps))
@@ -208,7 +210,7 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     if cfg.DATA.LOADER == "device":
         return {"images_per_s": speeds, "bottleneck": f"model-bound: the model processes {model:,.0f} images/s"}
     stream = map(loader.to_device, endless_batches(loader, run.state.stream_seed))
-    timed = time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, _count_ahead(run))
+    timed = time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, count_ahead(run))
     speeds["loader"] = rate = plan.per_process / timed.seconds
     num_workers, most = (count_workers(number, _HERE) for number in (cfg.TRAIN.WORKERS, -1))
     remedies = find_remedies(cfg, loader.images, num_workers)

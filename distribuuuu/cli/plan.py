@@ -22,6 +22,10 @@ longer if a step takes more than a second, and writes nothing to OUT_DIR.
   %(prog)s --cfg shapes/resnet14
   %(prog)s --cfg imagenet/resnet50 --gpus 8 TRAIN.AMP bf16
   %(prog)s --cfg imagenet/resnet50 --format json > plan.json
+  %(prog)s --cfg fashion_mnist/resnet14 --tune
+
+With --tune, the options that make it faster without changing the recipe are measured
+too, which takes some minutes, and the command line with those that help is printed.
 """
 
 
@@ -35,6 +39,10 @@ def _run(prog: str, args: list[str]) -> int:
     from distribuuuu.cli.measure_run import measure_and_plan
 
     result = {"config": flags.cfg, **measure_and_plan(cfg, flags.gpus)}
+    if flags.tune:
+        from distribuuuu.cli.tune import tune_plan
+
+        result["tuning"] = tune_plan(cfg, result, flags.overrides)
     print_report(json.dumps(result, indent=1) if flags.format == "json" else format_text(result))
     return 0
 
@@ -64,9 +72,11 @@ def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage="%(prog)s [--cfg FILE] [flags] [KEY VALUE ...]")
     parser.add_argument("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
     parser.add_argument("--gpus", metavar="N", type=int, default=1, help="extrapolate to N processes (1)")
+    parser.add_argument("--tune", action="store_true", help="measure options that make the run faster")
     parser.add_argument("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
     flags, overrides, problems = parse_flags(parser, args)
-    cfg, found = read_cfg(flags.cfg, overrides)
+    flags.overrides = overrides
+    cfg, found = read_cfg(flags.cfg, flags.overrides)
     return flags, cfg, problems + found
 
 
@@ -77,7 +87,10 @@ def format_text(result: dict[str, Any]) -> str:
     """Return the plan as a table of 80 columns."""
     lines = []
     for name, text in _list_rows(result):
-        lines += textwrap.wrap(f"{name:<14}{text}", WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)
+        # The lines of a command are continued, so that they can be copied.
+        end, width = (" \\", WIDTH - 2) if name == "command" else ("", WIDTH)
+        wrapped = textwrap.wrap(f"{name:<14}{text}", width, subsequent_indent=" " * 14, break_on_hyphens=False)
+        lines += [f"{line}{end}" for line in wrapped[:-1]] + wrapped[-1:]
     return "\n".join(lines)
 
 
@@ -111,3 +124,9 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bottleneck", result["bottleneck"]
     if result["assumption"]:
         yield "assumption", result["assumption"]
+    if result["unused"]:
+        yield "not in use", f"{', '.join(result['unused'])}; --tune measures the gain of each"
+    if "tuning" in result:
+        from distribuuuu.cli.tune import list_rows
+
+        yield from list_rows(result["tuning"])

@@ -9,7 +9,6 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import OPTIONAL_DECODERS
 from distribuuuu.report.step_timing import MAX_DATA_FRACTION
 
-# Data sets that are arrays in memory: nothing is read or decoded.
 _IN_MEMORY = ("dummy", "cifar10", "cifar100", "mnist", "fashion_mnist")
 # Fraction of the slower one's speed below which loader and model slow down each other when they run together.
 _MIN_COMBINED = 0.8
@@ -85,17 +84,22 @@ def _join(remedies: Sequence[str]) -> str:
     return " or ".join(remedies) or "more cores per process"
 
 
+def is_in_memory(cfg) -> bool:
+    """Return whether the images are an array in memory: nothing is read or decoded."""
+    return cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in _IN_MEMORY
+
+
 def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
     """Return the options that would make loading a training image cheaper, the best first."""
-    data, name = cfg.DATA, "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
+    data, name, is_array = cfg.DATA, "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME, is_in_memory(cfg)
     if data.LOADER == "device":
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
     # Assume images of at most twice the crop's width and height.
-    is_small = name in _IN_MEMORY or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _MAX_DEVICE_BYTES
+    is_small = is_array or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _MAX_DEVICE_BYTES
     is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
     applicable = {
-        "a packed data set (distribuuuu pack)": name not in (*_IN_MEMORY, "packed"),
-        "DATA.DECODER nvimgcodec": name not in _IN_MEMORY and not is_raw and data.DECODER not in OPTIONAL_DECODERS,
+        "a packed data set (distribuuuu pack)": not is_array and name != "packed",
+        "DATA.DECODER nvimgcodec": not is_array and not is_raw and data.DECODER not in OPTIONAL_DECODERS,
         "DATA.LOADER device": is_small and name != "dummy",
         "DATA.WORKER_KIND thread": num_workers > 0 and data.WORKER_KIND != "thread",
     }

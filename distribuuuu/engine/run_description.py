@@ -14,16 +14,21 @@ from torch import nn
 from distribuuuu import __version__
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import AUTO, find_unused_options
+from distribuuuu.config.tree import get_value
 from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
+from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.state import TrainState
-from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.optimizer import describe_lr
 from distribuuuu.report.log_table import format_duration
 
 logger = logging.getLogger(__name__)
+
+# Options that make training on a GPU faster without changing the recipe: those of configs/speed/gpu.yaml.
+SPEED_OPTIONS = {"TRAIN.AMP": "bf16", "MODEL.CHANNELS_LAST": True, "MODEL.COMPILE": "default", "TRAIN.WORKERS": -1}
 
 
 def describe_machine(launch: Launch, device: torch.device) -> None:
@@ -69,6 +74,8 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
+    if train_loader.device.type == "cuda" and (unused := list_unused_speed(cfg, detect_launch())):
+        logger.info("speed: not in use: %s; `distribuuuu plan --tune` measures the gain of each", ", ".join(unused))
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
     crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
@@ -78,6 +85,13 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     if state.epoch >= cfg.OPTIM.MAX_EPOCH:
         done = counted(state.epoch, "epoch")
         logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)
+
+
+def list_unused_speed(cfg, launch: Launch) -> list[str]:
+    """Return which of SPEED_OPTIONS a run does not use, as KEY VALUE."""
+    all_workers = cfg.DATA.LOADER == "device" or count_workers(cfg.TRAIN.WORKERS, launch) >= count_workers(-1, launch)
+    is_off = {key: get_value(cfg, key) in ("none", False) for key in SPEED_OPTIONS} | {"TRAIN.WORKERS": not all_workers}
+    return [f"{key} {value}" for key, value in SPEED_OPTIONS.items() if is_off[key]]
 
 
 def describe_end(run: Run, started: float) -> None:

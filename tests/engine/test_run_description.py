@@ -1,18 +1,20 @@
 """The log of a start: the crops, the mean, the standard deviation and the sampling that a run uses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.runs import ROOT
+from support.baselines import FILES as RECIPES
 
 from distribuuuu.config import load_cfg
 from distribuuuu.config.tree import get_value
 from distribuuuu.data.datasets.base import ImageDataset, get_dataset
+from distribuuuu.data.loader import build_loaders
+from distribuuuu.engine.run_description import describe_training
+from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import test_model as evaluate_model
 from distribuuuu.trainer import train_model
-
-RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def log_of(cfg, name: str = "train.log") -> str:
@@ -60,3 +62,19 @@ def test_the_values_written_out_are_those_of_the_data_set(name):
     assert (data.MEAN, data.STD) == (dataset.mean, dataset.std)
     assert data.CROP in ("auto", dataset.crop) and (data.CROP != "auto" or dataset.crop == ImageDataset.crop)
     assert torch.equal(torch.tensor(data.MEAN), torch.tensor(dataset.mean))
+
+
+@pytest.mark.parametrize(("device", "words", "logged"), [
+    ("cuda", (), "speed: not in use: TRAIN.AMP bf16, MODEL.CHANNELS_LAST True, MODEL.COMPILE default"),
+    ("cuda", ("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True, "MODEL.COMPILE", "default", "TRAIN.WORKERS", -1), ""),
+    ("cpu", (), ""),
+])  # fmt: skip
+def test_on_cuda_the_start_logs_the_options_of_speed_that_are_not_in_use(device, words, logged, small_cfg, caplog):
+    cfg = small_cfg(*words)
+    train, val = build_loaders(cfg, Launch("test"), torch.device("cpu"))
+    train.device = torch.device(device)
+    state = SimpleNamespace(model=torch.nn.Linear(2, 2), classes=train.images.classes, seed=0, epoch=0)
+    with caplog.at_level("INFO", logger="distribuuuu"):
+        describe_training(cfg, state, train, val)
+    lines = [line for line in caplog.messages if line.startswith("speed:")]
+    assert len(lines) == bool(logged) and all(logged in line and "plan --tune" in line for line in lines)

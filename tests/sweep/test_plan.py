@@ -4,6 +4,7 @@ import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from support.fake_cuda import CUDA, fake_cuda
 from support.runs import small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.cli import measure_run, time_net
+from distribuuuu.cli import measure_run, time_net, tune
 from distribuuuu.cli.commands import dispatch
 from distribuuuu.cli.micro_batch import Peak
 from distribuuuu.config import load_cfg
@@ -138,6 +139,26 @@ def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process)
     assert set(result["step_s"]) == {"8", "16"} and result["hours"] > 0
     assert result["checkpoint_mib"] > 0.5 and result["best_mib"] > 0.4
     assert "2 processes" in result["assumption"] and not (tmp_path / "out").exists()
+    assert "tuning" not in result and result["unused"] == []
+
+
+def test_a_small_run_is_tuned(image_folder, tmp_path, capsys, in_this_process, monkeypatch):
+    opened = []
+
+    def open_run(cfg, plan, changes):
+        opened.append((plan, list(map(str, changes))))
+        speed = 100.0 * (1 + sum(change.key == "MODEL.CHANNELS_LAST" for change in changes))
+        return SimpleNamespace(block=lambda: speed, close=lambda: None)
+
+    monkeypatch.setattr(tune, "Process", open_run)
+    args = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 0)
+    assert dispatch("distribuuuu", ["plan", "--tune", "--format", "json", *args]) == 0
+    shown = capsys.readouterr()
+    tuning = json.loads(shown.out)["tuning"]
+    assert tuning["used"] == ["MODEL.CHANNELS_LAST True"] and tuning["gain"] == 2 and tuning["images_per_s"] == 100
+    assert tuning["command"].endswith("MODEL.CHANNELS_LAST True") and str(image_folder) in tuning["command"]
+    assert "tuning: MODEL.CHANNELS_LAST True: 2.00 x, spread 0.00" in shown.err.splitlines()
+    assert {plan for plan, _ in opened} == {BatchPlan(12, 1, 1)} and opened[0][1] == []
 
 
 def test_a_run_that_does_not_fit_is_not_started_and_the_table_has_80_columns(
