@@ -51,6 +51,8 @@ def wrap_model(
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     settings: dict[str, Any] = {sync_buffers: False}
+    if "batched_grad_copy" in known and device.type == "cuda":  # one kernel for the gradients of a bucket
+        settings["batched_grad_copy"] = True
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
