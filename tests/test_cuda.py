@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, Timeline, fake_cuda, is_pinned, pin_memory
+from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
 
+from distribuuuu.checkpoint import manager
 from distribuuuu.config.rules import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
@@ -303,6 +304,23 @@ def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch)
     tensor = torch.ones(2)
     assert copy_to_device(tensor, CPU) is tensor
     assert copy_to_device(tensor, torch.device("meta")).is_meta
+
+
+def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
+    monkeypatch.setattr(manager, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
+    for broken in (False, True):
+        with monkeypatch.context() as patch, fake_cuda(patch) as timeline:
+            if broken:
+                patch.setattr(Event, "synchronize", lambda self: None)
+            weights = [torch.zeros(3, 4, device=CUDA) for _ in range(20)]
+            content = manager.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
+            assert timeline.waits == ([] if broken else ["event"]) and timeline.unpinned == []
+            weights[0].add_(1)  # the next step
+            copies = [*content["model"].values(), content["step"]]
+            assert not any(copy.is_cuda for copy in copies) and content["lr"] == 0.1
+            for copy in copies:
+                copy.abs()
+            assert timeline.faults == ({"incomplete": ["abs"] * 20} if broken else {"waits": ["event"]})
 
 
 @needs_gpu

@@ -20,6 +20,7 @@ from distribuuuu.checkpoint.load import check_resumable
 from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import FullStateDict
+from distribuuuu.launch.host import copy_to_host
 from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
@@ -277,14 +278,31 @@ def position_of(path: Path) -> tuple[int, int]:
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy of nested content with every tensor on the CPU, unaffected by later steps."""
+    """Return a copy of nested content with every tensor on the CPU, unaffected by later steps.
+
+    Tensors of a GPU are copied together, and the host waits for them once.
+    """
+    tensors = [tensor for _, tensor in _iter_tensors(value, "") if tensor.is_cuda]
+    copies = map(with_own_storage, copy_to_host(tensors)()) if tensors else ()
+    return _copy(value, dict(zip(map(id, tensors), copies, strict=True)))
+
+
+def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return a copy of nested content; `copies` are those of some tensors, by their `id`."""
     if isinstance(value, FullStateDict):
         return dict(value)
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copies[id(value)] if id(value) in copies else value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: snapshot(item) for key, item in value.items()}
-    return type(value)(snapshot(item) for item in value) if isinstance(value, (list, tuple)) else value
+        return {key: _copy(item, copies) for key, item in value.items()}
+    return type(value)(_copy(item, copies) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor in the same memory, whose storage is only that: torch saves storages, not tensors."""
+    start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + size]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def find_nonfinite(value: Any, name: str = "") -> str | None:

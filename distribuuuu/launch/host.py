@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +50,44 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Start to copy tensors of the current GPU to the host; return a function that waits for the copies, once.
+
+    The copies share one page-locked buffer. Tensors that are on the CPU are returned themselves.
+    """
+    import torch
+
+    if not any(tensor.is_cuda for tensor in tensors):
+        copies = [tensor.cpu() for tensor in tensors]
+        return lambda: copies
+    copies, copied = copy_into_buffer(tensors, pin_memory=True), torch.cuda.Event(blocking=True)
+    copied.record()
+
+    def wait() -> list[torch.Tensor]:
+        copied.synchronize()
+        return copies
+
+    return wait
+
+
+def copy_into_buffer(tensors: Sequence[torch.Tensor], pin_memory: bool) -> list[torch.Tensor]:
+    """Return copies of tensors, with their memory formats, in one buffer of the host; asynchronous if it is pinned."""
+    import torch
+
+    starts, size = [], 0
+    for tensor in tensors:  # aligned for each type, and no two at one address
+        starts.append(size)
+        size += max(1, -(-tensor.numel() * tensor.element_size() // 64)) * 64
+    try:
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    except RuntimeError:  # so much memory cannot be page-locked: each copy then waits for the device
+        buffer, pin_memory = torch.empty(size, dtype=torch.uint8), False
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        part = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        strides = torch.empty_like(tensor, device="meta").stride()
+        copies.append(part.as_strided(tensor.shape, strides, part.storage_offset()))
+        copies[-1].copy_(tensor.detach(), non_blocking=pin_memory)
+    return copies

@@ -12,6 +12,7 @@ import time
 import weakref
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from torch import nn
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.checkpoint.manager import Best, CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.manager import Best, CheckpointManager, checkpoint_name, with_own_storage
 from distribuuuu.config import load_cfg
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.engine.state import TrainState, list_changes
+from distribuuuu.launch.host import copy_into_buffer
 from distribuuuu.optim.optimizer import build_optimizer
 
 
@@ -464,3 +466,31 @@ def test_a_run_whose_evaluations_abandon_each_save_has_constant_memory(tmp_path,
     folder.finish()
     assert num_abandoned == [True] * 8
     assert count_living(living) <= 1
+
+
+def test_copies_in_one_buffer_are_saved_with_the_same_bytes(tmp_path):
+    tensors = {"format": torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last), "scalar": torch.tensor(3),
+               "empty": torch.empty(0, 3, dtype=torch.float64), "bf16": torch.randn(7).bfloat16(),
+               "bool": torch.rand(2, 3) > 0.5, "transposed": torch.randn(4, 6).t(),
+               "expanded": torch.ones(3).expand(2, 3), "strided": torch.randn(10)[::2]}  # fmt: skip
+    copies = dict(zip(tensors, map(with_own_storage, copy_into_buffer([*tensors.values()], False)), strict=True))
+    expected = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    gc.collect()  # the storages keep the buffer
+    for name, content in (("one", copies), ("each", expected)):
+        write_atomically(tmp_path / name, content)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "each").read_bytes()
+    write_atomically(tmp_path / "part", {"scalar": copies["scalar"]})
+    assert torch.load(tmp_path / "part") == {"scalar": 3}
+    assert (tmp_path / "part").stat().st_size < (tmp_path / "one").stat().st_size / 2, "without the other tensors"
+
+
+def test_memory_that_cannot_be_pinned_is_replaced(monkeypatch):
+    empty = torch.empty
+
+    def allocate(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    assert copy_into_buffer([torch.arange(3)], pin_memory=True)[0].tolist() == [0, 1, 2]
