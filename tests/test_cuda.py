@@ -18,14 +18,19 @@ from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loade
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.deploy import loaded_run, probe
+from distribuuuu.deploy.chunks import one_behind
+from distribuuuu.deploy.loaded_run import Selection, start_selection
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.setup import build_state, set_backends
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
+from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
@@ -321,6 +326,48 @@ def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
             for copy in copies:
                 copy.abs()
             assert timeline.faults == ({"incomplete": ["abs"] * 20} if broken else {"waits": ["event"]})
+
+
+@pytest.mark.parametrize("topk", [2, None])
+def test_a_prediction_is_read_while_the_device_computes_the_next_one(small_cfg, monkeypatch, topk):
+    selection, model, chosen = Selection(topk), build_model(small_cfg(), False).eval(), []
+    with fake_cuda(monkeypatch) as timeline:
+        model.to(CUDA)
+
+        def start(images: torch.Tensor) -> Callable[[], list]:
+            with torch.inference_mode():
+                logits = model(images)
+            return start_selection(StepOutput(logits.sum(), logits, torch.zeros(4).long()), selection, 2)
+
+        chunks = [torch.zeros(4, 3, 16, 16, device=CUDA) for _ in range(3)]
+        monkeypatch.setattr(loaded_run, "select_classes", lambda given, *tensors: [tensor + 0 for tensor in tensors])
+        timeline.waits.clear()
+        for finish in one_behind(map(start, chunks), CUDA):
+            chosen.append(finish())
+        assert timeline.faults == {"waits": ["event"]}, "only for the last one, after which nothing is queued"
+        assert len(timeline.past_waits) == 2 and min(timeline.past_waits) > 10, "the forward pass of the next one"
+    assert [len(tensors) for tensors in chosen] == [1 + (topk is not None)] * 3
+
+
+def test_the_answers_of_a_probe_are_read_at_its_end(monkeypatch):
+    monkeypatch.setattr(probe, "_QUERIES", 4)
+    monkeypatch.setattr(probe, "_ROWS", 4)
+    with fake_cuda(monkeypatch) as timeline:
+        rows, labels, queries = torch.zeros(20, 5), torch.zeros(20).long(), torch.zeros(10, 5)
+        assert probe.predict_knn(rows, labels, queries, 3, CUDA).shape == (10,)
+        assert timeline.waits.count("_to_copy from cuda") == 2, "similarities and indices of three blocks"
+        timeline.waits.clear()
+        assert probe.predict_linear(queries, torch.zeros(6, 3, device=CUDA)).shape == (10,)
+        assert timeline.waits.count("_to_copy from cuda") == 1
+
+
+def test_nothing_is_held_back_on_the_cpu():
+    taken = []
+    items = one_behind((taken.append(number) or number for number in range(3)), CPU)
+    assert [(number, len(taken)) for number in items] == [(0, 1), (1, 2), (2, 3)]
+    taken.clear()
+    items = one_behind((taken.append(number) or number for number in range(3)), CUDA)
+    assert [(number, len(taken)) for number in items] == [(0, 2), (1, 3), (2, 3)]
 
 
 @needs_gpu

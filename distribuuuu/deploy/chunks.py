@@ -7,8 +7,8 @@ the loader. A broken image is replaced by zeros, so that its chunk keeps its siz
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,19 @@ from distribuuuu.data.samples import Sample, Samples
 from distribuuuu.data.seeding import SampleKey
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.data.workers import Pass, start_workers
+
+T = TypeVar("T")
+
+
+def one_behind(items: Iterable[T], device: torch.device) -> Iterator[T]:
+    """Yield items; on CUDA each one after the next, which the device computes while the host reads this one."""
+    held: list[T] = []
+    for item in items:
+        yield from held
+        held = [item] if device.type == "cuda" else []
+        if not held:
+            yield item
+    yield from held
 
 
 def list_spans(num_images: int, chunk_size: int) -> list[range]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +21,13 @@ from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_la
 from distribuuuu.data.loader import BadImageError, Normalizer, build_transform
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.deploy.chunks import ChunkLoader, ImageList, list_spans
+from distribuuuu.deploy.chunks import ChunkLoader, ImageList, list_spans, one_behind
 from distribuuuu.deploy.images import list_images
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.setup import set_backends
-from distribuuuu.launch.host import count_cores
+from distribuuuu.launch.host import copy_to_host, count_cores
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.report.results import FILE_NAME
@@ -223,10 +223,13 @@ class LoadedRun:
         images = ImageList(items)
         loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
         self.build()  # after the workers have been forked: the model may be on a GPU
-        for span, pixels, causes in loader.chunks():
-            chosen = select_classes(self.compute_output(pixels), selection, self.cfg.TRAIN.TOPK)
+        started = (
+            (span, start_selection(self.compute_output(pixels), selection, self.cfg.TRAIN.TOPK), causes)
+            for span, pixels, causes in loader.chunks()
+        )
+        for span, finish, causes in one_behind(started, self.device):
             predictions = []
-            for index, (numbers, probabilities) in zip(span, chosen, strict=True):
+            for index, (numbers, probabilities) in zip(span, finish(), strict=True):
                 name = images.describe(index)
                 if index in causes:
                     predictions.append(Prediction(name, error=causes[index]))
@@ -274,13 +277,31 @@ def choose_selection(multilabel: bool, topk: int | None, threshold: float | None
     return Selection(topk=5 if topk is None else topk)
 
 
-def select_classes(output: StepOutput, selection: Selection, eval_topk: int) -> list[tuple[list[int], list[float]]]:
+def start_selection(
+    output: StepOutput, selection: Selection, eval_topk: int
+) -> Callable[[], list[tuple[list[int], list[float]]]]:
+    """Start to copy an output from the device; return the function that waits for it, see `select_classes`."""
+    copied = [output.logits]
+    if selection.topk is not None:
+        copied.append(output.ranked(min(eval_topk, output.logits.shape[1]))[:, :1])
+    wait = copy_to_host(copied)
+    return lambda: select_classes(selection, *wait())
+
+
+def select_classes(
+    selection: Selection, logits: torch.Tensor, first: torch.Tensor | None = None
+) -> list[tuple[list[int], list[float]]]:
     """Return the numbers of the chosen classes of each image and their probabilities, the most probable first.
 
     With one label per image, the first class is that of the metric top1, also if several logits are equal; it depends
-    on TRAIN.TOPK, `eval_topk`.
+    on TRAIN.TOPK.
+
+    Args:
+        selection: which classes to choose.
+        logits: (N, classes), on the CPU.
+        first: the first class of each image (N, 1), with one label per image.
     """
-    scores = output.logits.double().cpu()
+    scores = logits.double()
     num_classes = scores.shape[1]
     if selection.topk is None:
         probabilities = scores.sigmoid()
@@ -288,7 +309,7 @@ def select_classes(output: StepOutput, selection: Selection, eval_topk: int) -> 
         counts = (ranked > selection.threshold).sum(1).tolist()
     else:
         probabilities, num = scores.softmax(dim=1), min(selection.topk, num_classes)
-        first = output.ranked(min(eval_topk, num_classes))[:, :1].cpu()
+        assert first is not None
         order = scores.scatter(1, first, torch.inf).topk(num).indices
         ranked, counts = probabilities.gather(1, order), [num] * len(order)
     rows = zip(order.tolist(), ranked.tolist(), counts, strict=True)

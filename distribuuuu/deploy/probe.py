@@ -3,6 +3,7 @@
 Sizes of blocks are constants, so the result depends neither on TEST.BATCH_SIZE nor on the number of workers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_images
 from distribuuuu.data.samples import as_targets
 from distribuuuu.data.workers import count_workers
-from distribuuuu.deploy.chunks import ChunkLoader, list_spans
+from distribuuuu.deploy.chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.deploy.loaded_run import LoadedRun
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.host import copy_to_host
 from distribuuuu.report.run_log import progress
 from distribuuuu.report.statistics import wilson_interval
 
@@ -97,19 +99,25 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
     inputs: list[Tensor] = []
     layers = find_classifiers(run, loader.zero_images(1))
     hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float())) for layer in layers]
-    for span, pixels, causes in progress(loader.chunks(), label="features", total=len(loader.sampler.spans)):
+
+    def start(pixels: Tensor, causes: dict[int, str]) -> Callable[[], list[Tensor]]:
         for index, cause in causes.items():
             raise BadImageError(f"broken image: {images.describe(index)}: {cause}; fix: repair or remove it")
         output = run.compute_output(pixels)
         features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
         inputs.clear()
-        if not features.isfinite().all():
+        predicted = output.ranked(run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
+        return copy_to_host([F.normalize(features, dim=1), features.isfinite().all(), predicted])
+
+    chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))
+    for span, wait in one_behind(((span, start(*chunk)) for span, *chunk in chunks), run.device):
+        features, is_finite, predicted = wait()
+        if not is_finite:
             raise ConfigError(f"RUN: {run.source} has features that are not finite; fix: name another checkpoint")
         if not len(rows):
             size = len(images), features.shape[1]
             rows = torch.empty(size, dtype=torch.float32 if size[0] * size[1] <= _MAX_FLOAT32 else torch.float16)
-        rows[span.start : span.stop] = F.normalize(features, dim=1)
-        predicted = output.ranked(run.cfg.TRAIN.TOPK)[:, 0].cpu()  # ties as in the metric top1
+        rows[span.start : span.stop] = features
         num_right += int(predicted.eq(labels[span.start : span.stop]).sum())
     for hook in hooks:
         hook.remove()
@@ -122,7 +130,7 @@ def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int,
 
     A vote has the weight exp(cosine / temperature). Features have length 1; similarities are computed on the device.
     """
-    dtype, predicted = torch.promote_types(rows.dtype, torch.float32), []
+    dtype, found, predicted = torch.promote_types(rows.dtype, torch.float32), [], []
     for block in progress(queries.split(_QUERIES), label="k-NN"):
         block, start = block.to(device, dtype), 0
         best, indices = block.new_empty(len(block), 0), torch.empty(len(block), 0, dtype=torch.int64, device=device)
@@ -131,8 +139,11 @@ def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int,
             own = torch.arange(start, start + len(part), device=device).expand(len(block), -1)
             best, order = similarities.topk(min(NUM_NEIGHBORS, similarities.shape[1]))
             indices, start = torch.cat([indices, own], dim=1).gather(1, order), start + len(part)
-        weights = (best.cpu().double() / TEMPERATURE).exp()  # on the CPU, the order of a sum does not vary
-        votes = weights.new_zeros(len(block), num_classes).scatter_add_(1, labels[indices.cpu()], weights)
+        found.append((best, indices))
+    best, indices = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    for similar, nearest in zip(best.split(_QUERIES), indices.split(_QUERIES), strict=True):
+        weights = (similar.double() / TEMPERATURE).exp()  # on the CPU, the order of a sum does not vary
+        votes = weights.new_zeros(len(weights), num_classes).scatter_add_(1, labels[nearest], weights)
         predicted.append(votes.argmax(dim=1))
     return torch.cat(predicted)
 
@@ -177,7 +188,7 @@ def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, sta
 def predict_linear(rows: Tensor, weights: Tensor) -> Tensor:
     """Return the class of each row of features (M, dim): int64 (M,) on the CPU."""
     logits = (part.to(weights) @ weights[:-1] + weights[-1] for part in rows.split(_ROWS))
-    return torch.cat([part.argmax(1).cpu() for part in logits])
+    return torch.cat([part.argmax(1) for part in logits]).cpu()
 
 
 def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
