@@ -18,11 +18,12 @@ from loader_images import make_jpegs
 from machine import describe_run, show_spread
 
 from distribuuuu.config import load_cfg
+from distribuuuu.data.datasets.image_list import csv_line
 from distribuuuu.data.decode import open_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.deploy.chunks import list_spans
 from distribuuuu.deploy.images import list_images
-from distribuuuu.deploy.journal import Journal, csv_line
+from distribuuuu.deploy.journal import Journal
 from distribuuuu.deploy.loaded_run import LoadedRun, Selection
 from distribuuuu.deploy.predict import format_rows, list_columns
 from distribuuuu.deploy.runs import load_run

@@ -8,6 +8,7 @@ from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import check_out
+from distribuuuu.config.untrusted import printable
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class into lists, which
 DATA.NAME list reads. No image is copied, moved or deleted. The classes keep their
@@ -37,16 +38,17 @@ def _run(prog: str, args: list[str]) -> int:
                           flags.group_by, flags.seed)  # fmt: skip
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    write_split(plan)
+    is_new = write_split(plan)
     total = len(plan.images.names)
-    print(f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}")
+    lines = [] if is_new else [f"finished already: the lists in {flags.out} are those of this command"]
+    lines += [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
     width = max(map(len, plan.files))
     for name, indices in plan.files.items():
         num_classes = len({plan.images.labels[index] for index in indices})
         share = f"{100 * len(indices) / total:.1f} %"
-        print(f"  {name:<{width}}  {len(indices):>9,}  {share:>7}  {counted(num_classes, 'class')}")
-    for note in plan.notes:
-        print(note)
+        lines.append(f"  {name:<{width}}  {len(indices):>9,}  {share:>7}  {counted(num_classes, 'class')}")
+    for line in (*lines, *plan.notes):
+        print(printable(line))
     folder = Path(flags.out, "fold_1") if flags.folds else Path(flags.out)
     print(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train DATA.NAME list TRAIN.DATASET {folder} "
           f"TEST.DATASET {folder} MODEL.NUM_CLASSES 0")  # fmt: skip

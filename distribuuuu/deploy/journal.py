@@ -5,19 +5,18 @@ Reading ends at the first line that is incomplete or damaged; it and those after
 """
 
 import contextlib
-import csv
-import io
 import itertools
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.data.datasets.file_lock import lock_file
+from distribuuuu.data.datasets.image_list import csv_line
 
 
 def partial_path(out: Path) -> Path:
@@ -35,13 +34,6 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out: {out} is a folder; expected a file name")
     if out.exists() and not partial_path(out).exists():
         raise ConfigError(f"--out: {out} exists; fix: remove it, or name another file")
-
-
-def csv_line(cells: Sequence[str]) -> str:
-    """Return a line of a CSV file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
 
 
 class Journal:

@@ -22,8 +22,9 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import TASKS
 from distribuuuu.config.tree import iter_options
+from distribuuuu.data.datasets.image_list import csv_line
 from distribuuuu.deploy.chunks import list_spans
-from distribuuuu.deploy.journal import Journal, StandardOutput, csv_line
+from distribuuuu.deploy.journal import Journal, StandardOutput
 from distribuuuu.deploy.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.deploy.runs import find_run
 from distribuuuu.distributed.process_group import pick_device

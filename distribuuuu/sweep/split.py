@@ -4,11 +4,12 @@ A split is a function of the seed and the names below the folder. Images that mu
 files, and files for whose names `--group-by` finds the same text. A group is never divided.
 """
 
-import csv
+import errno
 import hashlib
 import math
 import os
 import re
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from pathlib import Path
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import first_few, list_classes
-from distribuuuu.data.datasets.image_list import ImageList
+from distribuuuu.data.datasets.file_lock import new_folder
+from distribuuuu.data.datasets.image_list import ImageList, csv_line
 from distribuuuu.data.datasets.imagefolder import walk_images
 from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
 
@@ -72,13 +75,12 @@ def list_images(folder: Path) -> Images:
 
 
 def _fits_in_list(name: str) -> bool:
-    """Return whether a name is UTF-8, and neither it nor its class starts or ends with a space."""
+    """Return whether a name is UTF-8, and is below the folder."""
     try:
         name.encode()
     except UnicodeEncodeError:
         return False
-    label = name.partition("/")[0]
-    return name == name.strip() and label == label.strip() and not name.startswith("../")
+    return not name.startswith("../")
 
 
 # ------------------------------------------------------------------------------------- groups
@@ -88,7 +90,10 @@ def find_duplicates(images: Images) -> list[list[int]]:
     """Return groups of two or more images with equal bytes; only files of equal sizes are read."""
     by_size: dict[int, list[int]] = defaultdict(list)
     for index, name in enumerate(images.names):
-        by_size[os.stat(images.folder / name).st_size].append(index)
+        status = os.stat(images.folder / name)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(images.folder / name))
+        by_size[status.st_size].append(index)
     by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for size, indices in by_size.items():
         for index in indices if len(indices) > 1 else ():
@@ -98,7 +103,7 @@ def find_duplicates(images: Images) -> list[list[int]]:
 
 def _hash_file(path: Path) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.digest()
@@ -339,27 +344,53 @@ def _notes_on_classes(plan: SplitPlan) -> Iterator[str]:
             yield f"{name} has no image of {counted(len(missing), 'class')}: {classes}"
 
 
-def write_split(plan: SplitPlan) -> None:
-    """Write the lists.
+def write_split(plan: SplitPlan) -> bool:
+    """Write the lists, all or none of them if the folder is new; return False if all of them exist already.
+
+    Of the lists in a folder that holds other files, those that a killed process has written are kept.
 
     Raises:
-        ConfigError: a list exists already, or cannot be written.
+        ConfigError: another list has the name of one of them, or one cannot be written.
     """
-    paths = {plan.out / name: indices for name, indices in plan.files.items()}
-    if existing := [str(path) for path in paths if path.exists()]:
-        raise ConfigError(f"--out: {first_few(existing)} exists already; fix: remove it, or use another folder")
     try:
-        for path, indices in paths.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            folder = _folder_in_list(plan.images.folder, path.parent)
-            with replacing(path, "w", encoding="utf-8", newline="") as file:
-                rows = csv.writer(file, lineterminator="\n")
-                rows.writerow(ImageList.columns)
-                for index in indices:
-                    name = plan.images.names[index]
-                    rows.writerow((f"{folder}{name}", plan.images.classes[plan.images.labels[index]]))
+        other, missing = [], []
+        for name in plan.files:
+            if not os.path.lexists(plan.out / name):
+                missing.append(name)
+            elif not _is_same(plan.out / name, _list_lines(plan, name)):
+                other.append(str(plan.out / name))
+        if other:
+            what = f"{first_few(other)} exists already and is another list"
+            raise ConfigError(f"--out: {what}; fix: remove it, or use another folder")
+        if os.path.lexists(plan.out) and (not plan.out.is_dir() or os.listdir(plan.out)):
+            _write_lists(plan, missing, plan.out)
+        else:
+            with new_folder(plan.out) as folder:
+                _write_lists(plan, missing, folder)
     except OSError as error:
         raise ConfigError(f"--out: {error.filename or plan.out} cannot be written: {error.strerror}") from error
+    return bool(missing)
+
+
+def _write_lists(plan: SplitPlan, names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / name) as file:
+            file.writelines(_list_lines(plan, name))
+
+
+def _is_same(path: Path, lines: Iterator[bytes]) -> bool:
+    """Return whether a file has these lines and no others."""
+    with open_regular(path) as file:
+        return all(file.read(len(line)) == line for line in lines) and not file.read(1)
+
+
+def _list_lines(plan: SplitPlan, name: str) -> Iterator[bytes]:
+    """Yield the lines of a list."""
+    images, folder = plan.images, _folder_in_list(plan.images.folder, (plan.out / name).parent)
+    yield csv_line(ImageList.columns).encode()
+    for index in plan.files[name]:
+        yield csv_line((f"{folder}{images.names[index]}", images.classes[images.labels[index]])).encode()
 
 
 def _folder_in_list(folder: Path, list_folder: Path) -> str:

@@ -1,6 +1,7 @@
 """Splits of a folder: shares, groups, duplicates, folds, the command and its errors."""
 
 import csv
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 
 from distribuuuu.cli.split import split
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets import file_lock
+from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.sweep import split as split_module
 from distribuuuu.sweep.split import Images, assign, keep_classes_in_training, merge_groups, plan_split, write_split
 
 COUNTS = {"ant": 31, "bee": 20, "cat": 7, "dog": 2, "one": 1}
@@ -159,8 +163,102 @@ def test_folders_that_cannot_be_split(tmp_path, capsys):
     (tmp_path / "empty" / "cat").mkdir(parents=True)
     assert run(tmp_path / "empty", "--val", 0.2, "--out", tmp_path / "out") == 2
     assert "has no images in class folders" in capsys.readouterr().err
-    (tmp_path / "empty" / "cat" / "a .jpg ").with_suffix(".jpg").write_bytes(b"1")
-    (tmp_path / "empty" / " dog").mkdir()
-    (tmp_path / "empty" / " dog" / "b.jpg").write_bytes(b"2")
-    with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: ' dog/b.jpg'"):
+    with open(os.fsencode(tmp_path / "empty" / "cat") + b"/\xff.jpg", "wb") as file:
+        file.write(b"1")
+    with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: 'cat/.udcff.jpg'"):
         plan_split(tmp_path / "empty", tmp_path / "out", val=0.5)
+
+
+NAMES = ["a\rb.jpg", "a\nb.jpg", "a\r\nb.jpg", " a.jpg", 'a"b.jpg', '"a".jpg', "a,b.jpg", "\ta.jpg", "=cmd().jpg",
+         "-1.jpg", "a;b.jpg", "\x1b[2J.jpg", "\u202egpj.jpg", "\x85a.jpg", "a\u2028b.jpg", "\ufeffa.jpg"]  # fmt: skip
+
+
+@pytest.mark.parametrize("label", ["cat", " cat", "cat ", "ca\rt", "ca\nt", '"cat"', "c,t", '" cat', "=1+1"])
+def test_names_of_any_characters_are_read_back_equal(tmp_path, label, capsys):
+    for number, name in enumerate(NAMES):
+        path = tmp_path / "images" / label / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([number]))
+    assert run(tmp_path / "images", "--val", 0.4, "--out", tmp_path / "out") == 0
+    found = []
+    for part in ("train", "val"):
+        images = ImageList(tmp_path / "out" / f"{part}.csv")
+        found += [os.path.normpath(images.describe(index)) for index in range(len(images))]
+        assert images.classes == (label,)
+    assert sorted(found) == sorted(str(tmp_path / "images" / label / name) for name in NAMES)
+    printed = capsys.readouterr().out
+    assert not set(printed) & set("\x1b\r\u202e") and "rows" not in printed
+
+
+def test_spaces_around_a_field_that_is_not_quoted_are_ignored(tmp_path):
+    (tmp_path / "a.csv").write_text('path , label\n a.jpg , cat \n" b.jpg",cat\n"c.jpg","cat"\n')
+    images = ImageList(tmp_path / "a.csv")
+    assert images.classes == ("cat",)
+    assert [os.path.basename(images.describe(index)) for index in range(3)] == ["a.jpg", " b.jpg", "c.jpg"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("where", ["image", "list"])
+def test_pipes_and_devices_are_refused(folder, tmp_path, capsys, kind, where):
+    path = folder / "cat" / "x.jpg" if where == "image" else tmp_path / "out" / "val.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert str(path) in (error := capsys.readouterr().err) and "not a regular file" in error
+
+
+def test_a_finished_split_says_so(folder, tmp_path, capsys):
+    words = (folder, "--folds", 3, "--out", tmp_path / "out")
+    assert run(*words) == 0
+    text, before = capsys.readouterr().out, contents(tmp_path / "out")
+    assert run(*words) == 0 and contents(tmp_path / "out") == before
+    assert capsys.readouterr().out.splitlines()[1:] == text.splitlines()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out"]
+
+
+class Kill(BaseException):
+    """An end of the process at some point."""
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("num_written", range(6))
+def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, is_new, num_written):
+    """A new folder has all lists or does not exist; in a folder that holds other files, the rest is written."""
+    words = (folder, "--folds", 3, "--out", tmp_path / "out")
+    assert run(folder, "--folds", 3, "--out", tmp_path / "whole") == 0
+    if not is_new:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").touch()
+    written, replacing = [], split_module.replacing
+
+    def write(path):
+        if len(written) == num_written:
+            raise Kill
+        written.append(path)
+        return replacing(path)
+
+    monkeypatch.setattr(split_module, "replacing", write)
+    # A kill runs no cleaning up.
+    monkeypatch.setattr(file_lock.shutil, "rmtree", lambda *args, **options: None)
+    with pytest.raises(Kill):
+        run(*words)
+    monkeypatch.undo()
+    assert not is_new or not (tmp_path / "out").exists()
+    assert run(*words) == 0
+    lists = {name: data for name, data in contents(tmp_path / "out").items() if name != "mine.txt"}
+    assert lists == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out", "whole"], "the leftovers are deleted"
+
+
+def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
+    with file_lock.new_folder(tmp_path / "out") as living:
+        (living / "a").touch()
+        with file_lock.new_folder(tmp_path / "out") as own:
+            (own / "b").touch()
+        assert (living / "a").exists() and (tmp_path / "out" / "b").exists()
+        (tmp_path / "out" / "b").unlink()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -8,7 +8,7 @@ A CSV in UTF-8 with a header; other columns are ignored:
 
 The first column is a path, absolute or relative to the folder of the CSV. `labels` are class names separated by
 semicolons, as names may contain spaces; an image without labels has no class. The classes are the sorted names of the
-training CSV.
+training CSV. Spaces around a field are ignored, unless it is quoted.
 """
 
 import csv
@@ -125,23 +125,50 @@ def _read_table(path: str, columns: Columns, stamp: tuple[int, ...]) -> Table:
     return table
 
 
+def csv_line(cells: Sequence[str]) -> str:
+    """Return a line of a CSV, which is read back as it is: a cell with line breaks or spaces at its ends is quoted."""
+    return ",".join(cell if _is_plain(cell) else _quote(cell) for cell in cells) + "\n"
+
+
+def _is_plain(cell: str) -> bool:
+    return cell == cell.strip() and not any(character in cell for character in ',"\r\n')
+
+
+def _quote(cell: str) -> str:
+    doubled = cell.replace('"', '""')
+    return f'"{doubled}"'
+
+
+def _strip_unless_quoted(cell: str, source: str) -> str:
+    """Return a cell without the spaces at its ends, unless the text of its row quotes it with these."""
+    return cell if _is_plain(cell) or _quote(cell) in source else cell.strip()
+
+
 def _split_labels(columns: Columns, text: str) -> list[str]:
     """Return the class names in a field of the second column."""
-    fields = text.split(";") if columns[1] == "labels" else [text]
-    return [name for name in map(str.strip, fields) if name]
+    return [name for name in (map(str.strip, text.split(";")) if columns[1] == "labels" else [text]) if name]
 
 
 def _read_rows(file, columns: Columns, problems: Problems) -> Iterator[tuple[int, str, str]]:
     """Yield line, image and labels; add invalid lines and headers to `problems`."""
-    reader = csv.reader(file, strict=True)
+    source: list[str] = []  # the lines of the current row
+
+    def read_lines() -> Iterator[str]:
+        for line in file:
+            source.append(line)
+            yield line
+
+    reader = csv.reader(read_lines(), strict=True)
     header = [name.strip() for name in next(reader, [])]
     if missing := [name for name in columns if name not in header]:
         kind = f"has no column {' and no column '.join(missing)}; its header, line 1, must be {','.join(columns)}"
         problems[kind] = [f"it is {','.join(header)!r}" if header else "it is empty"]
         return
     image_at, labels_at = (header.index(name) for name in columns)
+    source.clear()
     for row in reader:
-        line = reader.line_num
+        line, text = reader.line_num, "".join(source)
+        source.clear()
         if not row:  # an empty line
             continue
         if len(row) != len(header):
@@ -151,7 +178,8 @@ def _read_rows(file, columns: Columns, problems: Problems) -> Iterator[tuple[int
         elif not row[image_at].strip():
             problems.setdefault("has lines without an image", []).append(f"line {line}")
         else:
-            yield line, row[image_at].strip(), row[labels_at]
+            image, labels = (_strip_unless_quoted(row[place], text) for place in (image_at, labels_at))
+            yield line, image, labels
 
 
 def _sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
