@@ -310,10 +310,12 @@ def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tup
     return Pass(samples, sampler), notes
 
 
-def build_images(cfg, train: bool) -> ImageDataset:
-    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES or that of TEST.LABELS."""
-    family = get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)
-    images = family.from_cfg(cfg, train)
+def build_images(cfg, train: bool, family: type[ImageDataset] | None = None) -> ImageDataset:
+    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES or that of TEST.LABELS.
+
+    `family` replaces the class of DATA.NAME.
+    """
+    images = (family or get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")

@@ -1,6 +1,5 @@
 """A trained model with its classes, its evaluation transform and predictions for images in memory or on disk."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import load_json
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError, Normalizer, build_transform
@@ -30,7 +30,7 @@ from distribuuuu.engine.setup import set_backends
 from distribuuuu.launch.host import copy_to_host, count_cores
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
-from distribuuuu.report.results import FILE_NAME
+from distribuuuu.report.results import FILE_NAME, read_results
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.metrics import StepOutput
 
@@ -174,8 +174,14 @@ class LoadedRun:
 
     @cached_property
     def results(self) -> dict | None:
-        """The content of results.json; None if there is none."""
-        return read_json(self.folder, FILE_NAME)
+        """The content of results.json; None if there is none, or if it is damaged, with a warning."""
+        if self.folder is None or not os.path.lexists(self.folder / FILE_NAME):
+            return None
+        try:
+            return read_results(self.folder / FILE_NAME)
+        except ConfigError as error:
+            logger.warning("left out: %s", error)
+            return None
 
     def describe(self) -> str:
         """Return a line about the model, its weights and the preprocessing of images."""
@@ -252,9 +258,9 @@ def read_json(folder: Path | None, name: str) -> dict | None:
     if folder is None or not (folder / name).exists():
         return None
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s cannot be read: %s", folder / name, error)
+        return load_json(folder / name)
+    except ConfigError as error:
+        logger.warning("%s", error)
         return None
 
 

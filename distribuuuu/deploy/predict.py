@@ -22,9 +22,10 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import TASKS
 from distribuuuu.config.tree import iter_options
+from distribuuuu.config.untrusted import printable
 from distribuuuu.data.datasets.image_list import csv_line
 from distribuuuu.deploy.chunks import list_spans
-from distribuuuu.deploy.journal import Journal, StandardOutput
+from distribuuuu.deploy.journal import Journal, StandardOutput, find_finished
 from distribuuuu.deploy.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.deploy.runs import find_run
 from distribuuuu.distributed.process_group import pick_device
@@ -87,8 +88,14 @@ def predict_files(job: Job) -> int:
     selection = choose_selection(TASKS.get(task_name(run.cfg)).multilabel, job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
-    out = Journal(job.out, describe_job(job, run, selection), header) if job.out else StandardOutput(header)
-    print(run.describe(), file=sys.stderr)
+    description = describe_job(job, run, selection)
+    num_broken = find_finished(job.out, description) if job.out else None
+    if num_broken is not None:
+        images = counted(len(job.files), "image")
+        print(printable(f"finished already: {job.out} holds this prediction of {images}"), file=sys.stderr)
+        return num_broken
+    out = Journal(job.out, description, header) if job.out else StandardOutput(header)
+    print(printable(run.describe()), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))
     if done:
@@ -98,7 +105,7 @@ def predict_files(job: Job) -> int:
     try:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
             for path, cause in errors:
-                bar.write(f"broken image: {path}: {cause}", file=sys.stderr)
+                bar.write(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
             out.append(rows, errors)
             bar.update(len(span))
         out.finish()

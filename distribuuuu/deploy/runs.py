@@ -23,6 +23,7 @@ from distribuuuu.config.rules import OPEN_SECTIONS
 from distribuuuu.config.run_files import BESTS, CHECKPOINTS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images, statistics_of
 from distribuuuu.deploy.loaded_run import LoadedRun, read_json
 from distribuuuu.models.constructor import find_architecture
@@ -215,14 +216,34 @@ def _assemble(
 
 def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
     """Return the evaluation set of a config, for a file that lacks what the set knows."""
-    counted_cfg = cfg.clone()
     try:
-        counted_cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or dataset_class(cfg).count_classes(cfg)
-        return build_images(counted_cfg, train=False)
+        return open_data(cfg)
     except (ConfigError, OSError) as error:
         what = f"{missing}, and the data of its config cannot be read ({error})"
         fix = "set TRAIN.DATASET and TEST.DATASET to the data that it was trained on (--set KEY VALUE)"
         raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
+
+
+def open_data(cfg: Config) -> ImageDataset:
+    """Return the evaluation set of a config, which may be of others: nothing is written to the folders that it names.
+
+    The index of a folder of images is kept in the user's cache folder, and nothing is downloaded, unless an option of
+    the command line says so.
+
+    Raises:
+        ConfigError, OSError: it cannot be opened.
+    """
+    own = cfg.clone()
+    own.defrost()
+    if cfg.origins.get("DATA.CACHE_DIR") != COMMAND_LINE:
+        own.DATA.CACHE_DIR = ""
+    if cfg.origins.get("DATA.DOWNLOAD") != COMMAND_LINE:
+        own.DATA.DOWNLOAD = False
+    family = dataset_class(own)
+    own.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or family.count_classes(own)
+    if issubclass(family, ImageFolder):
+        family = type(family.__name__, (family,), {"index_in_root": False})
+    return build_images(own, train=False, family=family)
 
 
 def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from support.tiers import slow
 from distribuuuu.cli.predict import build_parser, predict
 from distribuuuu.config import ConfigError
 from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.deploy import load_run
+from distribuuuu.deploy import journal, load_run
 from distribuuuu.deploy.images import list_images
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.metrics import MeanAveragePrecision
@@ -348,24 +350,118 @@ def test_a_partial_file_of_another_prediction_is_refused(
         assert f"belongs to a prediction with another {changed}; fix: remove it" in capsys.readouterr().err
         assert Path(f"{out}.partial").read_bytes() == content and not out.exists()
     assert run(*words) == 0 and out.exists()
+
+
+def test_a_finished_prediction_says_so(shapes_run, labels_run, shapes_folder, tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    (tmp_path / "text.jpg").write_text("hello")
+    words = [shapes_run, shapes_folder / "val" / "star", tmp_path / "text.jpg", "--out", out]
+    assert run(*words) == 3
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    for extra, status in (([], 3), (["--skip-bad"], 0), (["--workers", 1, "--skip-bad"], 0)):
+        capsys.readouterr()
+        assert run(*words, *extra) == status
+        assert f"finished already: {out} holds this prediction of 8 images" in capsys.readouterr().err
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    for other, changed in (
+        ([*words, "--topk", 2], "--topk"),
+        ([labels_run, *words[1:]], "model, evaluation option, --topk, --threshold"),
+        ([*words[:2], "--out", out], "list of images"),
+    ):
+        assert run(*other) == 2
+        assert f"out.csv exists: a prediction with another {changed}; fix: remove it" in capsys.readouterr().err
+    with open(out, "a") as file:
+        file.write("x,y\n")
+    assert run(*words) == 2 and "out.csv exists, and was changed since it was written" in capsys.readouterr().err
+    for content in ("[]", "{", "{}", '{"job": 3, "broken": 0}', "[" * 9999):
+        (tmp_path / ".out.csv.finished").write_text(content)
+        assert run(*words) == 2 and ".csv" in capsys.readouterr().err
+    (tmp_path / ".out.csv.finished").unlink()
     assert run(*words) == 2 and f"--out: {out} exists; fix: remove it" in capsys.readouterr().err
+    out.unlink()
+    assert run(*words, "--skip-bad") == 0 and len(read_csv(out)) == 7
+
+
+@pytest.mark.parametrize("record", [[], 3, {"rows": 1, "errors": []}, {"rows": "", "errors": [["a"]]}, {"errors": []},
+                                    {"rows": "x\n"}, "[" * 9999])  # fmt: skip
+def test_a_partial_file_with_other_content_is_predicted_again(shapes_run, shapes_folder, tmp_path, monkeypatch, record):
+    """Its checksums are right, but it was not written by a prediction."""
+    words = (shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv", *SMALL_CHUNKS)
+    monkeypatch.setattr("distribuuuu.deploy.journal.Journal.finish", lambda self: None)
+    assert run(*words) == 0
+    monkeypatch.undo()
+    lines = (tmp_path / "out.csv.partial").read_bytes().splitlines(keepends=True)
+    data = (record if isinstance(record, str) else json.dumps(record)).encode()
+    (tmp_path / "out.csv.partial").write_bytes(b"".join(lines[:2]) + b"%08x %s\n" % (zlib.crc32(data), data))
+    assert run(*words) == 0 and len(read_csv(tmp_path / "out.csv")) == 70
+
+
+def test_nothing_is_promised_that_is_not_there(shapes_run, shapes_folder, tmp_path, capsys, monkeypatch):
+    words = (shapes_run, shapes_folder / "val" / "star", "--out", tmp_path / "out.csv")
+
+    def fail(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(journal, "open", fail, raising=False)
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    assert "out.csv cannot be written: Read-only file system; fix: make room or name a file" in error
+    assert "kept" not in error and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    os.mkfifo(tmp_path / "out.csv.partial")
+    assert run(*words) == 2 and "out.csv.partial is not a regular file" in capsys.readouterr().err
+
+
+def test_names_reach_a_terminal_as_escape_sequences(shapes_run, shapes_folder, tmp_path, capsysbinary, monkeypatch):
+    data = (shapes_folder / "val" / "star" / "0000.jpg").read_bytes()
+    (tmp_path / "\x1b[2J\u202egpj.jpg").write_bytes(data)
+    (tmp_path / "\x1b[3J.jpg").write_text("broken")
+    assert run(shapes_run, tmp_path) == 3
+    piped = capsysbinary.readouterr()
+    assert b"/\x1b[2J" in piped.out and b"\x1b" not in piped.err.split(b"predict:")[0]
+    assert b"broken image: " in piped.err and b"/\\x1b[3J.jpg: " in piped.err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(shapes_run, tmp_path) == 3
+    assert b"/\\x1b[2J\\u202egpj.jpg,circle" in capsysbinary.readouterr().out.replace(b'"', b"")
+
+
+@pytest.mark.parametrize("name", ["a\rb.jpg", "a\nb.jpg", " a,b.jpg", '"a".jpg', "=cmd().jpg"])
+def test_file_names_are_read_back_equal(shapes_run, shapes_folder, tmp_path, name):
+    (tmp_path / "in").mkdir()
+    shutil.copy(shapes_folder / "val" / "star" / "0000.jpg", tmp_path / "in" / name)
+    assert run(shapes_run, tmp_path / "in", "--out", tmp_path / "out.csv", "--topk", 1) == 0
+    assert [row["path"] for row in read_csv(tmp_path / "out.csv")] == [str(tmp_path / "in" / name)]
+
+
+def test_a_list_of_paths_that_is_a_pipe_is_refused(shapes_run, tmp_path, capsys):
+    os.mkfifo(tmp_path / "list.txt")
+    assert run(shapes_run, tmp_path / "list.txt") == 2
+    assert "list.txt: not a regular file" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_what_is_finished(shapes_run, shapes_folder, tmp_path, capsys, monkeypatch):
     words = (shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv", *SMALL_CHUNKS)
-    (tmp_path / "out.csv.partial").symlink_to("/dev/full")
-    assert run(*words) == 2
-    error = capsys.readouterr().err
-    assert "out.csv cannot be written: No space left on device; finished images are kept" in error
-    (tmp_path / "out.csv.partial").unlink()
 
-    def fail(path, *args, **options):
+    def fail(*args, **options):
         raise OSError(28, "No space left on device")
 
+    append = journal.Journal._append
+    for num_records, is_kept in ((0, False), (1, False), (3, True)):
+        records = iter([append] * num_records)
+        monkeypatch.setattr(journal.Journal, "_append", lambda *args, records=records: next(records, fail)(*args))
+        assert run(*words) == 2
+        error = capsys.readouterr().err
+        assert "out.csv cannot be written: No space left on device; f" in error
+        assert ("finished images are kept in" in error) == is_kept
+        monkeypatch.undo()
+    assert run(*words) == 0 and "resumed after 48 of 70 images" in capsys.readouterr().err
+    (tmp_path / "out.csv").unlink()
+    (tmp_path / ".out.csv.finished").unlink()
     monkeypatch.setattr("distribuuuu.deploy.journal.replacing", fail)
     assert run(*words) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv.partial"]
     monkeypatch.undo()
-    assert run(*words) == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv"]
+    assert run(*words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.csv.finished", "out.csv"]
 
 
 def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shapes_folder, tmp_path, capsys):

@@ -140,6 +140,25 @@ def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, shapes_folder
         load_run(tmp_path, overrides=("MODEL.NUM_CLASSES", "11"))
 
 
+def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shapes_folder, tmp_path, monkeypatch):
+    """A checkpoint without class names is given those of its data; an index of these goes to the user's own cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(shapes_folder, tmp_path / "data", ignore=shutil.ignore_patterns(".distribuuuu"))
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    content["classes"] = None
+    content["config"] |= {"TRAIN.DATASET": str(tmp_path / "data"), "TEST.DATASET": str(tmp_path / "data"),
+                          "DATA.CACHE_DIR": str(tmp_path / "theirs")}  # fmt: skip
+    torch.save(content, tmp_path / "stranger.pth.tar")
+    before = sorted(map(str, (tmp_path / "data").rglob("*")))
+    assert load_run(tmp_path / "stranger.pth.tar").classes == tuple(sorted(SHAPES))
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
+    content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
+    torch.save(content, tmp_path / "stranger.pth.tar")
+    with pytest.raises(ConfigError, match="holds no class names, and the data of its config cannot be read"):
+        load_run(tmp_path / "stranger.pth.tar")
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before, "neither a download nor its lock"
+
+
 # ------------------------------------------------------------------------------------- timm and exports
 
 
