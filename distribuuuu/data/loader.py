@@ -311,10 +311,7 @@ def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tup
 
 
 def build_images(cfg, train: bool, family: type[ImageDataset] | None = None) -> ImageDataset:
-    """Return the ImageDataset of a config, whose number of classes is MODEL.NUM_CLASSES or that of TEST.LABELS.
-
-    `family` replaces the class of DATA.NAME.
-    """
+    """Return the data of a config, checked for MODEL.NUM_CLASSES; `family` replaces the class of DATA.NAME."""
     images = (family or get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")

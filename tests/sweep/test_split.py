@@ -10,10 +10,10 @@ import pytest
 
 from distribuuuu.cli.split import split
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets import file_lock
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.sweep import new_folder
 from distribuuuu.sweep import split as split_module
 from distribuuuu.sweep.split import Images, assign, keep_classes_in_training, merge_groups, plan_split, write_split
 
@@ -239,7 +239,7 @@ def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, is_ne
 
     monkeypatch.setattr(split_module, "replacing", write)
     # A kill runs no cleaning up.
-    monkeypatch.setattr(file_lock.shutil, "rmtree", lambda *args, **options: None)
+    monkeypatch.setattr(new_folder.shutil, "rmtree", lambda *args, **options: None)
     with pytest.raises(Kill):
         run(*words)
     monkeypatch.undo()
@@ -251,9 +251,9 @@ def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, is_ne
 
 
 def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
-    with file_lock.new_folder(tmp_path / "out") as living:
+    with new_folder.new_folder(tmp_path / "out") as living:
         (living / "a").touch()
-        with file_lock.new_folder(tmp_path / "out") as own:
+        with new_folder.new_folder(tmp_path / "out") as own:
             (own / "b").touch()
         assert (living / "a").exists() and (tmp_path / "out" / "b").exists()
         (tmp_path / "out" / "b").unlink()

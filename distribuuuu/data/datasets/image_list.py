@@ -14,6 +14,7 @@ training CSV. Spaces around a field are ignored, unless it is quoted.
 import csv
 import functools
 import os
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from distribuuuu.data.datasets.layouts import missing_root
 if TYPE_CHECKING:
     import numpy as np
 
+# A field that needs no quotes.
+_PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
 # Names of the two columns.
 Columns = tuple[str, str]
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
@@ -127,21 +130,16 @@ def _read_table(path: str, columns: Columns, stamp: tuple[int, ...]) -> Table:
 
 def csv_line(cells: Sequence[str]) -> str:
     """Return a line of a CSV, which is read back as it is: a cell with line breaks or spaces at its ends is quoted."""
-    return ",".join(cell if _is_plain(cell) else _quote(cell) for cell in cells) + "\n"
-
-
-def _is_plain(cell: str) -> bool:
-    return cell == cell.strip() and not any(character in cell for character in ',"\r\n')
+    return ",".join(cell if re.fullmatch(_PLAIN, cell) else _quote(cell) for cell in cells) + "\n"
 
 
 def _quote(cell: str) -> str:
-    doubled = cell.replace('"', '""')
-    return f'"{doubled}"'
+    return '"{}"'.format(cell.replace('"', '""'))
 
 
 def _strip_unless_quoted(cell: str, source: str) -> str:
     """Return a cell without the spaces at its ends, unless the text of its row quotes it with these."""
-    return cell if _is_plain(cell) or _quote(cell) in source else cell.strip()
+    return cell if _quote(cell) in source else cell.strip()
 
 
 def _split_labels(columns: Columns, text: str) -> list[str]:
