@@ -10,7 +10,6 @@ import json
 import os
 import re
 import stat
-from pathlib import Path
 from typing import IO, Any
 
 from distribuuuu.config.errors import ConfigError
@@ -96,13 +95,3 @@ def parse_json(text: str | bytes) -> Any:
         children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
         waiting += [(child, depth + 1) for child in children]
     return value
-
-
-def is_within(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
-    """Return whether a file is in a folder, with links followed.
-
-    The root of the file system and the folders above the user's files are no folder of data: False for these.
-    """
-    root = Path(os.path.realpath(folder))
-    home = Path(os.path.realpath(Path.home()))
-    return not home.is_relative_to(root) and Path(os.path.realpath(path)).is_relative_to(root)

@@ -11,7 +11,7 @@ Arrays of N images and C classes, to be opened with `numpy.load`:
   are relative to the largest logit if an image has one label.
 - `loss` float32 (N,): cross-entropy, or with several labels per image the mean binary cross-entropy of the classes.
 - `classes` (C,): the names. `meta`: JSON with `weights` (raw or ema), `epoch` (null after a separate evaluation),
-  `folder`, `data`, `multilabel` and `schema`.
+  `folder`, `data`, `multilabel` and `schema`; and `images`, the folder of all images, if some are outside of `folder`.
 
 On the CPU, with the same number of threads per process, the bytes depend neither on the number of processes nor on
 TEST.BATCH_SIZE. For that, images are evaluated there once more, in chunks of equal size.
@@ -192,8 +192,18 @@ def recording(
         return
     folder = os.path.abspath(cfg.TEST.DATASET) if loader.images.describe(0) != "image 0" else ""
     meta = {"schema": SCHEMA_VERSION, "weights": weights, "epoch": epoch, "folder": folder,
-            "data": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME, "multilabel": task.multilabel}  # fmt: skip
+            "data": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME, "multilabel": task.multilabel,
+            **({"images": outside} if (outside := find_outside_folder(loader.images, folder)) else {})}  # fmt: skip
     save_predictions(Path(cfg.OUT_DIR) / FILE_NAME, loader.images, cfg.TEST.DATASET, meta, arrays)
+
+
+def find_outside_folder(images: Any, folder: str) -> str:
+    """Return the folder that holds all files of a set, with links followed; empty if `folder` or no file is it."""
+    if not images.has_files or not folder:
+        return ""
+    parents = {os.path.dirname(images.describe(index)) for index in range(len(images))}
+    common = os.path.commonpath([os.path.realpath(parent) for parent in parents])
+    return "" if Path(common).is_relative_to(os.path.realpath(folder)) else common
 
 
 def save_predictions(path: Path, images: Any, folder: str, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

@@ -15,9 +15,8 @@ from PIL import Image
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import read_file
-from distribuuuu.data.loader import build_images
 from distribuuuu.deploy.loaded_run import LoadedRun
-from distribuuuu.deploy.runs import load_run
+from distribuuuu.deploy.runs import load_run, open_data
 from distribuuuu.report.html.saliency import compute_saliency
 from distribuuuu.report.predictions import name_of
 from distribuuuu.report.stored_predictions import Predictions
@@ -51,16 +50,40 @@ def open_images(content: Predictions, cfg) -> Any:
     """
     folder = content.meta.get("folder") or ""
     if folder and content.meta.get("data") != "packed":
-        return lambda index: read_file(os.path.join(folder, str(content.path[index])))
+        return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.TEST.DATASET, cfg.DATA.DOWNLOAD = folder or cfg.TEST.DATASET, False
-    images = build_images(cfg, train=False)
+    cfg.TEST.DATASET = folder or cfg.TEST.DATASET
+    images = open_data(cfg)
+    if images.has_files:  # a config names files that the predictions do not
+        raise ConfigError("the predictions do not record the folder of the images")
     step = max(1, len(content) // 100)
     for index in range(0, len(content), step):
         if len(images) != len(content) or name_of(images, index, folder) != content.path[index]:
             raise ConfigError(f"the data now holds {counted(len(images), 'other image')}")
     return images.read
+
+
+def is_within(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
+    """Return whether a file is in a folder, with links followed.
+
+    The root of the file system and the folders above the user's files are no folder of data: False for these.
+    """
+    root = Path(os.path.realpath(folder))
+    home = Path(os.path.realpath(Path.home()))
+    return not home.is_relative_to(root) and Path(os.path.realpath(path)).is_relative_to(root)
+
+
+def image_folder(content: Predictions) -> str:
+    """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
+    return str(content.meta.get("images") or content.meta.get("folder") or "")
+
+
+def _read_within(path: str, folder: str) -> bytearray:
+    """Return the bytes of an image; raises PermissionError if it is not in a folder."""
+    if not is_within(path, folder):
+        raise PermissionError(f"not in {folder}, the recorded folder of the images")
+    return read_file(path)
 
 
 def load_model(out_dir: Path, content: Predictions) -> LoadedRun:
@@ -99,7 +122,7 @@ def make_pictures(
     if missing := len(targets) - len(crops):
         where = content.meta.get("folder") or "the data set"
         pictures.notes.append(f"No thumbnails of {counted(missing, 'image')}, moved or changed since in {where}, "
-                              f"e.g. {first_error}")  # fmt: skip
+                              f"or outside of it, e.g. {first_error}")  # fmt: skip
     for index, crop in crops.items():
         pixels = to_pixels(crop, run.transform.mean, run.transform.std)
         pictures.is_tiny = max(pixels.shape) < _TINY

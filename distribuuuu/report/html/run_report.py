@@ -50,7 +50,7 @@ from distribuuuu.report.html.page import (
     table,
     tiles,
 )
-from distribuuuu.report.html.pictures import Pictures, make_pictures
+from distribuuuu.report.html.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.predictions import FILE_NAME
 from distribuuuu.report.results import TEST_FILE_NAME
@@ -361,6 +361,7 @@ def describe_provenance(run: RunFiles) -> Section:
         "changed on the command line": ", ".join(f"{key} {value}" for key, value in overrides.items()),
         "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
+        "pictures from": image_folder(run.content),
         "training images": f"{num_train:,}" if num_train else None,
         "images per step": training.get("global_batch"),
         "processes": training.get("processes"),

@@ -19,6 +19,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.report.html import pictures
 from distribuuuu.report.html.history import read_history
 from distribuuuu.report.html.page import percent, write_page
+from distribuuuu.report.html.pictures import is_within
 from distribuuuu.report.html.run_report import read_run
 from distribuuuu.report.predictions import write_arrays
 from distribuuuu.trainer import train_model
@@ -231,3 +232,78 @@ def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, mo
     pictures.make_pictures(finished, selected, {0: 0, 3: 1})
     pictures.make_pictures(finished, content, {0: 0, 3: 1})
     assert shown == [{0: 1, 3: 2}, {0: 0, 3: 1}]
+
+
+def rewrite(run: Path, **changes) -> None:
+    """Write the predictions of a run again with other entries of `meta`, or another `path`."""
+    content = read_run(str(run)).content
+    path = changes.pop("path", content.path)
+    arrays = {"meta": np.array(json.dumps({**content.meta, **changes})), "classes": np.array(content.classes),
+              "path": path, "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
+    write_arrays(run / "predictions.npz", arrays)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])
+def test_images_outside_of_the_recorded_folder_are_not_shown(run, data, tmp_path, capsys, monkeypatch, kind):
+    """The predictions of a stranger name private images of the reader."""
+    private, folder = tmp_path / "private", tmp_path / "theirs"
+    shutil.copytree(data / "val" / "ant", private)
+    name = sorted(private.iterdir())[0].name
+    folder.mkdir()
+    (folder / "link.jpg").symlink_to(private / name)
+    (folder / "linked").symlink_to(private)
+    paths = {
+        "absolute": str(private / name),
+        "parent": f"../private/{name}",
+        "link": "link.jpg",
+        "linked folder": f"linked/{name}",
+        "root": str(private / name).lstrip("/"),
+        "home": f"private/{name}",
+    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recorded = {"root": "/", "home": str(tmp_path)}.get(kind, str(folder))
+    rewrite(run, folder=recorded, path=np.array([paths[kind]] * 24))
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and f"not in {recorded}, the recorded folder" in text
+    texts = Page(text).texts
+    assert texts[texts.index("pictures from") + 1] == recorded
+
+
+def test_images_that_a_config_names_but_the_predictions_do_not(run, capsys):
+    rewrite(run, folder="")
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and "the predictions do not record the folder of the images" in text
+
+
+def test_images_of_a_list_outside_of_its_folder_are_shown(image_folder, tmp_path, capsys):
+    """The folder that holds them is recorded, and shown in the provenance; one that is a link is followed."""
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "linked").symlink_to(image_folder)
+    for split in ("train", "val"):
+        lines = [f"../linked/{path.relative_to(image_folder)},{path.parent.name}"
+                 for path in sorted((image_folder / split).rglob("*.jpg"))]  # fmt: skip
+        (tmp_path / "lists" / f"{split}.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    options = ("DATA.NAME", "list", "OPTIM.MAX_EPOCH", 1)
+    train_model(load_cfg(None, small_options(tmp_path / "lists", tmp_path / "out", *options)))
+    content = read_run(str(tmp_path / "out")).content
+    assert content.meta["images"] == str((image_folder / "val").resolve())
+    assert make(tmp_path / "out", capsys)[0] == 0
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert page.tags.count("img") > 0
+    assert page.texts[page.texts.index("pictures from") + 1] == content.meta["images"]
+
+
+def test_files_within_a_folder_with_links_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    data = tmp_path / "home" / "me" / "data"
+    data.mkdir(parents=True)
+    (data / "link").symlink_to(tmp_path / "secret.jpg")
+    (tmp_path / "data").symlink_to(data)
+    assert is_within(data / "a.jpg", data)
+    assert is_within(data / "a.jpg", tmp_path / "data")
+    assert not is_within(data / "link", data)
+    assert not is_within(data / ".." / "a.jpg", data)
+    # Folders that hold all files of a user are no folders of data.
+    assert not any(is_within(data / "a.jpg", folder) for folder in ("/", tmp_path / "home", tmp_path / "home" / "me"))
