@@ -31,8 +31,9 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.image_list import Multilabel
 from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.datasets.packed_format import INDEX, inspect_pack
 from distribuuuu.data.datasets.shapes import draw_shapes
+from distribuuuu.data.packing.pack import inspect_pack
+from distribuuuu.data.packing.packed_format import INDEX
 from distribuuuu.data.packing.writer import PackWriter, Record, find_conflicts
 from distribuuuu.report.record_files import drop_records_after
 from distribuuuu.report.results import read_results

@@ -21,8 +21,8 @@ from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.packed import is_url
-from distribuuuu.data.datasets.packed_format import FORMATS
 from distribuuuu.data.packing.pack import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
+from distribuuuu.data.packing.packed_format import FORMATS
 from distribuuuu.data.packing.upload import find_url_problem
 from distribuuuu.data.packing.writer import find_conflicts, find_foreign_files
 from distribuuuu.launch.host import count_cores

@@ -26,7 +26,7 @@ from distribuuuu.cli.make_table import read_reported
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.datasets.packed_format import read_index
+from distribuuuu.data.packing.packed_format import read_index
 from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.setup import write_config

@@ -13,21 +13,34 @@ import json
 import math
 import mmap
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import open_regular, parse_json
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64
 FIXED = len(MAGIC) + 8 + 4
+# Bytes of the longest header that is read: more than 100,000 shards need.
+MAX_HEADER = 64 << 20
+_DTYPE = re.compile("[<>|]([iu][1248]|f[248])")
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class Place(NamedTuple):
+    """The type, the shape and the first byte of an array in a file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
 
 
 class ArrayFileError(ValueError):
@@ -79,45 +92,60 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
         ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
-        try:
-            size = os.fstat(file.fileno()).st_size
-            header = read_header(file, size, kind, version)
-            if size != header["size"]:
-                expected = f"has {counted(size, 'byte')}, expected {header['size']:,}"
-                raise ArrayFileError(f"{expected}: it is truncated or corrupt")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            return dict(header["meta"]), {name: _map(mapped, *place) for name, place in header["arrays"].items()}
-        except ArrayFileError:
-            raise
-        except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            raise ArrayFileError("has an invalid header") from error
+    with open_regular(path) as file:
+        meta, places = read_header(file, os.fstat(file.fileno()).st_size, kind, version)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return meta, {name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()}
 
 
-def read_header(file: BinaryIO, size: int, kind: str, version: int) -> dict[str, Any]:
-    """Return the header of a file of `size` bytes; raise ArrayFileError if it cannot be used."""
-    fixed = file.read(FIXED)
+def read_header(file: IO[bytes], size: int, kind: str, version: int) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Return the meta, whose content is unchecked, and the places of the arrays of a file of `size` bytes.
+
+    Raises:
+        ArrayFileError: the header has another kind or version, is invalid, or has an array beyond the file.
+    """
+    length, checksum = read_fixed(file.read(FIXED), size)
+    text = file.read(length)
+    if len(text) != length or zlib.crc32(text) != checksum:
+        raise ArrayFileError("has a corrupt header")
+    try:
+        header = parse_json(text)
+    except ValueError as error:
+        raise ArrayFileError(f"has an invalid header: {error}") from error
+    if not isinstance(header, dict) or not all(isinstance(header.get(part, {}), dict) for part in ("meta", "arrays")):
+        raise ArrayFileError("has an invalid header")
+    found = header.get("kind"), header.get("version")
+    if found != (kind, version):
+        of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
+        raise OtherVersionError(f"is {of}, not {kind} of version {version}")
+    if type(expected := header.get("size")) is not int:
+        raise ArrayFileError("has an invalid header: size")
+    if size != expected:
+        raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected:,}: it is truncated or corrupt")
+    places = {name: _to_place(name, at, size) for name, at in header.get("arrays", {}).items()}
+    return header.get("meta", {}), places
+
+
+def read_fixed(fixed: bytes, size: int) -> tuple[int, int]:
+    """Return the length and the CRC-32 of the header from the first bytes of a file; raises ArrayFileError."""
     if len(fixed) < FIXED or not fixed.startswith(MAGIC):
         raise ArrayFileError("is not a file of arrays, or is truncated")
-    length, checksum = int.from_bytes(fixed[8:16], "little"), int.from_bytes(fixed[16:20], "little")
-    if length > size:
+    length = int.from_bytes(fixed[8:16], "little")
+    if length > min(size - FIXED, MAX_HEADER):
         raise ArrayFileError("is truncated or corrupt")
-    text = file.read(length)
-    if zlib.crc32(text) != checksum:
-        raise ArrayFileError("has a corrupt header")
-    header = json.loads(text)
-    if (header["kind"], header["version"]) != (kind, version):
-        found = f"{header['kind']} of version {header['version']}"
-        raise OtherVersionError(f"is {found}, not {kind} of version {version}")
-    return header
+    return length, int.from_bytes(fixed[16:FIXED], "little")
 
 
-def _map(mapped: mmap.mmap, dtype: str, shape: list[int], offset: int) -> np.ndarray:
-    """Return a numeric array in a mapped file; raises ValueError if it exceeds the file."""
-    if np.dtype(dtype).kind not in "iuf" or min(shape, default=0) < 0:
-        raise ValueError(f"an array of {dtype} in the shape {shape}")
-    count = math.prod(shape)
-    return np.frombuffer(mapped, dtype, count, offset).reshape(shape) if count else np.empty(shape, dtype)
+def _to_place(name: str, at: Any, size: int) -> Place:
+    """Return the place of an array from JSON; raise ArrayFileError unless it lies within `size` bytes."""
+    if isinstance(at, list) and len(at) == 3 and isinstance(at[0], str) and _DTYPE.fullmatch(at[0]):
+        dtype, shape, offset = np.dtype(at[0]), at[1], at[2]
+        is_list = isinstance(shape, list) and len(shape) <= 8
+        if is_list and all(type(number) is int and 0 <= number <= size for number in (*shape, offset)):
+            least = math.prod(max(number, 1) for number in shape) * dtype.itemsize  # numpy refuses huge empty arrays
+            if least <= size and offset + math.prod(shape) * dtype.itemsize <= size:
+                return Place(dtype, tuple(shape), offset)
+    raise ArrayFileError(f"has an invalid header: array {name[:40]!r}")
 
 
 def checksum_of(arrays: Arrays) -> int:

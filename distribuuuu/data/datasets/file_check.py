@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, open_nonblocking, read_file
 from distribuuuu.data.datasets.file_lock import take_turn
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
@@ -125,11 +125,13 @@ def _check_in_turn(
 
 def _load(record: Path, key: list, num: int) -> tuple[dict[int, str], int]:
     """Return the broken files and the number of checked chunks; a missing, corrupt or stale record has none."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    with contextlib.suppress(OSError, ArrayFileError):
         meta, _ = read_arrays(record, KIND, VERSION)
-        broken, done = {int(index): str(problem) for index, problem in meta["broken"]}, int(meta["done"])
-        if meta["key"] == key and done >= 0 and all(0 <= index < num for index in broken):
-            return broken, done
+        pairs, done = meta.get("broken"), meta.get("done")
+        if meta.get("key") == key and type(done) is int and done >= 0 and isinstance(pairs, list):
+            is_pair = [isinstance(pair, list) and list(map(type, pair)) == [int, str] for pair in pairs]
+            if all(is_pair) and all(0 <= index < num for index, _ in pairs):
+                return dict(pairs), done
     return {}, 0
 
 

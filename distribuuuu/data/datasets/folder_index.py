@@ -7,6 +7,7 @@ these times match. A later run reads nothing else from the disk.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -40,6 +41,11 @@ YOUNG_NS = 2_000_000_000
 NOT_KNOWN = -1
 # Files that operating systems create, in lower case; like hidden files they are not counted as ignored.
 _JUNK_FILES = ("thumbs.db", "desktop.ini")
+# Types of the arrays of an index.
+DTYPES = {
+    "names_bytes": np.uint8, "names_offsets": np.int64, "sample_folder": np.int32, "paths_bytes": np.uint8,
+    "paths_offsets": np.int64, "folder_class": np.int32, "folder_mtime_ns": np.int64,
+}  # fmt: skip
 _logger = logging.getLogger(__name__)
 
 
@@ -74,21 +80,6 @@ class FolderIndex:
     def class_bounds(self, number: int) -> tuple[int, int]:
         """Return the index of the first image of a class and of the one after its last."""
         return self._bounds[number], self._bounds[number + 1]
-
-    def is_consistent(self) -> bool:
-        """Return whether all numbers in the arrays refer to existing names, folders and classes."""
-        arrays, num_folders = self.arrays, len(self.arrays["folder_class"])
-        sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
-        for part, num in (("names", len(self)), ("paths", num_folders)):
-            offsets = arrays[f"{part}_offsets"]
-            if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
-                return False
-        ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
-        is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
-        in_range = not len(self) or 0 < sample_folder[0] <= sample_folder[-1] < num_folders
-        # The folder of the classes has -1, followed by all classes without a gap.
-        has_all_classes = folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
-        return bool(is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == num_folders)
 
     def is_current(self) -> bool:
         """Return whether no folder has changed since the scan."""
@@ -187,20 +178,46 @@ def _load(file: Path, folder: str) -> FolderIndex | None:
     """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
         meta, arrays = read_arrays(file, KIND, VERSION)
-        if meta["extensions"] != list(EXTENSIONS):
+        if meta.get("extensions") != list(EXTENSIONS):
             raise OtherVersionError("was made with other image file extensions")
-        if meta["crc32"] != checksum_of(arrays):
+        if meta.get("crc32") != checksum_of(arrays):
             raise ValueError("is corrupt")
-        index = FolderIndex(folder, meta, arrays, file)
-        if not index.is_consistent():
-            raise ValueError("holds inconsistent numbers")
-        return index
+        _check(meta, arrays)
+        return FolderIndex(folder, meta, arrays, file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError) as error:
         level = logging.INFO if isinstance(error, OtherVersionError) else logging.WARNING
         _logger.log(level, "%s is not used: %s; the folder is scanned", file, error)
         return None
+
+
+def _check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Raise ValueError unless all numbers refer to existing names, folders and classes.
+
+    An index may come with the data of others: no name may lead out of the folder.
+    """
+    ignored, found = meta.get("ignored"), {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+    is_counted = isinstance(ignored, dict) and all(type(num) is int for num in ignored.values())
+    if not is_counted or type(meta.get("num_beside")) is not int or found != DTYPES or len(arrays) > len(DTYPES):
+        raise ValueError("has an invalid header")
+    sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
+    for part, num in (("names", len(sample_folder)), ("paths", len(folder_class))):
+        offsets = arrays[f"{part}_offsets"]
+        if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
+            raise ValueError("holds inconsistent numbers of names")
+    ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
+    is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
+    in_range = not len(sample_folder) or 0 < sample_folder[0] <= sample_folder[-1] < len(folder_class)
+    # The folder of the classes has -1, followed by all classes without a gap.
+    has_all_classes = len(folder_class) and folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
+    if not (is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == len(folder_class)):
+        raise ValueError("holds inconsistent numbers")
+    text, offsets = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
+    paths = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
+    is_inside = paths[0] == [b""] and not any(part in (b"", b".", b"..") for path in paths[1:] for part in path)
+    if not is_inside or 0 in arrays["paths_bytes"] or any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep))):
+        raise ValueError("holds a path outside of the folder")
 
 
 # ---------------------------------------------------------------------------------------- scanning

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # A field that needs no quotes.
 _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
+# Characters that are read at a time.
+_MAX_LINE = 1 << 20
 # Names of the two columns.
 Columns = tuple[str, str]
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
@@ -152,7 +154,8 @@ def _read_rows(file, columns: Columns, problems: Problems) -> Iterator[tuple[int
     source: list[str] = []  # the lines of the current row
 
     def read_lines() -> Iterator[str]:
-        for line in file:
+        # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
+        for line in iter(functools.partial(file.readline, _MAX_LINE), ""):
             source.append(line)
             yield line
 

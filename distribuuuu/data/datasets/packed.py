@@ -104,7 +104,7 @@ class Packed(SplitDataset):
         folder = cls.split_path(cfg.TRAIN if train else cfg.TEST)
         if cfg.DATA.EXIF_ROTATE and cls.read_classes(folder):
             options = _read_meta(folder)[0]["options"]
-            is_encoded = options["format"] == "raw" or options["quality"] is not None
+            is_encoded = options["format"] == "raw" or options.get("quality") is not None
             if is_encoded and not options.get("exif_rotate"):
                 fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
                 yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
@@ -151,14 +151,14 @@ class Packed(SplitDataset):
 
     def describe(self, index: int) -> str:
         """Return the original name of image `index` and its place in the pack."""
-        from distribuuuu.data.datasets.packed_format import describe_image
+        from distribuuuu.data.packing.packed_format import describe_image
 
         return describe_image(self.folder, self.columns, index)
 
     def _map(self, number: int) -> "np.ndarray":
         import numpy as np
 
-        from distribuuuu.data.datasets.packed_format import FOREIGN_SHARD, HEADER_SIZE, shard_header
+        from distribuuuu.data.packing.packed_format import FOREIGN_SHARD, HEADER_SIZE, shard_header
 
         path = Path(self.folder, self.meta["shards"][number]["name"])
         with open(path, "rb") as file:
@@ -186,6 +186,6 @@ def _read_meta(path: Path | str) -> tuple[dict, int]:
 
 
 def _read_index(folder: Path, check_rows: bool = False) -> tuple[dict, dict[str, "np.ndarray"]]:
-    from distribuuuu.data.datasets.packed_format import read_index  # it imports numpy
+    from distribuuuu.data.packing.packed_format import read_index  # it imports numpy
 
     return read_index(folder, check_rows)

@@ -28,6 +28,9 @@ class TorchvisionSet(ImageDataset):
             reason = " ".join(str(error).split())
             problem = f"{self.source} is not in {root} and cannot be downloaded: {reason}"
             raise ConfigError(f"{'TRAIN' if train else 'TEST'}.DATASET: {problem}") from error
+        except (ValueError, LookupError, TypeError, AssertionError, EOFError) as error:  # torchvision's own parsers
+            problem = f"{self.source} in {root} is damaged: {type(error).__name__}; fix: delete it, download it again"
+            raise ConfigError(f"{'TRAIN' if train else 'TEST'}.DATASET: {problem}") from error
         self.classes = tuple(data.classes)
         # Arrays, not lists: counting the references of a list's elements would copy it into each loader worker.
         self._pixels = np.asarray(data.data)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distribuuuu.data.datasets.array_file import Arrays
-from distribuuuu.data.datasets.packed_format import HEADER_SIZE
+from distribuuuu.data.packing.packed_format import HEADER_SIZE
 
 if TYPE_CHECKING:
     import torch

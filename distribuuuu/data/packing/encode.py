@@ -17,8 +17,8 @@ import torchvision.io  # noqa: F401
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.datasets.packed_format import COLUMNS, describe_image, shard_name
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
+from distribuuuu.data.packing.packed_format import COLUMNS, MAX_RECORD, describe_image, shard_name
 from distribuuuu.data.packing.writer import Record
 from distribuuuu.data.transforms import resize
 
@@ -56,6 +56,8 @@ class Encoder:
         stamp = self.images.stamp(index)
         try:
             data, height, width = self._encode(self.images.read(index))
+            if len(data) > MAX_RECORD:
+                raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
         label, name = int(self.images.label(index)), os.fsencode(self.name(index))

@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
+from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.file_lock import lock_file
-from distribuuuu.data.datasets.packed_format import INDEX, Identity, inspect_pack
+from distribuuuu.data.packing.packed_format import (
+    FOREIGN_SHARD,
+    HEADER_SIZE,
+    INDEX,
+    Identity,
+    Meta,
+    find_shard_problems,
+    read_index_file,
+    shard_header,
+)
 from distribuuuu.data.packing.pool import map_in_order
 from distribuuuu.data.packing.upload import read_existing_meta, upload_pack
 from distribuuuu.data.packing.writer import (
@@ -31,6 +41,8 @@ from distribuuuu.data.packing.writer import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from distribuuuu.data.packing.encode import Encoder
 
 DEFAULT_QUALITY = 90
@@ -108,7 +120,7 @@ def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Ident
             remove_pack(folder)
         if conflicts := find_conflicts(folder, identity):
             raise ConfigError(conflicts)
-        changed = find_changed_shard(folder, images.stamp)
+        changed = find_changed_shard(folder, len(images), images.stamp)
         warning = f"{folder}: source images have changed since {changed} was packed"
         if (folder / INDEX).exists():
             remove_parts(folder)
@@ -231,6 +243,23 @@ def verify_packs(out: Path, num_workers: int) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"], list[str]]:
+    """Return the meta and the columns of a pack and the problems with its files, to verify it image by image.
+
+    Raises:
+        ConfigError: the index is missing or cannot be used.
+    """
+    meta, columns = read_index_file(folder, check_rows=True)
+    problems = list(find_shard_problems(folder, meta))
+    for number, shard in enumerate(meta["shards"]):
+        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
+            if file.read(HEADER_SIZE) != shard_header(number, meta):
+                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
+    if meta["crc32"] != checksum_of(columns):
+        problems.append(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
+    return meta, columns, problems
 
 
 def _verify_pack(folder: Path, num_workers: int) -> list[str]:

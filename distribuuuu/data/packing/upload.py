@@ -1,5 +1,6 @@
 """Uploading a pack to a URL: its index goes last, so that an incomplete pack cannot be read."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import read_arrays
-from distribuuuu.data.datasets.packed_format import INDEX, KIND, VERSION
+from distribuuuu.config.untrusted import load_json
+from distribuuuu.data.packing.packed_format import INDEX, read_index_file
 from distribuuuu.data.remote.pack import read_meta
 from distribuuuu.data.remote.transport import MISSING, PACKAGES, RemoteError, call_filesystem
 
@@ -55,8 +56,8 @@ def upload_pack(folder: Path, url: str) -> None:
     Raises:
         ConfigError: a file cannot be uploaded.
     """
-    names = [shard["name"] for shard in read_arrays(folder / INDEX, KIND, VERSION)[0]["shards"]]
-    done = json.loads((folder / DONE).read_text()) if (folder / DONE).exists() else {}
+    names = [shard["name"] for shard in read_index_file(folder, check_rows=False)[0]["shards"]]
+    done = _read_done(folder / DONE)
     try:
         if read_existing_meta(url) is not None:
             call_filesystem(f"{url}/{INDEX}", "rm_file")
@@ -70,6 +71,14 @@ def upload_pack(folder: Path, url: str) -> None:
         raise ConfigError(f"{url}: {error}; run the same command again: uploaded shards are kept") from error
     shutil.rmtree(folder)
     print(f"{url}: {counted(len(names), 'shard')} and the index uploaded")
+
+
+def _read_done(file: Path) -> dict[str, Any]:
+    """Return the uploaded shards; empty if the list is missing or damaged: they are uploaded again."""
+    with contextlib.suppress(ConfigError):
+        if isinstance(done := load_json(file), dict):
+            return done
+    return {}
 
 
 def _describe(path: str) -> list[Any]:

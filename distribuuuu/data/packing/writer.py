@@ -16,15 +16,27 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import sync_folder
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
-from distribuuuu.data.datasets.packed_format import (
+from distribuuuu.data.datasets.array_file import (
+    ArrayFileError,
+    Arrays,
+    checksum_of,
+    pack_names,
+    read_arrays,
+    write_arrays,
+)
+from distribuuuu.data.packing.packed_format import (
     COLUMNS,
     HEADER_SIZE,
     INDEX,
     KIND,
     VERSION,
     Identity,
+    Meta,
+    check_columns,
     check_meta,
+    is_number,
+    is_shard,
+    read_index_file,
     shard_header,
     shard_name,
 )
@@ -100,14 +112,25 @@ def _read_identity(folder: Path) -> Identity | None:
 def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Return the meta and the rows of each finished shard, up to the first that is incomplete."""
     parts: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
-    with contextlib.suppress(OSError, ArrayFileError, LookupError, TypeError):
+    with contextlib.suppress(OSError, ArrayFileError):
         while True:
             path = folder / shard_name(len(parts))
             meta, rows = read_arrays(path.with_suffix(".part"), PART_KIND, VERSION)
+            _check_part(len(parts), meta, rows)
             if path.stat().st_size != meta["shard"]["size"]:
                 break
             parts.append((meta, rows))
     return parts
+
+
+def _check_part(number: int, meta: Meta, rows: Arrays) -> None:
+    """Raise ArrayFileError if the side file of a shard misses a value, or has one of another type."""
+    is_valid = all(isinstance(meta.get(part), dict) for part in ("options", "source"))
+    is_counted = all(is_number(meta.get(key), 1 << 40) for key in ("next_image", "num_skipped"))
+    if not (is_valid and is_counted and is_shard(meta.get("shard"), number)):
+        raise ArrayFileError("has an invalid header")
+    if check_columns(rows) != meta["shard"]["images"]:
+        raise ArrayFileError("has another number of rows than images")
 
 
 def remove_pack(folder: Path) -> None:
@@ -130,25 +153,26 @@ def _remove_files(folder: Path, keep: Container[str] = ()) -> None:
             path.unlink()
 
 
-def find_changed_shard(folder: Path, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
+def find_changed_shard(folder: Path, num_source: int, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
     """Return the first finished shard with a source image that was modified in place after packing, or None.
 
     Args:
         folder: of a pack, complete or not, of the same source images.
+        num_source: their number.
         stamp: see `ImageDataset.stamp`.
     """
     if (folder / INDEX).exists():
-        shards = read_arrays(folder / INDEX, KIND, VERSION)[0]["shards"]
+        shards = read_index_file(folder, check_rows=False)[0]["shards"]
     else:
         shards = [meta["shard"] for meta, _ in _finished_parts(folder)]
     start = 0
     for shard in shards:
-        if "stamps_crc32" not in shard:  # packed by an older version
+        if not is_number(shard.get("source_end"), num_source + 1):  # packed by an older version
             return None
         checksum = 0
         for image in range(start, shard["source_end"]):
             checksum = _add_stamp(checksum, stamp(image))
-        if checksum != shard["stamps_crc32"]:
+        if checksum != shard.get("stamps_crc32"):
             return shard["name"]
         start = shard["source_end"]
     return None

@@ -163,8 +163,13 @@ def test_a_check_ends_when_very_many_files_are_broken(root, looks, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"done": "x"}, {"done": -1}, {"broken": 3}, {"broken": [[10**9, "x"]]}, {"broken": [["a"]]}, None]
-)
+    "damage",
+    [
+        {"done": "x"}, {"done": -1}, {"done": 1e308}, {"done": True}, {"broken": 3}, {"broken": [[10**9, "x"]]},
+        {"broken": [["a"]]}, {"broken": [[1e999, "x"]]}, {"broken": [[0.5, "x"]]}, {"broken": [[0, {}]]}, {"key": {}},
+        None,
+    ],
+)  # fmt: skip
 def test_a_damaged_record_of_the_check_counts_as_none(root, damage):
     def read() -> tuple[str, str]:
         cfg = load_cfg(None, small_options(root, root / "out"))

@@ -14,7 +14,7 @@ from support.processes import on_processes
 from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.data.datasets import folder_index
-from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import EXTENSIONS
 from distribuuuu.data.datasets.folder_index import KIND, VERSION, FolderIndex, open_index
 from distribuuuu.data.datasets.imagefolder import ImageFolder, walk_images
@@ -264,6 +264,49 @@ def test_a_file_that_cannot_be_used_is_replaced(root, scans, caplog, damage):
     assert len([record for record in caplog.records if record.levelno > logging.INFO]) == is_damaged
     open_(root)
     assert len(scans) == 2
+
+
+def change(file: Path, meta: dict | None = None, **arrays) -> None:
+    """Rewrite an index with other values, under its right checksum."""
+    known, own = read_arrays(file, KIND, VERSION)
+    arrays = {**own, **arrays}
+    write_arrays(file, KIND, VERSION, {**known, "crc32": checksum_of(arrays), **(meta or {})}, arrays)
+
+
+@pytest.mark.parametrize(
+    ("meta", "arrays"),
+    [
+        ({"ignored": []}, {}), ({"ignored": {".txt": "1"}}, {}), ({"num_beside": "x"}, {}), ({"num_beside": None}, {}),
+        ({"extensions": 3}, {}), ({}, {"folder_class": np.array([-1, 2**31 - 1], np.int32)}),
+        ({}, {"folder_class": np.zeros(0, np.int32)}), ({}, {"folder_class": np.array([-1.0, 0.0])}),
+        ({}, {"names_offsets": np.array([[0, 4]])}), ({}, {"more": np.zeros(3)}),
+    ],
+)  # fmt: skip
+def test_an_index_of_others_with_invalid_values_is_replaced(root, scans, caplog, meta, arrays):
+    file = open_(root).file
+    change(file, meta, **arrays)
+    with caplog.at_level(logging.INFO):
+        assert files_of(open_(root)) == files_of(open_(root))
+    assert len(scans) == 2 and f"{file} is not used: " in caplog.text
+
+
+def renamed(arrays: dict, prefix: str, index: int, name: str) -> dict:
+    names = [name_at(arrays, prefix, number) for number in range(len(arrays[f"{prefix}_offsets"]) - 1)]
+    names[index] = name
+    return pack_names(prefix, [os.fsencode(name) for name in names])
+
+
+@pytest.mark.parametrize("prefix", ["names", "paths"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.jpg", "a/../../b", "..", "a\0b", "/", "a//b"])
+def test_an_index_of_others_leads_to_no_file_outside_of_the_folder(root, scans, caplog, prefix, name):
+    file = open_(root).file
+    if prefix == "names" and name == "..":
+        return  # a folder, which is no image
+    change(file, **renamed(read_arrays(file, KIND, VERSION)[1], prefix, -1, name))
+    with caplog.at_level(logging.INFO):
+        index = open_(root)
+        assert all(Path(index.path(number)).is_file() for number in range(len(index)))
+    assert len(scans) == 2 and f"{file} is not used: holds a path" in caplog.text
 
 
 def refuse(monkeypatch, *folders: Path) -> None:

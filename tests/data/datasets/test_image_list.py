@@ -23,6 +23,7 @@ from support.runs import (
 
 from distribuuuu.cli.make_table import run_table_tool
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets import image_list
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -306,3 +307,10 @@ def test_evaluation_takes_the_binary_loss_and_others_theirs(cfg_of, small_cfg):
     assert build_loss(cfg_of("LOSS.LABEL_SMOOTHING", 0.3), train=False).smoothing == 0
     assert not isinstance(build_loss(small_cfg("LOSS.NAME", "bce"), train=False), BinaryCrossEntropy)
     assert not isinstance(build_loss(cfg_of("MODEL.DUMMY_INPUT", True), train=False), BinaryCrossEntropy)
+
+
+def test_a_line_of_any_length_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_list, "_MAX_LINE", 50)
+    write_csv(tmp_path / "train.csv", ["a.jpg,bee", "b.jpg," + "wet;" * 30, "c.jpg,bee"])
+    table = read_table(tmp_path / "train.csv", Multilabel.columns)
+    assert "has lines with another number of fields" in table.problems[0]

@@ -22,11 +22,13 @@ from support.runs import ROOT, run_tool, small_options
 from distribuuuu.cli.pack_dataset import parse_args
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets import packed_format as pack_file
+from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.decode import DecodeOptions, decode
+from distribuuuu.data.packing import encode
+from distribuuuu.data.packing import packed_format as pack_file
 from distribuuuu.data.packing import writer as pack_writer
 from distribuuuu.data.packing.encode import encode_jpeg
 from distribuuuu.data.packing.pack import pack_split, verify_packs
@@ -387,6 +389,44 @@ def test_a_shard_without_its_whole_side_file_is_done_again(folder, tmp_path, mon
     assert contents(tmp_path / "train") == contents(tmp_path / "whole" / "train")
 
 
+@pytest.mark.parametrize(
+    ("meta", "rows"),
+    [
+        ({"shard": 3}, {}), ({"shard": {"name": "shard-00001.bin", "size": "1"}}, {}), ({"options": []}, {}),
+        ({"source": None}, {}), ({"next_image": 1e9}, {}), ({"num_skipped": None}, {}), ({"num_skipped": -1}, {}),
+        ({}, {"length": np.zeros(1)}), ({}, {"label": np.zeros((2, 2), np.int32)}),
+        ({}, {"offset": np.zeros(0, np.int64)}),
+    ],
+)  # fmt: skip
+def test_a_shard_with_invalid_values_in_its_side_file_is_done_again(folder, tmp_path, monkeypatch, meta, rows):
+    words = ["--shard-mb", TINY_MB, *source(folder)]
+    pack(tmp_path / "whole", *words)
+    stop_after(9, monkeypatch)
+    message_of(pack, tmp_path, *words)
+    monkeypatch.undo()
+    part = tmp_path / "train" / "shard-00001.part"
+    known, own = read_arrays(part, pack_writer.PART_KIND, 1)
+    write_arrays(part, pack_writer.PART_KIND, 1, {**known, **meta}, {**own, **rows})
+    pack(tmp_path, *words)
+    assert contents(tmp_path / "train") == contents(tmp_path / "whole" / "train")
+
+
+@pytest.mark.parametrize("shard", [{"source_end": 10**9}, {"source_end": "x"}, {"stamps_crc32": None}])
+def test_a_finished_pack_of_others_is_not_searched_beyond_the_source(folder, tmp_path, capsys, shard):
+    pack(tmp_path, *source(folder))
+    index = tmp_path / "train" / "index.bin"
+    meta, columns = read_arrays(index, "packed images", 1)
+    columns = {name: column.copy() for name, column in columns.items()}
+    write_arrays(index, "packed images", 1, {**meta, "shards": [{**meta["shards"][0], **shard}]}, columns)
+    pack(tmp_path, *source(folder))
+    assert "is packed already: nothing to do" in capsys.readouterr().out
+
+
+def test_an_image_that_no_reader_takes_is_broken(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_RECORD", 100)
+    assert "bytes; a pack holds images of at most 100" in message_of(pack, tmp_path, *source(folder))
+
+
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
     pack(tmp_path, *source(folder))
     before = contents(tmp_path / "train")
@@ -572,7 +612,7 @@ def several(folder, tmp_path) -> Path:
         ("lost", "shard-00001.bin: No such file", False),
         ("flipped", "its checksum does not match", True),
         ("exchanged", "does not belong to this pack", True),
-        ("index", "index.bin is corrupt", True),
+        ("index", "index.bin is corrupt", False),
     ],
 )
 def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):

@@ -10,6 +10,7 @@ from support.images import draw_folder
 from distribuuuu.cli.pack_dataset import parse_args
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.packed import Packed
+from distribuuuu.data.packing import upload
 from distribuuuu.data.packing.pack import pack_split
 from distribuuuu.data.remote import transport
 
@@ -76,6 +77,16 @@ def test_a_pack_at_a_url_is_the_local_one_and_its_index_goes_last(folder, memory
     pack(url, folder, "--overwrite")
     pack(tmp_path / "other", folder)
     assert_same_images(url, tmp_path / "other", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 9999, "\\udcff"])
+def test_a_damaged_list_of_uploads_counts_as_none(folder, memory, tmp_path, text):
+    pack(tmp_path / "local", folder)
+    shutil.copytree(tmp_path / "local" / "train", tmp_path / "copy")
+    (tmp_path / "copy" / upload.DONE).write_text(text)
+    upload.upload_pack(tmp_path / "copy", "memory://bucket/set/train")
+    images = Packed("memory://bucket/set", "train", None, str(tmp_path / "cache"), 1.0, 1.0)
+    assert len(images) == 18 and not (tmp_path / "copy").exists()
 
 
 def test_urls_that_cannot_be_written_to_are_reported_at_once(folder, monkeypatch):

@@ -8,8 +8,8 @@
 A record is the bytes of an image file (format jpeg) or uint8 pixels (H, W, 3) (format raw).
 """
 
-import contextlib
 import json
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, checksum_of, name_at, read_arrays
+from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, Place, name_at, read_arrays
 
 KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
@@ -31,6 +31,8 @@ COLUMNS = {
     "height": np.int32, "width": np.int32, "crc32": np.uint32,
 }  # fmt: skip
 HEADER_SIZE = 64
+# Bytes of the largest image, which is read as a whole, and of the largest shard.
+MAX_RECORD, _MAX_SHARD = 1 << 30, 1 << 50
 FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
@@ -68,26 +70,9 @@ def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, 
         ConfigError: with every problem of the pack.
     """
     meta, columns = read_index_file(folder, check_rows)
-    if problems := list(_find_shard_problems(folder, meta)):
+    if problems := list(find_shard_problems(folder, meta)):
         raise ConfigError(problems)
     return meta, columns
-
-
-def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray], list[str]]:
-    """Return the meta and the columns of a pack and the problems with its files, to verify it image by image.
-
-    Raises:
-        ConfigError: the index is missing or cannot be used.
-    """
-    meta, columns = read_index_file(folder, check_rows=True)
-    problems = list(_find_shard_problems(folder, meta))
-    for number, shard in enumerate(meta["shards"]):
-        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
-            if file.read(HEADER_SIZE) != shard_header(number, meta):
-                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
-    if meta["crc32"] != checksum_of(columns):
-        problems.append(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
-    return meta, columns, problems
 
 
 def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.ndarray]]:
@@ -96,7 +81,7 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
     try:
         meta, columns = read_arrays(path, KIND, VERSION)
         check_meta(meta)
-        _check_columns(columns)
+        check_columns(columns)
         if check_rows and (problem := _find_row_problem(meta, columns)):
             raise ArrayFileError(f"is corrupt: {problem}")
         return meta, columns
@@ -113,73 +98,93 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
 
 
 def check_meta(meta: Mapping[str, Any]) -> None:
-    """Check the meta of an index.
+    """Check the types and the ranges of all values in the meta of an index that are used anywhere.
 
     Raises:
         ArrayFileError: a part is missing or has an invalid value.
     """
     options = meta.get("options")
-    classes, shards = (meta[key] if isinstance(meta.get(key), list) else [] for key in ("classes", "shards"))
+    classes, shards = (meta[key] if isinstance(meta.get(key), list) else [None] for key in ("classes", "shards"))
     is_valid = {
         "options": isinstance(options, dict) and options.get("format") in FORMATS,
         "source": isinstance(meta.get("source"), dict),
         "classes": all(isinstance(name, str) for name in classes) and 0 < len(set(classes)) == len(classes),
-        **{part: _is_rgb(meta.get(part)) for part in ("mean", "std")},
+        "mean": _is_rgb(meta.get("mean"), -1e6),
+        "std": _is_rgb(meta.get("std"), 1e-6),
         "crop": isinstance(meta.get("crop"), str),
-        "crc32": type(meta.get("crc32")) is int,
-        "shards": isinstance(meta.get("shards"), list) and all(map(_is_shard, shards, range(len(shards)))),
+        "crc32": is_number(meta.get("crc32"), 1 << 32),
+        "max_pixels": is_number(meta.get("max_pixels", 0), 1 << 50),
+        "shards": all(map(is_shard, shards, range(len(shards)))),
     }
-    for part, valid in is_valid.items():
-        if not valid:
-            raise ArrayFileError(f"has an invalid header: {part}")
+    if invalid := [part for part, valid in is_valid.items() if not valid]:
+        raise ArrayFileError(f"has an invalid header: {', '.join(invalid)}")
 
 
-def _is_rgb(values: Any) -> bool:
-    return isinstance(values, list) and len(values) == 3 and all(type(value) in (int, float) for value in values)
+def is_number(value: Any, end: int) -> bool:
+    """Return whether a value from JSON is an integer from 0 to below `end`."""
+    return type(value) is int and 0 <= value < end
 
 
-def _is_shard(shard: Any, number: int) -> bool:
+def _is_rgb(values: Any, least: float) -> bool:
+    is_list = isinstance(values, list) and len(values) == 3
+    return is_list and all(type(value) in (int, float) and least <= value <= 1e6 for value in values)
+
+
+def is_shard(shard: Any, number: int) -> bool:
+    """Return whether a value from JSON describes shard `number`."""
     is_named = isinstance(shard, dict) and shard.get("name") == shard_name(number)
-    return is_named and all(type(shard.get(key)) is int for key in ("size", "images"))
+    return is_named and all(is_number(shard.get(key), _MAX_SHARD) for key in ("size", "images"))
 
 
-def _check_columns(columns: Arrays) -> None:
-    """Raise ArrayFileError if a column is missing or has the wrong type or length."""
-    sizes = {name: column.size for name, column in columns.items()}
-    num = sizes.get("label", 0)
+def check_columns(columns: Mapping[str, Place] | Arrays) -> int:
+    """Return the number of images; raise ArrayFileError if a column is missing or has the wrong type or length."""
+    label, names = (columns[name].shape if name in columns else () for name in ("label", "name_bytes"))
+    num = label[0] if label else 0
     expected: dict[str, tuple[type, int]] = {name: (kind, num) for name, kind in COLUMNS.items()}
-    expected |= {"name_offsets": (np.int64, num + 1), "name_bytes": (np.uint8, sizes.get("name_bytes", 0))}
+    expected |= {"name_offsets": (np.int64, num + 1), "name_bytes": (np.uint8, names[0] if names else 0)}
     for name, (kind, length) in expected.items():
         if name not in columns or columns[name].dtype != kind or columns[name].shape != (length,):
             raise ArrayFileError(f"has an invalid header: column {name}")
+    return num
 
 
 def _find_row_problem(meta: Meta, columns: Arrays) -> str | None:
     """Return the first impossible value among all rows."""
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
+    ends = columns["name_offsets"]
+    if ends[0] != 0 or ends[-1] != len(columns["name_bytes"]) or not (0 <= np.diff(ends)).all():
+        return "names outside of their column"
     if not len(label):
         return None
     if label.min() < 0 or label.max() >= len(meta["classes"]):
         return f"a label outside the {len(meta['classes'])} classes"
     if shard.min() < 0 or shard.max() >= len(sizes):
         return f"an image outside the {len(sizes)} shards"
-    if start.min() < HEADER_SIZE or length.min() < 0 or (start > sizes[shard] - length).any():
+    if start.min() < HEADER_SIZE or start.max() > _MAX_SHARD or length.min() < 0 or length.max() > MAX_RECORD:
+        return f"an image outside its shard, or of more than {MAX_RECORD:,} bytes"
+    if (start > sizes[shard] - length).any():
         return "an image outside its shard"
-    num_bytes = columns["height"].astype(np.int64) * columns["width"] * 3
-    if meta["options"]["format"] == "raw" and (num_bytes != length).any():
+    # The blocks of a pack at a URL are neighboring records.
+    is_same = shard[1:] == shard[:-1]
+    if (shard[1:] < shard[:-1]).any() or (is_same & (start[1:] < start[:-1] + length[:-1])).any():
+        return "images out of order, or overlapping"
+    height, width = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
+    if meta["options"]["format"] == "raw" and ((height <= 0) | (width <= 0) | (height * width * 3 != length)).any():
         return "a number of bytes that differs from the image size"
     return None
 
 
-def _find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
+def find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
+    """Yield each shard that is missing or has another size."""
     for shard in meta["shards"]:
         path = folder / shard["name"]
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             yield f"{path}: {error.strerror}; it holds {counted(shard['images'], 'image')}: restore it, or pack again"
             continue
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
         if size != shard["size"]:
             sizes = f"{counted(size, 'byte')}, expected {shard['size']:,}"
             yield f"{path} has {sizes}: it was truncated or replaced; pack the data again"

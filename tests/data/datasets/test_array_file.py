@@ -1,0 +1,172 @@
+"""Files of arrays of others: an invalid header or value under a right checksum is one error that names the file."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import fuzz_readback
+import numpy as np
+import pytest
+
+from distribuuuu.config import ConfigError
+from distribuuuu.data.datasets import array_file
+from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
+from distribuuuu.data.datasets.packed import Packed
+from distribuuuu.data.packing.pack import inspect_pack
+from distribuuuu.data.packing.writer import find_conflicts
+
+KIND, VERSION = "packed images", 1
+
+
+def craft(path: Path, text: bytes, size: int | None = None) -> None:
+    """Write a file of arrays with that header under its right checksum; a larger file has a hole."""
+    path.write_bytes(b"DUARRAYS" + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text)
+    if size is not None:
+        os.truncate(path, size)
+
+
+def header_with(arrays: object, size: int = 4096) -> bytes:
+    return json.dumps({"kind": KIND, "version": VERSION, "size": size, "meta": {}, "arrays": arrays}).encode()
+
+
+HEADERS = {
+    "not UTF-8": b"\xff\xfe{}", "UTF-16": '{"kind": 1}'.encode("utf-16"), "not JSON": b"{", "deep": b"[" * 100_000,
+    "deep in meta": header_with({})[:-1] + b', "x": ' + b"[" * 60 + b"]" * 60 + b"}",
+    "digits": b'{"version": ' + b"9" * 5000 + b"}", "no dict": b"[]", "empty": b"",
+    **{str(arrays): header_with(arrays) for arrays in (
+        [], 3, *({"a": place} for place in (
+            [], ["<i4", [1], 0, 0], [["<i4"], [1], 0], ["<i4,<i4", [1], 0], ["O", [1], 0], ["<f1", [1], 0],
+            ["<m8", [1], 0], ["<i4", 1, 0], ["<i4", [1.0], 0], ["<i4", [True], 0], ["<i4", [-1], 0],
+            ["<i4", [2**63], 0], ["<i4", [1], -4], ["<i4", [1], 2**70], ["<i4", [1], 4093], ["<i4", [1] * 99, 0],
+            ["<i4", [4096] * 8, 0],            ["<i4", [0] + [4096] * 7, 0], ["<i4", [0, 2**62], 0],
+        )),
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_an_invalid_header_is_one_error(tmp_path, name):
+    craft(tmp_path / "index.bin", HEADERS[name], 4096 if len(HEADERS[name]) < 4000 else None)
+    with pytest.raises(ArrayFileError, match="invalid header|corrupt"):
+        read_arrays(tmp_path / "index.bin", KIND, VERSION)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/index.bin [^\n]*; pack the data again$"):
+        inspect_pack(tmp_path)
+    assert [str(tmp_path / "index.bin") in problem for problem in find_conflicts(tmp_path, {})] == [True]
+
+
+def test_a_header_of_any_length_is_not_read_into_memory(tmp_path, monkeypatch):
+    path = tmp_path / "index.bin"
+    path.write_bytes(b"DUARRAYS" + (1 << 39).to_bytes(8, "little") + bytes(4))
+    os.truncate(path, 1 << 40)  # a hole: it needs no disk
+    with pytest.raises(ArrayFileError, match="truncated or corrupt"):
+        read_arrays(path, KIND, VERSION)
+    monkeypatch.setattr(array_file, "MAX_HEADER", 10)
+    write_arrays(tmp_path / "good.bin", KIND, VERSION, {}, {"a": np.arange(3)})
+    with pytest.raises(ArrayFileError, match="truncated or corrupt"):
+        read_arrays(tmp_path / "good.bin", KIND, VERSION)
+
+
+def test_arrays_of_every_shape_are_read_as_they_were_written(tmp_path):
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.zeros((0, 4)),
+        "c": np.array(7),
+        "d": np.zeros(0),
+    }
+    write_arrays(tmp_path / "file", KIND, VERSION, {"x": [1, None, float("inf")]}, arrays)
+    meta, found = read_arrays(tmp_path / "file", KIND, VERSION)
+    assert meta == {"x": [1, None, float("inf")]} and list(found) == list(arrays)
+    assert all(found[name].dtype == array.dtype and (found[name] == array).all() for name, array in arrays.items())
+    assert found["a"].shape == (2, 3) and found["b"].shape == (0, 4)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "index.bin")
+    with pytest.raises(ConfigError, match="index.bin cannot be read: not a regular file"):
+        inspect_pack(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- the packs
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Return the folder, the meta and the columns of a pack of four raw images, and a function that rewrites it."""
+    fuzz_readback.pack(tmp_path / "train", "raw")
+    path = tmp_path / "train" / "index.bin"
+    meta, columns = read_arrays(path, KIND, VERSION)
+    columns = {name: column.copy() for name, column in columns.items()}
+    Packed(tmp_path, "train")
+
+    def refusal(**changes) -> str:
+        write_arrays(path, KIND, VERSION, {**meta, **changes.pop("meta", {})}, {**columns, **changes})
+        with pytest.raises(ConfigError) as error:
+            Packed(tmp_path, "train")
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        return str(error.value)
+
+    return meta, columns, refusal
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("mean", [[0.5, 0.5], [0.5, 0.5, None], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], ["a"] * 3, [True] * 3]),
+        ("std", [[0, 1, 1], [1, 1, -1], [1, 1, float("inf")], {"0": 1}]),
+        ("crc32", [-1, 1 << 32, 1.0, True, "1", None]),
+        ("max_pixels", [-1, "9", 1e9, None]),
+        ("options", [[], {}, {"format": "png"}, {"format": ["raw"]}, None]),
+        ("source", [[], None, "x"]),
+        ("classes", [[], ["a", "a"], "ab", [["a"]], [1, 2], None]),
+        ("crop", [None, ["resized"]]),
+        ("shards", [None, {}, [None], [{"name": "shard-00001.bin", "size": 100, "images": 1}]]),
+        ("shards", [[{"name": "shard-00000.bin", "size": size, "images": 4}] for size in (2**63, -1, "1", 1.0, None)]),
+        ("shards", [[{"name": "shard-00000.bin", "size": 160, "images": images}] for images in (2**63, -1, "1", None)]),
+    ],
+)
+def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed, part, values):
+    for value in values:
+        assert "has an invalid header: " + part in packed[2](meta={part: value})
+
+
+def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
+    _, columns, refusal = packed
+
+    def changed(name, row, value):
+        column = columns[name].copy()
+        column[row] = value
+        return {name: column}
+
+    wrong = [
+        changed("length", 1, -(2**63)), changed("length", 1, 2**63 - 1), changed("offset", 2, 2**63 - 1),
+        changed("offset", 0, 0), changed("shard", 0, 1), changed("name_offsets", 0, 1), changed("name_offsets", -1, 9),
+        changed("name_offsets", 2, 0), changed("name_offsets", 1, 2**62), changed("name_offsets", 1, -5),
+        {**changed("height", 1, -4), **changed("width", 1, -4)}, changed("width", 0, 0),
+        {"shard": np.zeros(4, np.int32)}, {name: columns[name][::-1] for name in ("shard", "offset")},
+    ]  # fmt: skip
+    for changes in wrong:
+        assert "index.bin is corrupt: " in refusal(**changes)
+
+
+def test_columns_of_other_types_and_lengths_are_refused(packed):
+    _, columns, refusal = packed
+    for name in columns:
+        for wrong in (columns[name][:-1], columns[name].astype(np.float64), columns[name][None]):
+            if name != "name_bytes" or wrong.ndim > 1 or wrong.dtype != np.uint8:
+                assert "has an invalid header: column" in refusal(**{name: wrong})
+    assert "is corrupt: names" in refusal(name_bytes=columns["name_bytes"][:-1])
+
+
+def test_a_folder_with_the_name_and_the_size_of_a_shard_is_no_shard(packed, tmp_path):
+    shard = tmp_path / "train" / "shard-00000.bin"
+    shard.unlink()
+    shard.mkdir()
+    size = shard.stat().st_size
+    meta = packed[0]
+    with pytest.raises(ConfigError, match="shard-00000.bin has 0 bytes, expected"):
+        Packed(tmp_path, "train")
+    shards = [{**meta["shards"][0], "size": size}, *meta["shards"][1:]]
+    write_arrays(tmp_path / "train" / "index.bin", KIND, VERSION, {**meta, "shards": shards}, packed[1])
+    with pytest.raises(ConfigError, match="shard-00000.bin has 0 bytes, expected"):
+        Packed(tmp_path, "train")
