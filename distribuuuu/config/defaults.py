@@ -160,7 +160,7 @@ _C.DATA.DOWNLOAD = True
 _C.DATA.CACHE_DIR = ""
 # Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
 _C.DATA.CACHE_GB = 100.0
-# Seconds for which reading from a URL is retried before the run ends with an error, 1 or more.
+# Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = 300.0
 
 _C.AUG = CfgNode()

@@ -1,10 +1,99 @@
-"""HTTP server with byte ranges over a folder, and faults that a test switches on."""
+"""HTTP server with byte ranges over a folder, and faults and attacks that a test switches on."""
 
+import contextlib
+import functools
 import http.server
+import itertools
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# An answer in pieces to a request for the bytes from the first to the last of so many; they are the fourth argument.
+Attack = Callable[[int, int, int, bytes], Iterator[bytes]]
+DRIP_S = 0.05
+
+
+def partial_answer(body: bytes | Iterator[bytes], *headers: str) -> Iterator[bytes]:
+    """Yield an answer of status 206 with any headers."""
+    yield "\r\n".join(["HTTP/1.1 206 Partial Content", *headers, "", ""]).encode("latin-1")
+    yield from [body] if isinstance(body, bytes) else body
+
+
+def ranged(first: int, last: int, size: int) -> str:
+    """Return the correct Content-Range."""
+    return f"Content-Range: bytes {first}-{last}/{size}"
+
+
+def drip(data: bytes) -> Iterator[bytes]:
+    """Yield single bytes with pauses, without end."""
+    for byte in itertools.cycle(data):
+        time.sleep(DRIP_S)
+        yield bytes([byte])
+
+
+def redirect(location: str | None) -> Attack:
+    """Return an attack that redirects to a URL, or does not tell where."""
+    lines = ["HTTP/1.1 302 Found", "Content-Length: 0", *([] if location is None else [f"Location: {location}"])]
+    return lambda *_: iter(["\r\n".join([*lines, "", ""]).encode("utf-8")])
+
+
+def wrong_range(text: str) -> Attack:
+    """Return an attack with a wrong Content-Range: a format of first, last and size."""
+
+    def answer(first: int, last: int, size: int, body: bytes) -> Iterator[bytes]:
+        found = text.format(first=first, last=last, size=size)
+        return partial_answer(body, f"Content-Range: {found}", f"Content-Length: {len(body)}")
+
+    return answer
+
+
+def with_headers(*headers: str, body: Callable[[bytes], bytes | Iterator[bytes]] = lambda body: body) -> Attack:
+    """Return an attack with the correct range, further headers, and any body."""
+    return lambda first, last, size, right: partial_answer(body(right), ranged(first, last, size), *headers)
+
+
+_CHUNKED = "Transfer-Encoding: chunked"
+_ENDLESS = functools.partial(itertools.repeat, bytes(1 << 16))
+# Answers that never end: an error is expected at the deadline at the latest.
+ENDLESS: dict[str, Attack] = {
+    "silence": lambda *_: (time.sleep(DRIP_S) or b"" for _ in itertools.count()),
+    "dripped status": lambda *_: drip(b"H"),
+    "dripped headers": lambda *_: itertools.chain([b"HTTP/1.1 206 Partial Content\r\n"], drip(b"X: a\r\n")),
+    "dripped body": with_headers("Content-Length: 1000000", body=lambda _: drip(b"\0")),
+    "dripped body of the right length": lambda first, last, size, body: partial_answer(
+        drip(body), ranged(first, last, size), f"Content-Length: {len(body)}"
+    ),
+    "dripped trailers": with_headers(_CHUNKED, body=lambda _: itertools.chain([b"0\r\n"], drip(b"X: a\r\n"))),
+    "continue": lambda *_: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "headers": lambda *_: itertools.chain([b"HTTP/1.1 206 Partial Content\r\n"], itertools.repeat(b"X: a\r\n" * 200)),
+    "header line": lambda *_: itertools.chain([b"HTTP/1.1 206 Partial Content\r\nX: "], _ENDLESS()),
+    "body": with_headers(body=lambda _: _ENDLESS()),
+    "long body": with_headers("Content-Length: 1000000000000000", body=lambda _: _ENDLESS()),
+    "chunks": with_headers(_CHUNKED, body=lambda _: itertools.repeat(b"10000\r\n" + bytes(1 << 16) + b"\r\n")),
+    "small chunks": with_headers(_CHUNKED, body=lambda _: itertools.repeat(b"1\r\na\r\n" * 5000)),
+    "negative chunk": with_headers(_CHUNKED, body=lambda _: itertools.chain([b"-1\r\n"], _ENDLESS())),
+    "chunk size": with_headers(_CHUNKED, body=lambda _: itertools.repeat(b"0" * (1 << 16))),
+    "trailers": with_headers(_CHUNKED, body=lambda _: itertools.chain([b"0\r\n"], itertools.repeat(b"X: a\r\n" * 200))),
+}
+# Answers that contradict the request.
+CONTRADICTIONS: dict[str, Attack] = {
+    **{text: wrong_range(text) for text in (
+        "", "bytes", "bytes {first}-{last}/*", "bytes {first}-{last}/1000000000000000000000000", "bytes */{size}",
+        "bytes {first}-{last}/-5", "bytes {last}-{first}/{size}", "bytes 7-{last}/{size}", "bytes {first}-99999/{size}",
+        "bytes {first}-{last}/{last}", "bytes {first}-{last}/x", "items {first}-{last}/{size}", "bytes {first}-/{size}",
+        "bytes ¹-{last}/{size}", "bytes {first}-{last}/" + "9" * 5000,
+    )},
+    "no range": lambda first, last, size, body: partial_answer(body, f"Content-Length: {len(body)}"),
+    "encoding": with_headers("Content-Encoding: gzip"),
+    "length": with_headers("Content-Length: x"),
+    "negative length": with_headers("Content-Length: -1"),
+}  # fmt: skip
+REDIRECTS: dict[str, Attack] = {str(location): redirect(location) for location in (
+    None, "", "/loop", "file:///etc/passwd", "ftp://host/x", "gopher://x", "http://[::1", "http://host:99999999/", "http:///x",
+    "http://host:port/x", "//", "https://", "http://a b/", "http://h\u00e4st/", "http://host/\x1b[2J", "data:,x",
+)}  # fmt: skip
 
 
 class RangeServer:
@@ -19,7 +108,8 @@ class RangeServer:
         has_ranges: whether ranges are honored.
         is_gone: close each connection without an answer.
         requests: (path, first byte, last byte) of each answered request.
-        delay_of: further seconds by path.
+        attack: the pieces of each answer, if it is not None; see ENDLESS, CONTRADICTIONS and REDIRECTS.
+        num_sent: bytes of the answers of attacks.
     """
 
     def __init__(self, folder: Path):
@@ -27,6 +117,8 @@ class RangeServer:
         self.kinds = ("status", "cut", "truncated", "corrupt", "closed")
         self.status, self.has_ranges, self.is_gone = 0, True, False
         self.requests: list[tuple[str, int, int]] = []
+        self.attack: Attack | None = None
+        self.num_sent, self.is_over = 0, False
         self.random, self.num_faults = random.Random(0), 0
         handler = type("Handler", (_Handler,), {"owner": self})
         server = type("Server", (http.server.ThreadingHTTPServer,), {"request_queue_size": 128})
@@ -40,6 +132,7 @@ class RangeServer:
         return self
 
     def __exit__(self, *error) -> None:
+        self.is_over = True
         self._server.shutdown()
         self._server.server_close()
 
@@ -73,7 +166,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(200, path.read_bytes(), headers)
             return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        if first >= size:
+        if first >= size and not self.owner.attack:
             self._answer(416, b"", headers)
             return
         last = min(last, size - 1)
@@ -81,12 +174,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(first)
             body = file.read(last + 1 - first)
+        if self.owner.attack:
+            self._send_pieces(self.owner.attack(first, last, size, body))
+            return
         headers["Content-Range"] = f"bytes {first}-{last}/{size}"
         if fault == "corrupt":
             body = body[:-1] + bytes([body[-1] ^ 1])
         if fault == "truncated":
             body = body[:-1]
         self._answer(206, body, headers, cut=fault == "cut")
+
+    def _send_pieces(self, pieces: Iterator[bytes]) -> None:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            for piece in pieces:
+                if self.owner.is_over:
+                    break
+                self.wfile.write(piece)
+                self.owner.num_sent += len(piece)
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
         self.send_response(status)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
@@ -53,43 +53,60 @@ class DiskCache:
 
     def fetch(self, name: str, fetch: Callable[[], bytes]) -> bytes | None:
         """Fetch a file, store it and return its content; None if it exists once no other process fetches it."""
-        path = self.folder / name
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(self._lock(f"{name}.lock"))
-                stack.callback(self.drop, f"{name}.lock")
-            if path.exists():
+        with self._turn(name) as exists:
+            if exists:
                 return None
             data = fetch()
-            try:
-                if self.is_writable and len(data) < KEPT * self.max_bytes:
-                    self._write(path, data)
-            except OSError as error:
-                self._rests_until = time.monotonic() + REST_S
-                fix = "free some space, lower DATA.CACHE_GB, or set DATA.CACHE_DIR to another disk"
-                logger.warning("%s: %s: data is read without the cache; %s", self.folder, error.strerror, fix)
+            self._write(self.folder / name, len(data), [data])
         return data
+
+    def store(self, name: str, size: int, parts: Iterable[bytes]) -> None:
+        """Store a file of `size` bytes that is read in parts, unless it exists; it need not fit into memory."""
+        with self._turn(name) as exists:
+            if not exists:
+                self._write(self.folder / name, size, parts)
+
+    @contextlib.contextmanager
+    def _turn(self, name: str) -> Iterator[bool]:
+        """Wait until no other process fetches a file; yield whether it exists."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(self._lock(f"{name}.lock"))
+                stack.callback(self.drop, f"{name}.lock")
+            yield (self.folder / name).exists()
+
+    def _write(self, path: Path, size: int, parts: Iterable[bytes]) -> None:
+        """Write a file unless it is too large; without space, nothing is written for REST_S."""
+        if not self.is_writable or size >= KEPT * self.max_bytes:
+            return
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+        try:
+            self._reserve(size)
+            with temporary.open("wb") as file:
+                file.writelines(parts)
+            os.replace(temporary, path)
+        except OSError as error:
+            self._rests_until = time.monotonic() + REST_S
+            fix = "free some space, lower DATA.CACHE_GB, or set DATA.CACHE_DIR to another disk"
+            logger.warning("%s: %s: data is read without the cache; %s", self.folder, error.strerror, fix)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def drop(self, name: str) -> None:
         """Delete a file if it exists."""
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _reserve(self, size: int) -> None:
+        """Add the size of a new file to the bytes in use; delete files if there is no room for it."""
         with self._lock("usage.lock"):
             try:
-                used = int(self._usage.read_bytes()) + len(data)
+                used = int(self._usage.read_bytes()) + size
             except (OSError, ValueError):  # a kill has interrupted the writing
                 used = self.max_bytes + 1
-            self._usage.write_text(str(used if used <= self.max_bytes else self._evict(len(data))))
-        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._usage.write_text(str(used if size <= used <= self.max_bytes else self._evict(size)))
 
     def _evict(self, num_new: int) -> int:
         """Delete files to make room for `num_new` bytes; return the bytes in use, with the new ones."""

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -20,23 +20,24 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.model_names import cache_folder
-from distribuuuu.data.datasets import packed_format
-from distribuuuu.data.datasets.array_file import FIXED, ArrayFileError, checksum_of, read_header
-from distribuuuu.data.datasets.packed_format import INDEX
-from distribuuuu.data.packing import block_order
+from distribuuuu.data.datasets.array_file import FIXED, ArrayFileError, Place, checksum_of, read_fixed, read_header
+from distribuuuu.data.packing import block_order, packed_format
 from distribuuuu.data.packing.block_order import AHEAD, ReadAheadSampler
-from distribuuuu.data.remote.cache import DiskCache
-from distribuuuu.data.remote.transport import Part, RemoteError, fetch
+from distribuuuu.data.packing.packed_format import INDEX, check_columns, check_meta
+from distribuuuu.data.remote.cache import KEPT, DiskCache
+from distribuuuu.data.remote.transport import MAX_WRONG, Part, RemoteError, fetch
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0
 # Part of the cache that blocks read ahead may fill.
 AHEAD_PART = 0.25
-# Bytes per read of an index, and of the largest header.
+# Bytes per read of an index.
 _CHUNK = 16 << 20
-# Seconds of retries in the checks of a start, and for which such a failure is repeated.
-START_S, MEMORY_S = 1.5, 15.0
+# Seconds of retries and for a request in the checks of a start, and for which such a failure is repeated.
+START_S, START_TIMEOUT_S, MEMORY_S = 1.5, 20.0, 15.0
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
+# The meta of an index, and the places of its columns.
+Header = tuple[dict[str, Any], dict[str, Place]]
 # The time and the error of the last failure of each URL.
 _failures: dict[str, tuple[float, ConfigError]] = {}
 
@@ -55,14 +56,43 @@ def read_meta(url: str) -> tuple[dict[str, Any], int]:
 
 
 def _read_meta(path: str) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(fetch(path, 0, FIXED, START_S, info=True).data[8:16], "little")
-    part = fetch(path, 0, FIXED + min(length, _CHUNK), START_S, info=True)
+    meta, places = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
+    return meta, check_columns(places)
+
+
+def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
+    """Return the first bytes of an index, with its size and version; wrong bytes are fetched again."""
+
+    def find_problem(part: Part) -> str:
+        return _reason_of(lambda: read_fixed(part.data, part.size))
+
+    return fetch(path, 0, FIXED, timeout_s, find_problem, info=True, retry_s=retry_s)
+
+
+def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | None = None) -> Header:
+    """Return the checked header of the index that begins with `start`; wrong bytes are fetched again."""
+
+    def find_problem(part: Part) -> str:
+        return _reason_of(lambda: _read_index_header(part))
+
+    end = FIXED + read_fixed(start.data, start.size)[0]
+    return _read_index_header(fetch(path, 0, end, timeout_s, find_problem, info=True, retry_s=retry_s))
+
+
+def _read_index_header(part: Part) -> Header:
+    meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSION)
+    check_meta(meta)
+    check_columns(places)
+    return meta, places
+
+
+def _reason_of(read: Callable[[], object]) -> str:
+    """Return what is wrong with an index that is read; empty if nothing is."""
     try:
-        header = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSION)
-        packed_format.check_meta(header["meta"])
-        return header["meta"], int(header["arrays"]["label"][1][0])
-    except (ArrayFileError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path} {error}; expected the index of a pack; fix: check the URL") from error
+        read()
+    except ArrayFileError as error:
+        return f"it {error}; expected the index of a pack"
+    return ""
 
 
 class RemotePack:
@@ -92,19 +122,12 @@ class RemotePack:
         return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
 
     def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        head = fetch(path, 0, FIXED, self._timeout_s, info=True)
-        version = hashlib.sha256(f"{head.version} {head.size}".encode()).hexdigest()[:16]
+        start = _fetch_start(path, self._timeout_s)
+        version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
-
-        def find_change(part: Part) -> str:
-            return "" if (part.size, part.version) in ((head.size, head.version), (0, "")) else _CHANGED
-
-        def fetch_all() -> bytes:
-            ranges = [(start, min(start + _CHUNK, head.size)) for start in range(0, head.size, _CHUNK)]
-            return b"".join(fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges)
-
-        for _ in range(3):  # a copy may be damaged, or be evicted by another process
-            self._cache.fetch(name, fetch_all)
+        for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
+            if not (folder / INDEX).exists():
+                self._store_index(path, name, start)
             if not self._cache.is_writable:
                 raise ConfigError(f"DATA.CACHE_DIR: {folder} has no space for the index; fix: free some space")
             try:
@@ -117,6 +140,20 @@ class RemotePack:
                 problem = str(error)
             self._cache.drop(name)
         raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
+
+    def _store_index(self, path: str, name: str, start: Part) -> None:
+        """Copy an index into the cache; its header is read first, as a server may promise any size."""
+        _fetch_header(path, start, self._timeout_s)
+        size = start.size
+        if size >= KEPT * self._cache.max_bytes:
+            limit = f"got {self._cache.max_bytes / 1e9:g}; expected room for the {size:,} bytes of {path}"
+            raise ConfigError(f"DATA.CACHE_GB: {limit}; fix: raise it")
+
+        def find_change(part: Part) -> str:
+            return "" if (part.size, part.version) in ((size, start.version), (0, "")) else _CHANGED
+
+        ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
+        self._cache.store(name, size, (fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges))
 
     def _check_shard(self, number: int) -> str:
         """Return the version of a shard; raise RemoteError if it is missing or of another pack."""
@@ -145,9 +182,9 @@ class RemotePack:
                 return data
             if data is not None:  # damaged on this disk
                 self._cache.drop(name)
-            if (content := self._fetch_block(block, self._timeout_s)) is not None:
+            if (content := self._fetch_block(block)) is not None:
                 return bytearray(memoryview(content)[start : start + length])
-        return bytearray(self._download(index, index + 1, self._timeout_s))
+        return bytearray(self._download(index, index + 1))
 
     def blocks_of(self, images: Any) -> np.ndarray:
         """Return the block of each image."""
@@ -156,11 +193,11 @@ class RemotePack:
     def _name(self, block: int) -> str:
         return f"{self._key}/{self.meta['crc32']:08x}-{block_order.BLOCK_BYTES}/{block // 1000}/{block}"
 
-    def _fetch_block(self, block: int, timeout_s: float) -> bytes | None:
+    def _fetch_block(self, block: int, retry_s: float | None = None) -> bytes | None:
         first, end = [*self._starts[block : block + 2].tolist(), len(self._is_checked)][:2]
-        return self._cache.fetch(self._name(block), lambda: self._download(first, end, timeout_s))
+        return self._cache.fetch(self._name(block), lambda: self._download(first, end, retry_s))
 
-    def _download(self, first: int, end: int, timeout_s: float) -> bytes:
+    def _download(self, first: int, end: int, retry_s: float | None = None) -> bytes:
         """Return the stored bytes of neighboring images, compared with their checksums."""
         columns, number = self.columns, int(self.columns["shard"][first])
         path, size = f"{self.url}/{self.meta['shards'][number]['name']}", self.meta["shards"][number]["size"]
@@ -178,7 +215,7 @@ class RemotePack:
                     return f"the checksum of image {image} does not match"
             return ""
 
-        return fetch(path, starts[0], ends[-1], timeout_s, find_problem).data
+        return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s=retry_s).data
 
     def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
         """Start to fetch the blocks of a batch, and of the one that comes AHEAD later if the cache can hold them."""
@@ -204,4 +241,4 @@ class RemotePack:
             # What fails is left to the reader of the block, which retries for longer and reports it.
             with suppress(Exception):
                 if self._cache.is_writable:
-                    self._fetch_block(block, min(AHEAD_S, self._timeout_s))
+                    self._fetch_block(block, AHEAD_S)

@@ -29,9 +29,8 @@ from support.tiers import slow
 from distribuuuu.cli.pack_dataset import parse_args
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.data.datasets import packed_format
 from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.packing import block_order
+from distribuuuu.data.packing import block_order, packed_format
 from distribuuuu.data.packing.block_order import BlockShuffle
 from distribuuuu.data.packing.pack import pack_split
 from distribuuuu.data.remote import cache, pack, transport
@@ -327,10 +326,10 @@ def test_damage_in_the_cache_is_repaired(source, open_pack, packed, tmp_path):
 def test_a_full_disk_costs_speed_only(open_pack, packed, monkeypatch, caplog, tmp_path):
     images, local = open_pack(), Packed(packed, "train")
 
-    def fail(path, data):
+    def fail(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(cache.os, "replace", fail)
     with caplog.at_level(logging.WARNING, "distribuuuu"):
         for index in range(90):
             assert bytes(images.read(index)) == bytes(local.read(index))
