@@ -1,17 +1,24 @@
 """Fuzzer for the files that a run reads: damaged files must be rejected, repaired or ignored, never with a traceback.
 
-It damages metrics.jsonl, results.json, config files, command-line overrides, reported numbers, a README with tables,
-the folder index, packed data sets and the CSV of a multi-label data set. Required files must be read or rejected with a
-ConfigError that names the file; optional files must be repaired or rebuilt.
+It damages metrics.jsonl, results.json, predictions.npz, config files, command-line overrides, reported numbers, a
+README with tables, the folder index, the record of checked files, packed data sets and their side files, also with a
+right checksum, and the CSV of a multi-label data set; and a server answers requests for packed data in invalid and
+endless ways. Required files must be read or rejected with a ConfigError that names the file or the URL; optional files
+must be repaired or rebuilt. A case of more than 20 s, and growth of the memory by more than 512 MiB, are violations.
 
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
 
 import collections
+import contextlib
 import faulthandler
+import io
 import json
 import logging
 import random
+import resource
+import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,22 +29,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
+import numpy as np
+from mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
 from PIL import Image
 
 from distribuuuu.checkpoint.locate import find_weights_file
 from distribuuuu.cli.make_table import read_reported, write_block
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.image_list import Multilabel
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.data.packing.pack import inspect_pack
 from distribuuuu.data.packing.packed_format import INDEX
-from distribuuuu.data.packing.writer import PackWriter, Record, find_conflicts
+from distribuuuu.data.packing.writer import PackWriter, Record, find_changed_shard, find_conflicts
+from distribuuuu.data.remote import pack as remote_pack
+from distribuuuu.data.remote import transport
 from distribuuuu.report.record_files import drop_records_after
 from distribuuuu.report.results import read_results
+from distribuuuu.report.stored_predictions import read_predictions
 from distribuuuu.report.tables import Run, format_table, group_runs, make_row
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, Attack, RangeServer
+
+# Seconds for a case, and growth of the memory in MiB, that are violations.
+MAX_S, MAX_GROWTH = 20, 512
 
 ODD_VALUES = [
     None,
@@ -73,6 +92,7 @@ class Subject:
     whole: bytes
     read: Callable[[], Any]
     craft: Callable[[bytes, random.Random], bytes] | None = None
+    name: str = ""
 
 
 # ------------------------------------------------------------------------------------ crafted files
@@ -108,13 +128,40 @@ def craft_yaml(whole: bytes, chance: random.Random) -> bytes:
 
 
 def craft_array_file(whole: bytes, chance: random.Random) -> bytes:
-    """Return an array file with one changed header value and a valid checksum."""
-    size = int.from_bytes(whole[8:16], "little")
-    header = change_json(json.loads(whole[20 : 20 + size]), chance)
-    text = json.dumps(header).encode().ljust(size)
-    return (
-        whole[:8] + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text + whole[20 + size :]
-    )
+    """Return an array file with one changed header value, or numbers in its arrays, and a valid checksum and size."""
+    length = int.from_bytes(whole[8:16], "little")
+    header, rest = json.loads(whole[20 : 20 + length]), bytearray(whole[20 + length :])
+    if chance.random() < 0.3:
+        place = chance.choice(list(header["arrays"].values()) or [["", [], 20 + length]])[2] - 20 - length
+        place += 4 * chance.randrange(4)
+        number = chance.choice((0, 1, 2, 3, 9, -1, -(2**31), 2**31 - 1, 2**20)).to_bytes(4, "little", signed=True)
+        rest[place : place + 8] = (number + chance.choice((number, bytes(4))))[: len(rest[place : place + 8])]
+    else:
+        header = change_json(header, chance)
+    if isinstance(header, dict) and chance.random() < 0.9:
+        text = json.dumps({**header, "size": 10**9}).encode().ljust(length)
+        header["size"] = 20 + len(text) + len(rest)
+        length = len(text)
+    text = json.dumps(header).encode().ljust(length)
+    return whole[:8] + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text + bytes(rest)
+
+
+def craft_npz(whole: bytes, chance: random.Random) -> bytes:
+    """Return an npz file with one array replaced, removed or added."""
+    with np.load(io.BytesIO(whole)) as file:
+        arrays = dict(file)
+    name = chance.choice([*arrays, "more", "meta"])
+    odd = (np.zeros(0), np.zeros((6, 0)), np.full(6, np.nan), np.full((6, 2), np.inf), np.arange(6), np.array("{}"),
+           np.array("[" * 500), np.arange(6) - 3, np.zeros((6, 2), ">f8"), np.array(["a"] * 6), np.zeros(6, "M8[s]"),
+           np.zeros(6, "V4"), np.array([[1 + 1j]]))  # fmt: skip
+    if name == "meta":
+        arrays[name] = np.array(json.dumps(change_json(json.loads(str(arrays[name])), chance)))
+    elif chance.random() < 0.2 and name in arrays:
+        del arrays[name]
+    else:
+        arrays[name] = chance.choice(odd)
+    np.savez(buffer := io.BytesIO(), **arrays)
+    return buffer.getvalue()
 
 
 # ---------------------------------------------------------------------------------------- the files
@@ -128,8 +175,8 @@ def draw_images(folder: Path) -> None:
         Image.new("RGB", (4, 4)).save(path)
 
 
-def pack(folder: Path, kind: str) -> None:
-    """Write a packed data set of four images."""
+def pack(folder: Path, kind: str, is_finished: bool = True) -> None:
+    """Write a packed data set of four images in two shards, or only its first shard."""
     folder.mkdir(parents=True)
     identity = {"options": {"format": kind}, "source": {"name": "test"}}
     about = {"classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3, "crop": "resized"}
@@ -137,7 +184,8 @@ def pack(folder: Path, kind: str) -> None:
         for number in range(4):
             data = bytes(range(48))
             writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number), (number,))
-        writer.finish(4, about)
+        if is_finished:
+            writer.finish(4, about)
 
 
 def read_pack(folder: Path) -> None:
@@ -149,6 +197,51 @@ def read_pack(folder: Path) -> None:
         images.describe(index)
         bytes(images.read(index))
     inspect_pack(folder)
+
+
+def read_parts(folder: Path) -> None:
+    """Resume an unfinished pack in a copy of its folder."""
+    copy = folder.with_name("resumed")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(copy)
+    shutil.copytree(folder, copy)
+    identity = {"options": {"format": "raw"}, "source": {"name": "test"}}
+    find_conflicts(copy, identity)
+    find_changed_shard(copy, 4, lambda image: (image,))
+    with PackWriter(copy, identity, max_bytes=100) as writer:
+        assert len(writer.shards) <= 4
+
+
+def read_remote_pack(server: RangeServer, folder: Path) -> None:
+    """Read all images of a pack at a URL, with an empty cache."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder / "cache")
+    remote_pack.read_meta(f"{server.url}/raw")
+    images = Packed(server.url, "raw", None, str(folder / "cache"), 1.0, 0.3)
+    for index in range(len(images)):
+        bytes(images.read(index))
+
+
+def read_record(root: Path) -> None:
+    """Check the evaluation images, which are intact, whatever the record of an earlier check says."""
+    cfg = load_cfg(None, ["TEST.DATASET", str(root), "TRAIN.DATASET", str(root), "DATA.CACHE_DIR", str(root / "cache")])
+    problem, _ = check_images(cfg, ImageFolder.from_cfg(cfg, train=False), train=False)
+    assert not problem, problem
+
+
+def write_npz(path: Path) -> None:
+    """Write the predictions of six images."""
+    meta = {"schema": 1, "multilabel": False, "weights": "raw", "epoch": 3, "folder": "/d", "images": "x", "data": "y"}
+    names, logits = np.array([f"{number}.jpg" for number in range(6)]), np.arange(12, dtype=np.float32).reshape(6, 2)
+    arrays = {"path": names, "label": np.arange(6) % 2, "loss": np.ones(6, np.float32), "logits": logits}
+    np.savez(path, classes=np.array(["a", "b"]), meta=np.array(json.dumps(meta)), **arrays)
+
+
+def read_npz(path: Path) -> None:
+    """Read predictions, and what reports derive from them."""
+    predictions = read_predictions(path, "run it")
+    with np.errstate(all="ignore"):
+        assert len(predictions.confidence) == len(predictions.correct) == len(predictions)
 
 
 def read_index(root: Path) -> None:
@@ -184,6 +277,25 @@ def read_reported_numbers(path: Path) -> None:
 def read_shapes(root: Path) -> None:
     """Open the synthetic data set of shapes."""
     draw_shapes(root, num_train=10, num_val=10, size=8)
+
+
+def make_data_subjects(folder: Path, server: RangeServer) -> list[Subject]:
+    """Write the files of packed data and of predictions; return them with their readers."""
+    shutil.copytree(folder / "packs" / "raw", folder / "served" / "raw")
+    unfinished, records = folder / "unfinished" / "raw", folder / "checked"
+    pack(unfinished, "raw", is_finished=False)
+    draw_images(records / "val")
+    read_record(records)
+    (record,) = records.rglob("*.headers")
+    write_npz(folder / "predictions.npz")
+    readers: dict[Path, tuple[Callable[[], Any], Callable | None, str]] = {
+        unfinished / "shard-00000.part": (lambda: read_parts(unfinished), craft_array_file, ""),
+        record: (lambda: read_record(records), craft_array_file, ""),
+        folder / "predictions.npz": (lambda: read_npz(folder / "predictions.npz"), craft_npz, ""),
+        folder / "served" / "raw" / INDEX: (lambda: read_remote_pack(server, folder), craft_array_file, server.url),
+        folder / "served" / "raw" / "shard-00000.bin": (lambda: read_remote_pack(server, folder), None, server.url),
+    }
+    return [Subject(path, path.read_bytes(), *reader) for path, reader in readers.items()]
 
 
 def make_subjects(folder: Path) -> list[Subject]:
@@ -244,8 +356,19 @@ def read_words(chance: random.Random) -> tuple[str, str]:
     return f"{key} {text!r}", verdict_of(lambda: load_cfg(None, [key, text]).dump(), key)
 
 
+class HangError(BaseException):
+    """A case that does not end."""
+
+
+def end_case(*_: Any) -> None:
+    """Raise HangError: the handler of the alarm."""
+    raise HangError(f"more than {MAX_S} s")
+
+
 def verdict_of(read: Callable[[], Any], name: str) -> str:
     """Return 'read', 'refused' or 'violation: ...'."""
+    previous = signal.signal(signal.SIGALRM, end_case)
+    signal.alarm(MAX_S)
     try:
         read()
     except ConfigError as error:
@@ -254,7 +377,44 @@ def verdict_of(read: Callable[[], Any], name: str) -> str:
         return "refused" if "draw the data set" in str(error) else f"violation: {traceback.format_exc()}"
     except BaseException:
         return f"violation: {traceback.format_exc()}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
     return "read"
+
+
+def damaged_answer(chance: random.Random) -> Attack:
+    """Return an attack with the right answer, damaged."""
+    mutate = chance.choice(MUTATIONS)
+
+    def answer(first: int, last: int, size: int, body: bytes) -> Iterator[bytes]:
+        lines = [
+            "HTTP/1.1 206 OK",
+            f"Content-Range: bytes {first}-{last}/{size}",
+            f"Content-Length: {len(body)}",
+            "",
+            "",
+        ]
+        data = bytearray("\r\n".join(lines).encode() + body)
+        mutate(data, chance)
+        return iter([bytes(data)])
+
+    return answer
+
+
+def read_answer(server: RangeServer, whole: bytes, chance: random.Random) -> tuple[str, str]:
+    """Read a range from a server with a hostile answer; return the answer and the verdict."""
+    attacks = {**ENDLESS, **CONTRADICTIONS, **REDIRECTS, **{f"damaged {n}": damaged_answer(chance) for n in range(60)}}
+    name, start = chance.choice(list(attacks)), chance.randrange(len(whole) - 1)
+    end = chance.randrange(start + 1, len(whole) + 1)
+    server.attack = attacks[name]
+
+    def is_wrong(part: transport.Part) -> str:
+        return "" if part.data == whole[start:end] else "wrong bytes"
+
+    verdict = verdict_of(lambda: transport.fetch(f"{server.url}/file", start, end, 0.15, is_wrong), server.url)
+    server.attack = None
+    return name[:60], verdict
 
 
 def restore(subject: Subject) -> None:
@@ -267,12 +427,28 @@ def restore(subject: Subject) -> None:
 
 def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
     """Damage and read files; yield the file, the mutation and the verdict of each trial."""
-    subjects, chance = make_subjects(folder), random.Random(seed)
+    (folder / "served").mkdir()
+    (folder / "served" / "file").write_bytes(whole := bytes(range(256)) * 300)
+    transport.FIRST_PAUSE_S, remote_pack.MEMORY_S = 0.001, 0
+    remote_pack.START_S, remote_pack.START_TIMEOUT_S = 0.3, 0.3
+    with RangeServer(folder / "served") as server:
+        yield from run_trials_with(server, whole, folder, number, random.Random(seed))
+
+
+def run_trials_with(
+    server: RangeServer, whole: bytes, folder: Path, number: int, chance: random.Random
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the trials of `run_trials`; the server has `whole` as `file`."""
+    subjects = [*make_subjects(folder), *make_data_subjects(folder, server)]
     for subject in subjects:
         subject.read()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(number):
         if chance.random() < 0.1:
             yield "words", *read_words(chance)
+            continue
+        if chance.random() < 0.1:
+            yield "server", *read_answer(server, whole, chance)
             continue
         subject = chance.choice(subjects)
         restore(subject)
@@ -281,8 +457,11 @@ def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str,
             mutation = "crafted"
         else:
             mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
-        verdict = verdict_of(subject.read, str(folder))
+        verdict = verdict_of(subject.read, subject.name or str(folder))
         restore(subject)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        if grown > MAX_GROWTH:
+            verdict = f"violation: the memory has grown by {grown} MiB"
         yield str(subject.path.relative_to(folder)), mutation, verdict
 
 
