@@ -1,6 +1,6 @@
 """distribuuuu: config-driven image-classification training.
 
-The Python API: `train`, `evaluate`, `load_run`, and the exceptions `ConfigError` and `RunStopped`.
+The Python API: `train`, `evaluate`, `predict`, `load_run`, and the exceptions `ConfigError` and `RunStopped`.
 """
 
 import importlib
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "train": "distribuuuu.cli.api",
     "evaluate": "distribuuuu.cli.api",
+    "predict": "distribuuuu.cli.api",
     "load_run": "distribuuuu.deploy",
     "ConfigError": "distribuuuu.config",
     "RunStopped": "distribuuuu.launch.signals",
@@ -24,3 +25,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the members of the API."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,6 +1,7 @@
 """Documentation: its commands are run or parsed, its links, paths and options exist, its figures are those measured."""
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -14,17 +15,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+import torch
 from safetensors.torch import save_file
 from support.core_lines import count_core_lines
 from support.images import draw_folder
 from support.runs import ROOT
 
+import distribuuuu
 from distribuuuu.cli import doctor, make_table, pack_dataset, plan, sweep
 from distribuuuu.cli.commands import COMMANDS as CONSOLE_COMMANDS
 from distribuuuu.cli.flag_hints import parse_flags
 from distribuuuu.cli.main import parse_args
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import iter_options, read_cfg
+from distribuuuu.config.registry import MODELS
+from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.sweep.space import parse_space
 
@@ -320,6 +325,40 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     expected = shown.partition("```\n")[2].partition("```")[0]
     logged = "".join(f"{message}\n" for message in caplog.messages)
     assert_same_sample(page, expected, logged)
+
+
+def test_the_page_of_the_models_lists_the_registered_ones():
+    page = ROOT / "docs" / "models.md"
+    rows = ["| `MODEL.ARCH` | parameters (M) | `MODEL.KWARGS` |", "|---|---|---|"]
+    # Other tests of this process register models too.
+    names = [name for name in MODELS.names() if re.match("distribuuuu|torchvision", MODELS.get(name).__module__)]
+    for name in sorted(names, key=lambda name: [int(part) if part.isdigit() else part
+                                                        for part in re.split(r"(\d+)", name)]):  # fmt: skip
+        with torch.device("meta"):
+            millions = count_parameters(build_model(load_cfg(None, ["MODEL.ARCH", name]))) / 1e6
+        arguments = inspect.signature(MODELS.get(name)).parameters
+        shown = [f"`{key}: {argument.default}`" for key, argument in arguments.items()
+                 if key not in ("num_classes", "im_size", "weights", "progress", "kwargs")]  # fmt: skip
+        rows.append(f"| `{name}` | {millions:.3f} | {', '.join(shown)} |".replace("|  |", "| |"))
+    shown = re.search(r"^<!-- models: .*\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)[1]
+    assert_same_sample(page, shown, "".join(f"{row}\n" for row in rows))
+
+
+def test_the_page_of_the_commands_lists_all_of_them():
+    names = re.findall(r"^\| `distribuuuu (\w+)` \|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert names == list(CONSOLE_COMMANDS)
+
+
+def test_the_page_of_the_python_api_describes_its_functions():
+    page = (ROOT / "docs" / "python_api.md").read_text()
+    for name in distribuuuu.__all__:
+        value = getattr(distribuuuu, name)
+        if inspect.isfunction(value):
+            described = re.search(rf"^## {name}\((.*)\)$", page, re.MULTILINE)
+            known = inspect.signature(value).parameters
+            assert described and set(described[1].split(", ")) <= set(known), name
+        else:
+            assert name == "__version__" or f"distribuuuu.{name}" in page, name
 
 
 def test_the_changelog_names_modules_that_exist():

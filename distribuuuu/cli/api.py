@@ -1,4 +1,4 @@
-"""The Python API, for notebooks and programs that continue after a run: `train` and `evaluate`.
+"""The Python API, for notebooks and programs that continue after a run: `train`, `evaluate` and `predict`.
 
 Errors are exceptions, nothing exits the process, and a run leaves the state of the process as it was: random numbers,
 signal handlers, loggers, settings of torch.
@@ -15,12 +15,15 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
+
+if TYPE_CHECKING:
+    from distribuuuu.deploy.loaded_run import Prediction
 
 Overrides = Mapping[str, Any] | Sequence[Any]
 
@@ -110,6 +113,33 @@ def evaluate(run: str | os.PathLike | Config | TrainResult | LoadedRun, override
 
         check_model(cfg)
         return _with_labels(test_model(cfg), cfg)
+
+
+def predict(
+    run: str | os.PathLike | TrainResult | LoadedRun,
+    images: Any,
+    topk: int | None = None,
+    threshold: float | None = None,
+    skip_bad: bool = False,
+) -> "list[Prediction]":
+    """Return the prediction of each image, in order, like the command `distribuuuu predict`.
+
+    Args:
+        run: as for `evaluate`, but no config; or an exported folder, or `timm/NAME` for published weights. What
+            `load_run` has returned is read and built once for many calls.
+        images: an image or several ones: paths of files or folders, PIL images, uint8 pixels (H, W, 3) or (H, W).
+        topk: the number of classes (5), for a model with one label per image.
+        threshold: the least probability of a label (0.5), for a model with several labels per image.
+        skip_bad: return a prediction with `error` for an image that cannot be read.
+
+    Raises:
+        ConfigError: there is no model, a path does not exist, or `topk` or `threshold` does not suit the model.
+        BadImageError: an image cannot be read, and `skip_bad` is False.
+    """
+    from distribuuuu.deploy import load_run
+
+    loaded: Any = run if hasattr(run, "predict") else load_run(run.out_dir if isinstance(run, TrainResult) else run)
+    return loaded.predict(images, topk, threshold, skip_bad)
 
 
 # -------------------------------------------------------------------------------------------- config

@@ -22,7 +22,7 @@ COMMANDS = {
     "report": ("report", "report", "make an HTML page about a run"),
     "probe": ("probe", "probe", "measure the features of a run: k-NN, linear probe"),
     "compare": ("compare", "compare", "compare runs on the same images: is one better?"),
-    "table": ("tools", "table", "make a Markdown table of finished runs"),
+    "table": ("tools", "table", "make a table of finished runs"),
     "doctor": ("doctor", "run", "check a data set: damage, duplicates, leakage, labels"),
     "split": ("split", "split", "split a folder of images into lists"),
     "sweep": ("sweep", "sweep", "search options by many runs, which survive any stop"),

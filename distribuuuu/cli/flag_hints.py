@@ -77,17 +77,23 @@ _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
 
 
 class _WrappedLines(argparse.RawDescriptionHelpFormatter):
-    """A format of help texts that keeps the lines of a description unless the terminal is narrower."""
+    """A format of help texts that fills the paragraphs of a description; indented lines are kept as far as they fit."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = (textwrap.wrap(line, width, subsequent_indent="  ") or [""] for line in text.splitlines())
-        return "\n".join(indent + part for parts in lines for part in parts)
+        filled: list[str] = []
+        for paragraph in text.split("\n\n"):
+            is_example = paragraph.startswith(" ")
+            lines = paragraph.splitlines() if is_example else [" ".join(paragraph.split())]
+            indented = (textwrap.wrap(line, width, subsequent_indent="      ") if is_example else
+                        textwrap.wrap(line, width) for line in lines)  # fmt: skip
+            filled.append("\n".join(indent + part for parts in indented for part in parts))
+        return "\n\n".join(filled)
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
 
-    The lines of the description are kept; `%(prog)s` in them is the name of the command.
+    Paragraphs of the description are filled, indented lines are kept; `%(prog)s` is the name of the command.
     """
 
     def __init__(self, prog: str | None = None, **options: Any):

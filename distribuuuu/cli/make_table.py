@@ -6,6 +6,7 @@ import glob
 import math
 import reprlib
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.locate import find_config, shipped_file
 from distribuuuu.config.untrusted import printable
 from distribuuuu.report.results import FILE_NAME, config_name, read_results
-from distribuuuu.report.tables import Row, Run, format_table, group_runs, make_config_row, make_row
+from distribuuuu.report.tables import Row, Run, format_table, format_text, group_runs, make_config_row, make_row
 
 REPORTED_KEYS = ("params", "global_batch", "top1", "top5", "source")
 _END = "<!-- /table -->"
@@ -48,7 +49,10 @@ def run_table_tool(description: str, reported: Path, args: Sequence[str], prog: 
     rows, notes, problems = collect_rows(flags)
     for note in notes:
         print(printable(note), file=sys.stderr)
+    is_text = not flags.readme and (flags.format == "text" if flags.format else sys.stdout.isatty())
     table = format_table(rows, flags.by, flags.epoch) if rows else ""
+    if is_text and rows:
+        table = format_text(rows, flags.by, flags.epoch, shutil.get_terminal_size().columns)
     if not rows and not problems:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")
     if flags.readme and not problems:
@@ -83,6 +87,8 @@ def build_parser(description: str, reported: Path, prog: str | None = None) -> a
     parser.add_argument("--epoch", choices=("last", "best"), default="last", help="the evaluation to show; the best "
                         "one was selected on the same images")  # fmt: skip
     parser.add_argument("--reported", metavar="YAML", type=Path, default=reported, help="published results")
+    parser.add_argument("--format", choices=("text", "markdown"), help="text for a terminal, the default there, with "
+                        "the columns that fit; markdown: all columns")  # fmt: skip
     parser.add_argument("--readme", metavar="FILE", help="replace the block of --name in this file by the table")
     parser.add_argument("--name", metavar="NAME", help="the block between <!-- table NAME --> and <!-- /table -->")
     return parser

@@ -29,8 +29,9 @@ OUT/train and OUT/val. Rerun the same command to resume it after a stop.
   %(prog)s OUT TRAIN.DATASET my_images
   %(prog)s --verify OUT
 """
-_TABLE = """Make a Markdown table of runs. Each config has one row: the mean and standard
-deviation over its seeds, beside published results. Unfinished runs are omitted.
+_TABLE = """Make a table of runs, in Markdown unless it is for a terminal. Each config
+has one row: the mean and standard deviation over its seeds, beside published
+results. Unfinished runs are omitted.
 
   %(prog)s exp
   %(prog)s 'exp/*/resnet*' --epoch best

@@ -1,6 +1,7 @@
 """Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
 
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -310,6 +311,33 @@ def _mean(values: Sequence[float | None], digits: str) -> str:
 
 def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
     """Return a Markdown table of the rows, without empty columns, and a legend below it."""
+    lines, legend = _arrange(rows, by, epoch)
+    lines.insert(1, ["---"] * len(lines[0]))
+    table = "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
+    return table + (f"\n{legend}\n" if legend else "")
+
+
+def format_text(rows: Sequence[Row], by: str, epoch: str, width: int) -> str:
+    """Return the table for a terminal of `width` columns: what was measured first, then what fits, and a legend."""
+    lines, legend = _arrange(rows, by, epoch)
+    first, *names = lines[0]
+    ranks = {name: (not name.endswith(" here"), not name.startswith("top-1"), name in _PLAN_COLUMNS) for name in names}
+    shown, sizes = [first], [max(len(line[0]) for line in lines)]
+    hidden: list[str] = []
+    for name in sorted(names, key=lambda name: ranks[name]):
+        size = max(len(line[lines[0].index(name)]) for line in lines)
+        fits = sum(sizes) + 2 * len(sizes) + size <= width or len(shown) == 1
+        (shown if fits else hidden).append(name)
+        sizes += [size] if fits else []
+    places = [lines[0].index(name) for name in shown]
+    table = ["  ".join(line[at].ljust(size) for at, size in zip(places, sizes, strict=True)).rstrip() for line in lines]
+    notes = [legend] if legend else []
+    notes += [f"Not shown: {', '.join(hidden)}; fix: a wider terminal, or --format markdown."] if hidden else []
+    return "\n".join([*table, *("\n" + textwrap.fill(note, width) for note in notes)]) + "\n"
+
+
+def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]], str]:
+    """Return the lines of a table without empty columns, the header first, and its legend."""
     rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.config_hash)))
     names = [row.name for row in rows]
     duplicates = {name for name in names if names.count(name) > 1}
@@ -321,11 +349,10 @@ def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
     sources = {row.cells["reported by"] for row in rows} - {EMPTY}
     if len(sources) == 1:  # the legend names it
         columns.remove("reported by")
-    lines = [[by, *columns], ["---"] * (len(columns) + 1)]
+    lines = [[by, *columns]]
     for row in rows:
         name = f"{row.name} (config {row.config_hash[:_DIGITS_OF_HASH]})" if row.name in duplicates else row.name
         lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
-    table = "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):
         legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n seeds."]
@@ -334,7 +361,7 @@ def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
         legend += ["≈: the rows with this mark do not differ significantly from the best one on the same data (5 %)."]
     if any(row.has_ema for row in rows):
         legend += ["EMA: of the averaged weights."]
-    return table + (f"\n{' '.join(legend)}\n" if legend else "")
+    return lines, " ".join(legend)
 
 
 def _escape(cell: str) -> str:

@@ -64,7 +64,9 @@ def signaling(num_classes: int, signum: int = signal.SIGINT) -> nn.Module:
 
 def test_the_import_imports_nothing_that_takes_time():
     code = (
-        "import sys; import distribuuuu; assert {'train', 'evaluate', 'load_run'} <= set(distribuuuu.__all__);"
+        "import sys; import distribuuuu;"
+        "assert {'train', 'evaluate', 'predict', 'load_run'} <= set(distribuuuu.__all__);"
+        "assert set(distribuuuu.__all__) <= set(dir(distribuuuu));"
         "sys.exit(bool({'torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.cli'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -75,6 +77,17 @@ def test_the_members_are_found_on_first_use():
     assert distribuuuu.ConfigError is ConfigError and distribuuuu.RunStopped is RunStopped
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         distribuuuu.trian  # noqa: B018
+
+
+def test_a_run_predicts_images(image_folder, small_cfg):
+    result = distribuuuu.train(small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
+    images = sorted((image_folder / "val").rglob("*.jpg"))
+    expected = distribuuuu.load_run(result.out_dir).predict(images, topk=2)
+    for run in (result, result.out_dir, str(result.weights), distribuuuu.load_run(result.out_dir)):
+        assert distribuuuu.predict(run, images, topk=2) == expected
+    assert len(expected) == 37 and len(expected[0].labels) == 2
+    with pytest.raises(ConfigError, match="no/such"):
+        distribuuuu.predict("no/such/run", images)
 
 
 # ------------------------------------------------------------------------------------------ results

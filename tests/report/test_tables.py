@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_one_run_has_no_deviation_and_the_best_epoch_is_asked_for(make, tmp_path
     assert (row["top-1 here"], row["top-5 here"]) == ("93.00 [92.48, 93.48] (n = 1)", "99.50 (top-3)")
     assert row["px"] == "28 → 28/28 bicubic"
     assert make(path, "--epoch", "best")[1][0]["top-1 here"] == "93.40 [92.90, 93.87] (n = 1)"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 400])
+def test_a_terminal_shows_what_was_measured_and_the_columns_that_fit(tmp_path, capsys, monkeypatch, columns):
+    seeds(tmp_path, 93.0, 94.0, 92.0)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run_table_tool("", REPORTED, [str(tmp_path), "--format", "text"]) == 0
+    text = capsys.readouterr().out
+    header, row, *notes = text.splitlines()
+    assert re.match(r"config +top-1 here ", f"{header} ") and "93.00 ± 1.00" in row and "|" not in text
+    assert max(map(len, text.splitlines())) <= max(columns, 62)
+    assert ("Not shown: " in text) == (columns < 400) and ("hardware" in header) == (columns == 400)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_table_tool("", REPORTED, [str(tmp_path)]) == 0
+    assert capsys.readouterr().out == text, "the default on a terminal"
+    assert run_table_tool("", REPORTED, [str(tmp_path), "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| config | params (M) |")
 
 
 def test_results_that_are_as_good_as_the_best_are_marked(make, tmp_path):

@@ -188,8 +188,9 @@ def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
 def describe_classes(content: Predictions) -> Section:
     """Return the section with a table of the classes."""
     figures = analysis.compute_class_figures(content)
-    columns = [Column("class"), Column("F1", ".1%", bar=True), Column("precision", ".1%"), Column("recall", ".1%"),
-               Column("images", ",d"), Column("predicted", ",d")]  # fmt: skip
+    # With soft hyphens, at which narrow displays break the heads.
+    columns = [Column("class"), Column("F1", ".1%", bar=True), Column("preci\u00adsion", ".1%"),
+               Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
     values = [content.classes, figures.f1, figures.precision, figures.recall, figures.support, figures.predicted]
     parts = []
     if content.multilabel and content.top_class is None:
@@ -280,14 +281,17 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
 def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures) -> Card:
     answer = describe_answer(content, index)
     lines = [f"label: {', '.join(answer['labels']) or 'none'}"]
-    first, *others = [f"{name} {percent(share)}" for name, share in answer["predicted"].items()]
+    # In parentheses: a class may be called 2.
+    first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
     if content.multilabel and content.top_class is None:
         focus = find_focus(content, index, is_mistake)
         lines.append(f"predicted: {', '.join([first, *others])}")
-        first = f"{content.classes[focus]} {percent(content.probabilities(slice(index, index + 1))[0, focus])}"
-    elif others:
+        share = content.probabilities(slice(index, index + 1))[0, focus]
+        return Card(f"{content.classes[focus]} ({percent(share)})", lines, answer["image"],
+                    pictures.uris.get(index, ()), pictures.is_tiny)  # fmt: skip
+    if others:
         lines.append(f"then {', '.join(others)}")
-    return Card(first, lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
+    return Card(f"predicted: {first}", lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
 
 
 def describe_images(content: Predictions, pictures: Pictures) -> Section:

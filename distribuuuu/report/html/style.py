@@ -101,9 +101,11 @@ dd { margin: 0 }
   .tiles .value { font-size: 1.3rem }
   .gallery, .gallery.small { grid-template-columns: 1fr 1fr; gap: 10px }
   .card .text { padding: 6px 8px }
-  table { font-size: .84rem }
-  th, td { padding: 5px 6px }
-  th:first-child, td:first-child { position: sticky; left: 0; background: var(--card); z-index: 1; max-width: 10em }
+  table { font-size: .76rem }
+  th, td { padding: 5px 3px }
+  th, th.num { white-space: normal; overflow-wrap: normal }
+  th:first-child, td:first-child { position: sticky; left: 0; background: var(--card); z-index: 1;
+    min-width: 5em; max-width: 8em }
   th:first-child { z-index: 2 }
   th:not([aria-sort]) button::after, td .bar { display: none }
   dl { grid-template-columns: 1fr }

@@ -101,6 +101,10 @@ def test_a_report_is_one_file_with_everything_in_it(finished, tmp_path, capsys):
         assert title in page.texts
     assert percent(content.correct.mean(), 2) in page.texts
     assert page.tags.count("img") == 2 * len(re.findall('class="card"', text))  # each with its saliency map
+    assert {"preci\u00adsion", "pre\u00addicted"} <= {*page.texts}, "heads that narrow displays break"
+    titles = re.findall('class="title[^>]*>([^<]*)<', text)
+    assert titles and all(re.fullmatch(r"predicted: .+ \(\d+\.\d\u00a0%\)", title) for title in titles), titles
+    assert any(re.match(r"then .+ \(\d+\.\d\u00a0%\), .+ \(", one) for one in page.texts)
     assert any("restart at epoch 2, step 0" in one for one in page.texts)
     assert any("1 rollback (epoch 2, step 1)" in one for one in page.texts)
     assert len(text) < 5e6
