@@ -7,7 +7,7 @@ PACKAGE = ROOT / "distribuuuu"
 # sweeps, and reports of runs.
 OPTIONAL_FILES = ("__main__.py", "data/optional_decoders.py")
 OPTIONAL = ("cli", "deploy", "sweep", "data/packing", "data/doctor", "data/remote", "report")
-LOGGING = ("report/run_log.py", "report/record_files.py", "report/step_timing.py")
+LOGGING = ("report/run_log.py", "report/log_table.py", "report/record_files.py", "report/step_timing.py")
 
 
 def count_core_lines() -> int:
