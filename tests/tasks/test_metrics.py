@@ -359,3 +359,13 @@ def test_metrics_without_images_are_nan():
 def test_metrics_undefined_for_the_targets_are_rejected():
     with pytest.raises(ConfigError, match="TEST.METRICS: got top1, ece; .*several labels per image: .*macro_f1.*map"):
         build_metrics("TEST.METRICS", ("top1", "ece"), 4, 2, multilabel=True)
+
+
+def test_a_percentage_is_rounded_once():
+    """All of 49 images are 100 %, not 99.99999999999999."""
+    top1 = build_metrics("TEST.METRICS", ("top1",), 10, 5, False)["top1"]
+    for count in range(1, 2000):
+        assert top1.value(torch.tensor(float(count), dtype=torch.float64), float(count)) == 100
+        assert (
+            top1.value(torch.tensor(float(count // 3), dtype=torch.float64), float(count)) == 100 * (count // 3) / count
+        )
