@@ -4,10 +4,12 @@ An exported folder holds `model.safetensors` and `config.json`. The latter has t
 Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
 """
 
+import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import ImageDataset, first_few
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images, statistics_of
-from distribuuuu.deploy.loaded_run import LoadedRun, read_json
+from distribuuuu.deploy.loaded_run import LoadedRun
 from distribuuuu.models.constructor import find_architecture
 
 logger = logging.getLogger(__name__)
@@ -106,16 +108,101 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg_file: str | None, over
 def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     """Return an exported folder: ours, or one in the format of timm."""
     path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
-    settings = read_json(folder, _EXPORT_CONFIG)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
+    settings = _read_export_config(path)
     if not weights.is_file():
         raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
     entries = settings.get("distribuuuu")
-    if not isinstance(entries, dict):
+    if entries is None:
         entries = _timm_entries(str(path), settings.get("architecture"), settings)
     content = {"weights": "raw", **entries, "state_dict": _read_weights(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, None, overrides)
+
+
+def _read_export_config(path: Path) -> dict[str, Any]:
+    """Return the content of config.json; every value that is read later has its type.
+
+    Raises:
+        ConfigError: it cannot be read, or a value has another type.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        depth = _depth(settings)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise ConfigError(f"RUN: {path}: cannot be read as JSON: {reason}; expected {EXPECTED}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"RUN: {path}: its values are nested more than {_MAX_DEPTH} times; expected {EXPECTED}")
+    _check_fields(path, settings, _FIELDS)
+    if isinstance(published := settings.get("pretrained_cfg"), dict):
+        _check_fields(path, published, _FIELDS, "pretrained_cfg.")
+    if isinstance(entries := settings.get("distribuuuu"), dict):
+        _check_fields(path, entries, _OWN_FIELDS, "distribuuuu.")
+    return settings
+
+
+def _check_fields(path: Path, values: Mapping[str, Any], fields: Mapping[str, Any], prefix: str = "") -> None:
+    for key, (is_valid, expected) in fields.items():
+        if values.get(key) is not None and not is_valid(values[key]):
+            got = reprlib.repr(values[key])
+            raise ConfigError(f"RUN: {path}: {prefix}{key}: got {got}; expected {expected}; fix: export it again")
+
+
+def _depth(value: Any) -> int:
+    """Return how deep lists and objects are nested."""
+    level, depth = [value], 0
+    while level := [item for each in level if isinstance(each, (dict, list))
+                    for item in (each.values() if isinstance(each, dict) else each)]:  # fmt: skip
+        depth += 1
+    return depth
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+
+
+def _is_size(value: Any) -> bool:
+    return _is_triple(value) and value[0] == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_names(value: Any) -> bool:
+    return is_list_of(value, str)
+
+
+# The values that are read from config.json: a test, and its description. All may be missing or null.
+_MAX_DEPTH = 32
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_mapping, "an object")),
+    **dict.fromkeys(("architecture", "interpolation", "crop_mode"), (_is_text, "text")),
+    **dict.fromkeys(("flip", "exif_rotate"), (_is_flag, "true or false")),
+    **dict.fromkeys(("mean", "std"), (_is_triple, "three numbers")),
+    "num_classes": (lambda value: type(value) is int and 0 < value < 1 << 31, "a positive integer"),
+    "input_size": (_is_size, "[3, height, width] in pixels"),
+    "crop_pct": (lambda value: _is_number(value) and 0.01 <= value <= 100, "a number from 0.01 to 100"),
+    "label_names": (_is_names, "a list of texts"),
+}
+_OWN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "config": (_is_mapping, "an object"),
+    "classes": (_is_names, "a list of texts"),
+    "weights": (_is_text, "text"),
+}
 
 
 def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
@@ -172,6 +259,8 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
         "DATA.MEAN": mean,
         "DATA.STD": std,
+        "TEST.FLIP": bool(settings.get("flip")),
+        "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
     }
     return {"classes": list(classes) if classes else None, "config": options}
 

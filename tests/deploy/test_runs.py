@@ -205,6 +205,73 @@ def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(mon
         load_run("timm/resnet10x")
 
 
+def nested(depth: int) -> dict:
+    """Return objects and lists within each other."""
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+HOSTILE = {
+    "model_args": ("abc", [1], 3, True), "architecture": (3, ["resnet18"], {}),
+    "num_classes": ("3", -3, 2.5, True, [3]),
+    "pretrained_cfg": ("x", [1], 3), "label_names": ("xyz", [1, 2, 3], {"a": 1}, [["x"]]), "distribuuuu": ("x", [1], 3),
+    "flip": (1, "true"), "exif_rotate": (1, []),
+}  # fmt: skip
+HOSTILE_PUBLISHED = {
+    "mean": ("abc", [1, 2], ["a", "b", "c"], [1, 2, None], {}), "std": (1, [float("nan")] * 3, [True, 1, 1]),
+    "input_size": ("3xy", [3, 64], [3, 64, "64"], [1, 64, 64], [3, 10**9, 10**9], [3, -64, -64], [3, 64, 64.5]),
+    "crop_pct": ("1", 0, -1, 1e-30, float("inf"), [1]), "interpolation": (3, ["bicubic"]), "crop_mode": (3, []),
+}  # fmt: skip
+HOSTILE_OWN = {
+    "config": ("x", [1]), "classes": ("xyz", [1, 2, 3], {"x": 1}, [None]), "weights": (3, ["raw"], {}),
+}  # fmt: skip
+
+
+def test_hostile_values_in_the_config_of_an_export_are_named(timm_folder):
+    path = timm_folder / "config.json"
+    whole = json.loads(path.read_text())
+    own = {**whole, "distribuuuu": {"classes": ["x", "y", "z"], "weights": "raw", "config": {"MODEL.ARCH": "resnet18"}}}
+    cases = [(key, {**whole, key: value}) for key, values in HOSTILE.items() for value in values]
+    for part, content, hostile in (("pretrained_cfg", whole, HOSTILE_PUBLISHED), ("distribuuuu", own, HOSTILE_OWN)):
+        cases += [
+            (f"{part}.{key}", {**content, part: {**content[part], key: value}})
+            for key, values in hostile.items()
+            for value in values
+        ]
+    for key, content in cases:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=f"RUN: .*config.json: {key}: got .*; expected .*; fix: export it again"):
+            load_run(timm_folder)
+    texts = {"nested": json.dumps({**whole, "model_args": nested(100)}), "recursion": "[" * 10**5, "digits": "1" * 5000,
+             "cut": '{"a": 1', "bytes": "\udcff", "list": "[]", "empty": ""}  # fmt: skip
+    for name, text in texts.items():
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ConfigError, match="RUN: .*config.json(:| is not)") as caught:
+            load_run(timm_folder)
+        assert len(str(caught.value)) < 500, name
+
+
+def test_hostile_options_in_the_config_of_an_export_are_config_errors(timm_folder):
+    path = timm_folder / "config.json"
+    whole = json.loads(path.read_text())
+    for key, value in {
+        "MODEL.ARCH": 3, "MODEL.NUM_CLASSES": "many", "MODEL.KWARGS.pretrained_cfg": {"file": "x"},
+        "TRAIN.IM_SIZE": -1, "TEST.INTERPOLATION": [1], "DATA.MEAN": "abc", "OPTIM.STEPS": {"a": 1}, "DATA.NAME": "x",
+        "MODEL.KWARGS.deep": nested(10), "DISTILL.KWARGS.cache_dir": "/tmp",
+    }.items():  # fmt: skip
+        config = {"MODEL.ARCH": "timm/resnet18", "MODEL.NUM_CLASSES": 3, "DATA.MEAN": [0.5] * 3, "DATA.STD": [0.5] * 3}
+        entries = {"classes": ["x", "y", "z"], "weights": "raw", "config": {**config, key: value}}
+        path.write_text(json.dumps({**whole, "distribuuuu": entries}))
+        with pytest.raises(ConfigError):
+            load_run(timm_folder)
+    for arguments in ({"pretrained_cfg": {"file": "x.pth"}}, {"block": {"url": "x"}}, {"no_such": 1}, {"a.b": 1}):
+        path.write_text(json.dumps({**whole, "model_args": arguments}))
+        with pytest.raises(ConfigError, match="MODEL.KWARGS"):
+            load_run(timm_folder)
+
+
 # ------------------------------------------------------------------------------------- not a run
 
 
