@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from support.images import find_data
 from support.runs import ROOT, small_options
+from support.saved_runs import torch_predict
 
 from distribuuuu.cli.commands import dispatch
 from distribuuuu.config import load_cfg
@@ -22,7 +23,6 @@ from distribuuuu.data.doctor.layout import open_folder
 from distribuuuu.data.doctor.scan import scan_images
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.deploy import load_run
-from distribuuuu.deploy.export_check import torch_predict
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 

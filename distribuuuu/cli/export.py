@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import check_out
 from distribuuuu.launch.signals import exit_now, handled_by
 
-_DESCRIPTION = """Write the model of a run to a new folder, and check it: the answers of the
-exported file on the evaluation set are compared with those of the run.
+_DESCRIPTION = """Write the model of a run to a new folder, and check it: the code of its model
+card is run on evaluation images, and its answers are compared with those of
+predict.
 
   %(prog)s exp/r50 --to timm r50_timm
   %(prog)s exp/r50 --to onnx r50_onnx
@@ -23,7 +25,7 @@ exported file on the evaluation set are compared with those of the run.
 timm: for timm.create_model("local-dir:OUT", pretrained=True); safetensors: any
 model, with its config; onnx: preprocessing and model in one file, from uint8
 images of any size; torch: a program of torch.export.
-Exit status: 0 verified; 1 fewer than 99.9 %% equal answers; 2 an error.
+Exit status: 0 verified; 1 other answers than those of predict; 2 an error.
 """
 FORMAT_NAMES = ("timm", "safetensors", "onnx", "torch")
 
@@ -40,7 +42,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")
     add("out", metavar="OUT", help="the new folder")
     add("--to", metavar="|".join(FORMAT_NAMES), default="", help="the format")
-    add("--check-images", metavar="N", type=int, default=0, help="check with N evenly spaced images instead of all")
+    add("--check-images", metavar="N", type=int, default=1000, help="check N evenly spaced images (1000); 0: all")
     add("--push", metavar="OWNER/NAME", default="", help="publish a verified export on the Hugging Face Hub")
     add("--cfg", metavar="FILE", help="the config, for weights without one")
     add("--set", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="overrides",
@@ -56,8 +58,10 @@ def run_export(flags: argparse.Namespace) -> int:
     """
     if flags.check_images < 0:
         raise ConfigError(f"--check-images: got {flags.check_images}; expected 1 or more, or 0 for all images")
-    from distribuuuu.deploy.export import check_arguments, export_run, temporary_folders
-    from distribuuuu.deploy.runs import load_run
+    from distribuuuu.deploy.card_code import list_limits
+    from distribuuuu.deploy.export import check_arguments, check_format, export_run, temporary_folders
+    from distribuuuu.deploy.loaded_run import CPU
+    from distribuuuu.deploy.runs import find_run
 
     out = Path(flags.out).expanduser()
     check_out("OUT", out)
@@ -69,26 +73,31 @@ def run_export(flags: argparse.Namespace) -> int:
         exit_now(signum)
 
     with handled_by(stop):
-        run = load_run(flags.run, flags.cfg, [word for pair in flags.overrides for word in pair], device="cpu")
+        overrides = [word for pair in flags.overrides for word in pair]
+        run = replace(find_run(flags.run, flags.cfg, overrides), given_device=CPU)
+        check_format(run, flags.to)
+        for limit in list_limits(run, flags.to):
+            print(f"--to {flags.to}: {limit}", file=sys.stderr)
         record = export_run(run, flags.to, out, flags.check_images, flags.push)
     print(describe(record, out, flags.push))
     if not record["verified"]:
-        print(f"{out}: NOT VERIFIED: {record['file']} does not answer as the run does", file=sys.stderr)
+        print(f"{out}: NOT VERIFIED: {record['file']} does not answer as predict does", file=sys.stderr)
     return 0 if record["verified"] else 1
 
 
 def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
     """Return the result of an export in a few lines."""
     metric = "top1" if "top1" in record else "map"
-    both, speed = record[metric], record["images_per_s"]
+    both = record[metric]
     weights = {"ema": "averaged weights (EMA)", "raw": "raw weights"}.get(record["weights"], record["weights"])
     lines = [
         f"{out / record['file']}: {weights} of {record['source']}, float32",
         f"check: {counted(record['images'], 'image')} of {record['images_of_set']:,}; equal answers "
-        f"{record['equal_answers']:.2f} %; greatest difference of logits {record['max_logit_difference']:.2g}",
-        f"{metric}: run {both['run']:.3f}, export {both['export']:.3f}",
-        f"images/s with {counted(record['threads'], 'thread')}: run {speed['run']:.1f}, export {speed['export']:.1f}",
+        f"{record['equal_answers']:.2f} %; difference of probabilities {record['mean_probability_difference']:.2g} on "
+        f"average, at most {record['max_probability_difference']:.2g}",
+        f"{metric}: predict {both['run']:.3f}, code of the card {both['export']:.3f}",
     ]
+    lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
     if push and record["verified"]:
         lines.append(f"published: {push}")
     return "\n".join(lines)

@@ -3,7 +3,8 @@
 - runs.py: `load_run`, from a run, a checkpoint, an exported folder or a timm name to a `LoadedRun` (loaded_run.py).
 - images.py, chunks.py: the image files of a command, and their division into forward passes.
 - predict.py, journal.py: predictions of many files, and the partial output from which a killed job resumes.
-- export.py, onnx_file.py: file formats; export_check.py: comparison with the run; model_card.py: README.md.
+- export.py, onnx_file.py: file formats; model_card.py, card_code.py: README.md and its Python code.
+- export_check.py, card_runner.py: comparison of that code, in a process of its own, with `predict`.
 """
 
 from typing import Any

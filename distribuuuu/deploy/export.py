@@ -1,4 +1,4 @@
-"""Export of a trained model to a folder that other programs load, checked against the model it came from."""
+"""Export of a trained model to a folder that other programs load, checked by the code of its card."""
 
 import contextlib
 import glob
@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,27 +22,26 @@ from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
-from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.deploy.export_check import (
-    CropClassifier,
-    Predict,
-    compare,
-    crop_images,
-    evaluated_model,
-    torch_predict,
-)
+from distribuuuu.deploy.card_code import render_code
+from distribuuuu.deploy.export_check import CropClassifier, check_export, evaluated_model
 from distribuuuu.deploy.loaded_run import CPU, LoadedRun
 from distribuuuu.deploy.model_card import render_card
-from distribuuuu.deploy.onnx_file import build_onnx, onnx_predict, require_onnx
-from distribuuuu.deploy.runs import load_run
-from distribuuuu.models.constructor import find_architecture, make_model_spec
+from distribuuuu.deploy.onnx_file import build_onnx, require_onnx
+from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.report.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.report.results import describe_evaluation, replace_nonfinite
+
+try:
+    import fcntl
+except ImportError:  # Windows: no leftovers are deleted
+    fcntl = None  # type: ignore[assignment]
 
 _SAFETENSORS = "model.safetensors"
 # Options with paths of this machine, of which only the last part is exported.
 _PATHS = ("OUT_DIR", "TRAIN.DATASET", "TEST.DATASET", "DATA.CACHE_DIR", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
           "DISTILL.WEIGHTS")  # fmt: skip
+# Images of the check, evenly spaced over the evaluation set.
+CHECK_IMAGES = 1000
 _REMEDY = "fix: --to safetensors, which takes any model"
 
 
@@ -55,6 +53,7 @@ def describe_model(run: LoadedRun) -> dict[str, Any]:
         "label_names": list(run.classes),
         **describe_evaluation(run.cfg),
         "flip": run.cfg.TEST.FLIP,
+        "exif_rotate": run.cfg.DATA.EXIF_ROTATE,
         "mean": list(run.transform.mean),
         "std": list(run.transform.std),
         "weights": run.weights,
@@ -67,25 +66,27 @@ class Format(NamedTuple):
     Attributes:
         file: name of the file with the weights.
         write: writes the files of a run to a folder.
-        read: returns the predictions of the files in a folder, as a program that uses them would compute them.
+        without: packages that the code of its card does not need.
     """
 
     file: str
     write: Callable[[LoadedRun, Path], None]
-    read: Callable[[LoadedRun, Path], Predict]
+    without: tuple[str, ...] = ("distribuuuu",)
 
 
-def export_run(run: LoadedRun, to: str, out: str | os.PathLike, check_images: int = 0, push: str = "") -> dict:
-    """Write a trained model to a new folder, and compare it with the run on its evaluation set.
+def export_run(
+    run: LoadedRun, to: str, out: str | os.PathLike, check_images: int = CHECK_IMAGES, push: str = ""
+) -> dict:
+    """Write a trained model to a new folder, and compare the code of its card with `predict` on the evaluation set.
 
-    The folder appears under its name when it is complete. If fewer than 99.9 % of the answers are equal, the file of
-    the weights keeps the suffix `.unverified`.
+    The folder appears under its name when it is complete. If it is not verified (see `check_export`), the file of the
+    weights has the suffix `.unverified`.
 
     Args:
         run: the trained model on the CPU; it is converted to float32.
         to: one of FORMATS.
         out: the folder; it must not exist, or be empty.
-        check_images: number of evaluation images of the check; 0: all.
+        check_images: most evaluation images of the check; 0: all.
         push: OWNER/NAME of a repository on the Hugging Face Hub that a verified folder is published to; empty: none.
 
     Returns:
@@ -97,14 +98,14 @@ def export_run(run: LoadedRun, to: str, out: str | os.PathLike, check_images: in
     """
     target = Path(out).expanduser()
     check_arguments(to, target, push)
-    if to in ("timm", "onnx") and (mode := run.transform.crop.interpolation) not in ("bilinear", "bicubic"):
-        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
+    check_format(run, to)
     images = open_evaluation_set(run)
-    file, write, read = FORMATS[to]
-    reference = torch_predict(evaluated_model(run.model, run.cfg), run.transform)
+    file, write, without = FORMATS[to]
+    evaluated_model(run.model, run.cfg)
     with _new_folder(target) as folder, torch.inference_mode():
         write(run, folder)
-        checked = compare(run.cfg, images, reference, read(run, folder), check_images)
+        code = render_code(run, to)
+        checked = check_export(run, images, folder, code, check_images, without)
         if not checked["verified"]:
             os.replace(folder / file, folder / f"{file}.unverified")
             file = f"{file}.unverified"
@@ -112,7 +113,7 @@ def export_run(run: LoadedRun, to: str, out: str | os.PathLike, check_images: in
                   "source": Path(run.source).name, "weights": run.weights, "precision": "float32",
                   "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
         _write_json(folder / "export.json", record)
-        (folder / "README.md").write_text(render_card(run, record), encoding="utf-8")
+        (folder / "README.md").write_text(render_card(run, record, code), encoding="utf-8")
     if push and record["verified"]:
         push_folder(target, push)
     return record
@@ -133,6 +134,28 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     if mismatch := find_class_mismatch({"classes": run.classes}, images.classes):
         raise ConfigError(f"TEST.DATASET: the model was trained on other classes: {mismatch}")
     return images
+
+
+def check_format(run: LoadedRun, to: str) -> None:
+    """Check that a format can express a run; its model need not be built.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if to != "safetensors" and (mode := run.transform.crop.interpolation) not in ("bilinear", "bicubic"):
+        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
+    if to != "timm":
+        return
+    spec = find_timm_model(run)
+    model = spec.build_on_meta()
+    if model is None or run.state_dict is None:
+        return
+    shapes, own = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in
+                   (model.state_dict(), run.state_dict))  # fmt: skip
+    if different := [name for name in {**shapes, **own} if shapes.get(name) != own.get(name)]:
+        name = different[0]
+        what = f"its {name} is {shapes.get(name, 'missing')}, here {own.get(name, 'missing')}"
+        raise ConfigError(f"--to timm: timm's {spec.arch.name} is another model: {what}; {_REMEDY}")
 
 
 def check_arguments(to: str, out: Path, push: str = "") -> None:
@@ -165,20 +188,64 @@ def check_arguments(to: str, out: Path, push: str = "") -> None:
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target` that takes its name when the block ends; else it is deleted.
 
+    What killed exports to `target` have left is deleted too: a folder without a lock by a living process.
+
     Raises:
         ConfigError: it cannot be written.
     """
     name = f".{target.absolute().name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
     temporary = target.absolute().with_name(name)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        _delete_leftovers(target)
+        temporary.mkdir()
+        with _locked(temporary):
+            yield temporary
         sync_folder(temporary)
         os.replace(temporary, target.absolute())
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the kernel's lock of a folder, which ends with the process; yield False if it is taken or not supported."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        is_held = fcntl is not None
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # taken, or the file system has no locks
+            is_held = False
+        yield is_held
+    finally:
+        os.close(descriptor)
+
+
+def _delete_leftovers(target: Path) -> None:
+    """Delete the temporary folders that dead processes have left of exports to `target`."""
+    parent, pattern = target.absolute().parent, rf"\.{re.escape(target.absolute().name)}\.(\d+)\.[0-9a-f]{{16}}\.tmp"
+    for entry in sorted(parent.iterdir()) if fcntl else ():
+        found = re.fullmatch(pattern, entry.name)
+        if not found or entry.is_symlink() or not entry.is_dir() or _is_running(int(found[1])):
+            continue
+        with contextlib.suppress(OSError), _locked(entry) as is_dead:
+            if is_dead:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Tell whether a process of this machine may be running; a folder on a file server may be another machine's."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def temporary_folders(target: Path) -> list[Path]:
@@ -206,12 +273,6 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
     _write_json(folder / "config.json", {**describe_model(run), **content})
 
 
-def read_safetensors(run: LoadedRun, folder: Path) -> Predict:
-    """Return the predictions of the exported folder, as `load_run` reads it."""
-    exported = load_run(folder, device="cpu")
-    return torch_predict(evaluated_model(exported.model, exported.cfg), exported.transform)
-
-
 def write_timm(run: LoadedRun, folder: Path) -> None:
     """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
@@ -234,38 +295,47 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
         "pool_size": None,
         **{key: metadata[key] for key in ("interpolation", "mean", "std")},
     }
-    labels = {"label_names": list(run.classes)}
+    extra = {"label_names": list(run.classes), **{key: metadata[key] for key in ("flip", "exif_rotate")}}
     try:
-        save_for_hf(model, str(folder), model_config=labels, model_args=model_args, safe_serialization=True)
+        save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
     except SafetensorError as error:
         raise OSError(str(error)) from error
 
 
-def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
-    """Return timm's model of the same name with the weights of a run, and the arguments that build it.
+def find_timm_model(run: LoadedRun) -> ModelSpec:
+    """Return timm's model of the same name as that of a run, with its arguments if it is timm's too.
 
     Raises:
-        ConfigError: timm does not know the name, its weights have other names or shapes, or its outputs differ.
+        ConfigError: timm does not know the name.
     """
     import timm
 
     cfg, arch = run.cfg, find_architecture(run.cfg.MODEL.ARCH)
     if not timm.is_model(arch.name):
         raise ConfigError(f"--to timm: timm has no model {arch.name}; {_REMEDY}")
-    model_args: dict[str, Any] = {}
     if arch.source == "timm":
-        spec = make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
-        model_args = {**spec.im_size, **spec.kwargs}
+        return make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
+    return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {})
+
+
+def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
+    """Return timm's model of the same name with the weights of a run, and the arguments that build it.
+
+    Raises:
+        ConfigError: its weights have other names or shapes, or its outputs differ.
+    """
+    spec = find_timm_model(run)
+    name = spec.arch.name
+    model = spec.build()
     try:
-        model = timm.create_model(arch.name, num_classes=len(run.classes), **model_args)
         model.load_state_dict(run.model.state_dict())
-    except (RuntimeError, TypeError) as error:
+    except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
-        raise ConfigError(f"--to timm: timm's {arch.name} is another model: {reason}; {_REMEDY}") from error
+        raise ConfigError(f"--to timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
     images = torch.rand(2, 3, run.transform.crop.size, run.transform.crop.size)
     if not torch.equal(model.eval()(images), run.model(images)):
-        raise ConfigError(f"--to timm: timm's {arch.name} computes other outputs from these weights; {_REMEDY}")
-    return model, model_args
+        raise ConfigError(f"--to timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
+    return model, {**spec.im_size, **spec.kwargs}
 
 
 def crop_percentage(crop: int, resize: int) -> float:
@@ -274,19 +344,6 @@ def crop_percentage(crop: int, resize: int) -> float:
     while math.floor(crop / percentage) < resize:
         percentage = math.nextafter(percentage, 0)
     return percentage
-
-
-def read_timm(run: LoadedRun, folder: Path) -> Predict:
-    """Return the predictions of timm's model of the folder, with the preprocessing of its config."""
-    import timm
-    from timm.data import resolve_data_config
-
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    data = resolve_data_config({}, model=model)
-    size = data["input_size"][1]
-    crop = CenterCrop(math.floor(size / data["crop_pct"]), size, data["interpolation"])
-    transform = replace(run.transform, crop=crop, mean=data["mean"], std=data["std"])
-    return torch_predict(evaluated_model(model, run.cfg), transform)
 
 
 def write_torch(run: LoadedRun, folder: Path) -> None:
@@ -309,12 +366,6 @@ def write_torch(run: LoadedRun, folder: Path) -> None:
     (folder / "model.pt2").write_bytes(buffer.getbuffer())
 
 
-def read_torch(run: LoadedRun, folder: Path) -> Predict:
-    """Return the predictions of the program, which gets crops."""
-    module = torch.export.load(folder / "model.pt2").module()
-    return lambda images: module(crop_images(run.transform, images))
-
-
 def write_onnx(run: LoadedRun, folder: Path) -> None:
     """Write model.onnx."""
     model = build_onnx(evaluated_model(run.model, run.cfg), run.transform, describe_model(run))
@@ -322,10 +373,10 @@ def write_onnx(run: LoadedRun, folder: Path) -> None:
 
 
 FORMATS = {
-    "timm": Format(_SAFETENSORS, write_timm, read_timm),
-    "safetensors": Format(_SAFETENSORS, write_safetensors, read_safetensors),
-    "onnx": Format("model.onnx", write_onnx, lambda run, folder: onnx_predict(folder / "model.onnx")),
-    "torch": Format("model.pt2", write_torch, read_torch),
+    "timm": Format(_SAFETENSORS, write_timm),
+    "safetensors": Format(_SAFETENSORS, write_safetensors, without=()),
+    "onnx": Format("model.onnx", write_onnx),
+    "torch": Format("model.pt2", write_torch),
 }
 
 

@@ -9,6 +9,7 @@ import yaml
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.tree import iter_options
+from distribuuuu.deploy.card_code import INSIDE, list_limits, list_steps
 from distribuuuu.deploy.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
 from distribuuuu.report.results import NOT_HASHED, SPEED_ONLY, list_metrics
@@ -22,61 +23,21 @@ _LIBRARIES = {"timm": "timm", "onnx": "onnx", "torch": "pytorch", "safetensors":
 _NOT_RECIPE = (*NOT_HASHED, *SPEED_ONLY, "MODEL.ARCH", "MODEL.NUM_CLASSES", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
                "DISTILL.WEIGHTS", "DATA.MEAN", "DATA.STD")  # fmt: skip
 
-_USES = {
-    "timm": """import timm
-import torch
-from PIL import Image
 
-model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:OWNER/NAME"
-data = timm.data.resolve_data_config({}, model=model)
-transform = timm.data.create_transform(**data)
-with torch.inference_mode():
-    logits = model(transform(Image.open("image.jpg").convert("RGB"))[None])
-print(model.pretrained_cfg["label_names"][int(logits.argmax())])""",
-    "safetensors": """from distribuuuu.deploy import load_run
-
-run = load_run("FOLDER")
-print(run.predict(["image.jpg"]))""",
-    "onnx": """import json
-
-import numpy as np
-import onnxruntime
-from PIL import Image
-
-session = onnxruntime.InferenceSession("model.onnx")
-classes = json.loads(session.get_modelmeta().custom_metadata_map["label_names"])
-image = np.asarray(Image.open("image.jpg").convert("RGB"))  # uint8 (height, width, 3), any size
-(logits,) = session.run(["logits"], {"images": image[None]})
-print(classes[int(logits[0].argmax())])""",
-    "torch": """import json
-
-import torch
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms import v2
-
-extra = {"metadata.json": ""}
-model = torch.export.load("model.pt2", extra_files=extra).module()
-meta = json.loads(extra["metadata.json"])
-mode = v2.InterpolationMode(meta["interpolation"])
-crop = v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.CenterCrop(meta["crop"])])
-logits = model(crop(decode_image("image.jpg", ImageReadMode.RGB))[None])  # uint8 (N, 3, crop, crop)
-print(meta["label_names"][int(logits.argmax())])""",
-}
-
-
-def render_card(run: LoadedRun, record: Mapping[str, Any]) -> str:
+def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     """Return the README.md of an export in Markdown, with YAML front matter.
 
     Args:
         run: the exported run; without results.json, the metrics are those of the check.
         record: the content of export.json.
+        code: the code that the check has run.
     """
     metrics, count = find_metrics(run, record)
     sections = [
         f"# {run.cfg.MODEL.ARCH} on {_data_name(run)}",
         _describe(run, record),
         "## Metrics\n\n" + "\n".join(_metric_rows(metrics, count)),
-        "## Use\n\n```python\n" + _USES[record["format"]] + "\n```",
+        f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
         "## Preprocessing\n\n" + _describe_preprocessing(run, record["format"]),
         "## Check of this export\n\n" + _describe_check(record),
         "## Classes\n\n" + _list_classes(run.classes),
@@ -159,32 +120,34 @@ def _metric_rows(metrics: Mapping[str, tuple[str, float]], count: int) -> Iterat
 
 
 def _describe_preprocessing(run: LoadedRun, to: str) -> str:
-    crop, mean, std = run.transform.crop, list(run.transform.mean), list(run.transform.std)
-    inside = {
-        "onnx": "All of it is inside the file. Input: `images`, uint8 (N, height, width, 3), RGB, of any size.",
-        "torch": "The normalization is inside the file. Input: uint8 (N, 3, crop, crop), RGB.",
+    inputs = {
+        "onnx": "Input of the file: `images`, uint8 (N, height, width, 3), RGB, of any size.",
+        "torch": "Input of the file: uint8 (N, 3, crop, crop), RGB.",
+        "timm": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
+        "safetensors": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
     }
-    steps = [
-        f"resize the shorter side to {crop.resize_to} px ({crop.interpolation}, antialiased)",
-        f"crop the central {crop.size} x {crop.size} px",
-        f"normalize pixels from 0 to 1 with mean {mean} and std {std}",
-        *(["average the logits with those of the mirrored image"] if run.cfg.TEST.FLIP else []),
-    ]
-    text = "\n".join(f"{number}. {step}" for number, step in enumerate(steps, 1))
-    return f"{text}\n\n{inside[to]}" if to in inside else text
+    steps = "\n".join(
+        f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"
+        for number, (step, text) in enumerate(list_steps(run).items(), 1)
+    )
+    return "\n\n".join((steps, inputs[to], *list_limits(run, to)))
 
 
 def _describe_check(record: Mapping[str, Any]) -> str:
     metric = "top1" if "top1" in record else "map"
     both, speed = record[metric], record["images_per_s"]
+    failed = f"The code has failed: {record['error']}\n\n" if "error" in record else ""
     verdict = "verified" if record["verified"] else "NOT VERIFIED: do not use it"
     share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'evaluation image')}"
     return (
-        f"`{record['file']}` was compared with the trained model: {share}; **{verdict}**.\n\n"
-        f"| | trained model | export |\n|---|---|---|\n"
-        f"| {metric} | {both['run']:.2f} | {both['export']:.2f} |\n"
-        f"| images/s, {counted(record['threads'], 'thread')} | {speed['run']:.1f} | {speed['export']:.1f} |\n\n"
-        f"Greatest difference of logits: {record['max_logit_difference']:.2g}. Machine: {record['hardware']}."
+        f"The code above was run on the original files in a process of its own, and compared with the predictions of "
+        f"the trained model: {share}; **{verdict}**.\n\n{failed}"
+        f"| | trained model | this code |\n|---|---|---|\n"
+        f"| {metric} | {both['run']:.2f} | {both['export']:.2f} |\n\n"
+        f"Difference of the probability of the answer: {record['mean_probability_difference']:.2g} on average, at most "
+        f"{record['max_probability_difference']:.2g}. Speed from file to answer, one image at a time: "
+        f"{0 if speed is None else speed:.1f} images/s with {counted(record['threads'], 'thread')}. "
+        f"Machine: {record['hardware']}."
     )
 
 

@@ -7,9 +7,8 @@ gray levels: both round to uint8, but torch's weights have 16 bits.
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.transforms import MAX_ASPECT
-from distribuuuu.deploy.export_check import CropClassifier, Predict
+from distribuuuu.deploy.export_check import CropClassifier
 from distribuuuu.deploy.loaded_run import EvalTransform
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _PREPROCESSING = Template("""
 <ir_version: 8, opset_import: ["" : $opset]>
 preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $crop, $crop] cropped)
 <
-    int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
+    int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
     int64[1] resize = {$resize}, int64[1] crop = {$crop}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}
 >
 {
@@ -112,8 +111,17 @@ def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str
     onnx.helper.set_model_props(
         merged, {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     )
+    _drop_unused_initializers(merged)
     onnx.checker.check_model(merged)
     return merged
+
+
+def _drop_unused_initializers(model: "ModelProto") -> None:
+    """Remove the constants that no node reads, about each of which onnxruntime would warn."""
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
 
 
 def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProto":
@@ -156,27 +164,3 @@ def _build_preprocessing(transform: EvalTransform, classifier: "ModelProto") -> 
     before = onnx.parser.parse_model(_PREPROCESSING.substitute(opset=opset, mode=mode, **sizes))
     before.ir_version = classifier.ir_version
     return onnx.compose.add_prefix(before, "preprocessing/", rename_inputs=False, rename_outputs=False)
-
-
-def onnx_predict(path: Path) -> Predict:
-    """Return the evaluation of an ONNX file by onnxruntime on the CPU, with as many threads as torch.
-
-    Images of one size share a batch; the others are evaluated one by one.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def predict(images: Sequence[torch.Tensor]) -> torch.Tensor:
-        rows: dict[int, torch.Tensor] = {}
-        for shape in dict.fromkeys(image.shape for image in images):
-            indices = [index for index, image in enumerate(images) if image.shape == shape]
-            batch = torch.stack([images[index] for index in indices]).permute(0, 2, 3, 1).contiguous()
-            (logits,) = session.run(["logits"], {"images": batch.numpy()})
-            rows.update(zip(indices, torch.from_numpy(logits), strict=True))
-        return torch.stack([rows[index] for index in range(len(images))])
-
-    return predict

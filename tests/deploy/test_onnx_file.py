@@ -1,11 +1,14 @@
 """ONNX files: the preprocessing in the graph, batches and images of any size, and the check that finds mistakes."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support.saved_runs import save_run, torch_predict
 from support.tiers import slow
 from torch import nn
 
@@ -15,13 +18,13 @@ from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.deploy import export, load_run
 from distribuuuu.deploy.export import export_run
-from distribuuuu.deploy.export_check import FlipAverage, torch_predict
+from distribuuuu.deploy.export_check import FlipAverage
 from distribuuuu.deploy.loaded_run import EvalTransform
 from distribuuuu.trainer import train_model
 
 for _package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(_package, reason=f"{_package} is not installed (pip install 'distribuuuu[onnx]')")
-from distribuuuu.deploy.onnx_file import build_onnx, onnx_predict  # noqa: E402
+from distribuuuu.deploy.onnx_file import build_onnx  # noqa: E402
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
 TRANSFORM = EvalTransform(CenterCrop(32, 32), "auto", DEFAULTS, MEAN, STD)
@@ -38,6 +41,19 @@ def photograph(height: int, width: int) -> torch.Tensor:
     coarse = torch.rand(1, 3, height // 8 + 2, width // 8 + 2, generator=numbers) * 255
     smooth = nn.functional.interpolate(coarse, (height, width), mode="bilinear")[0]
     return (smooth + 12 * torch.randn(3, height, width, generator=numbers)).clamp(0, 255).to(torch.uint8)
+
+
+def onnx_predict(path):
+    """Return the predictions of an ONNX file, for decoded images (3, H, W)."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path)
+
+    def predict(images):
+        inputs = [{"images": image.permute(1, 2, 0)[None].numpy()} for image in images]
+        return torch.from_numpy(np.concatenate([session.run(["logits"], each)[0] for each in inputs]))
+
+    return predict
 
 
 @pytest.fixture
@@ -124,7 +140,7 @@ def test_the_file_describes_itself(trained, tmp_path):
 @pytest.mark.parametrize("part", ["mean", *map(slow, ("std", "resize", "crop", "flip"))])
 def test_a_mistake_in_the_preprocessing_ends_with_status_1(trained, tmp_path, monkeypatch, capsys, part):
     run = trained("TEST.FLIP", "True")
-    file, write, read = export.FORMATS["onnx"]
+    file, write, without = export.FORMATS["onnx"]
 
     def write_wrongly(run, folder):
         wrong = {
@@ -140,7 +156,7 @@ def test_a_mistake_in_the_preprocessing_ends_with_status_1(trained, tmp_path, mo
         cfg[section][name] = value
         write(replace(run, cfg=cfg), folder)
 
-    monkeypatch.setitem(export.FORMATS, "onnx", export.Format(file, write_wrongly, read))
+    monkeypatch.setitem(export.FORMATS, "onnx", export.Format(file, write_wrongly, without))
     assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "onnx", str(tmp_path / "exported")]) == 1
     record = json.loads((tmp_path / "exported" / "export.json").read_text())
     assert not record["verified"] and record["equal_answers"] < 99.9
@@ -157,3 +173,18 @@ class _Branching(nn.Module):
 def test_a_model_that_torch_cannot_trace_is_refused():
     with pytest.raises(ConfigError, match="--to onnx: torch cannot export this model: .*fix: --to safetensors"):
         build_onnx(_Branching(), TRANSFORM, {})
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_onnxruntime_loads_the_file_without_a_warning(small_cfg, tmp_path, flip):
+    """Also without constants that no node reads."""
+    import onnx
+
+    run = load_run(save_run(small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD))), device="cpu")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(build_onnx(FlipAverage(run.model) if flip else run.model, TRANSFORM, {}).SerializeToString())
+    code = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    graph = onnx.load(path).graph
+    assert {tensor.name for tensor in graph.initializer} <= {name for node in graph.node for name in node.input}
