@@ -65,7 +65,7 @@ class Normalizer:
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device).view(3, 1, 1) * 255
         self.scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(3, 1, 1) * 255)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._normalize = torch.compile(_normalize) if compiled else None
+        self._normalize = torch.compile(_normalize, dynamic=False) if compiled else None
         self._most_images = 0
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,9 @@ COMPRESSION_HOOKS: dict[str, Callable] = {
     "fp16": default_hooks.fp16_compress_hook,
 }
 
+# Compiled shapes of a model or of the normalization: more than any progressive resizing has sizes.
+MAX_GRAPHS = 4096
+
 
 def wrap_model(
     model: nn.Module,
@@ -84,14 +87,26 @@ def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) ->
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """Compile a model in place at its first forward pass; names and weights stay.
+    """Compile a model in place at its first forward pass, for each shape separately; names and weights stay.
+
+    With dynamic shapes, the code of a step would depend on the shapes that this process has computed before, so a
+    resumed run would differ from an uninterrupted one in the last bits.
 
     Args:
         model: the result of `wrap_model`: the compiler then splits the backward pass at the all-reduces.
         mode: 'none' (do nothing), or a mode of torch.compile.
     """
     if mode != "none":
-        model.compile(mode=mode)
+        model.compile(mode=mode, dynamic=False)
+        _allow_graphs(MAX_GRAPHS)
+
+
+def _allow_graphs(num: int) -> None:
+    """Raise the number of shapes after which torch stops compiling and runs eagerly, with other bits."""
+    known = torch._dynamo.config
+    prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
+    for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
+        setattr(known, name, num)
 
 
 def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
