@@ -119,7 +119,8 @@ def run_process(rank: int, args: argparse.Namespace, overrides: str, port: int, 
     overrides += f" MODEL.ARCH {args.arch} TRAIN.IM_SIZE {args.im_size} TEST.IM_SIZE {args.im_size}"
     overrides += f" TRAIN.AMP {args.amp} OPTIM.NAME adamw OPTIM.BASE_LR 1e-4 OUT_DIR {folder}"
     cfg = load_cfg(None, overrides.split())
-    with process_group(launch, device, 600):
+    backend = "nccl" if device.type == "cuda" else "gloo"  # not auto, which opens no group for one process
+    with process_group(launch, device, 600, backend):
         with peak_memory(device, result):
             seconds, num = take_steps(cfg, args, device)
         (peak_mib,) = dist.all_reduce_max([result["mib"]])
@@ -140,7 +141,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="vit_large_patch16_224" if on_gpu else "vit_small_patch16_224")
-    parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if on_gpu else 2)
+    parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if on_gpu else 2,
+                        help="processes; one is a process group of one, which shards nothing")  # fmt: skip
     parser.add_argument("--batch", type=int, default=64 if on_gpu else 2, help="images per process and step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
     parser.add_argument("--amp", default="bf16" if on_gpu else "none", help="TRAIN.AMP")

@@ -311,7 +311,8 @@ _C.LOG.TENSORBOARD = True
 _C.LOG.NUM_IMAGES = 32
 
 _C.DIST = CfgNode()
-# Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo).
+# Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
+# only with nccl or gloo.
 _C.DIST.BACKEND = "auto"
 # Watchdog timeout: seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks
 # and exit; also the seconds to wait for the processes at the start.

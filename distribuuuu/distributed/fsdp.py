@@ -203,7 +203,7 @@ def build_parallelize_fn(cfg, device: torch.device) -> Callable[[nn.Module], nn.
     """Return the function that moves a model to the device, sharded if DIST.SHARD is fsdp."""
     settings = cfg.DIST
     if settings.SHARD != "none" and not dist.is_distributed():
-        logger.info("DIST.SHARD %s has no effect: world size is 1", settings.SHARD)
+        logger.info("DIST.SHARD %s has no effect: world size is 1 and DIST.BACKEND auto", settings.SHARD)
     if settings.SHARD != "fsdp" or not dist.is_distributed():
         return lambda model: model.to(device)
     return lambda model: shard_model(model, device, _REDUCE_DTYPES[settings.COMPRESS], settings.CPU_OFFLOAD)

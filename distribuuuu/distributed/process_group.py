@@ -98,7 +98,10 @@ def process_group(
     startup_timeout_s: float = 0.0,
     shard: str = "none",
 ) -> Iterator[None]:
-    """Join the process group and run the watchdog for the length of the block; a single process joins nothing.
+    """Join the process group and run the watchdog for the length of the block.
+
+    A single process joins nothing if `backend` is 'auto', else a group of one, without a watchdog: the way to run DDP,
+    sharding and nccl on one GPU.
 
     The group starts threads. Fork data loader workers before: a fork while such a thread holds a lock of the
     interpreter deadlocks the child.
@@ -119,12 +122,16 @@ def process_group(
     SignalState.stacks_file = Path(report_dir) / STACKS / f"rank_{launch.rank}.txt"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
-    if launch.world_size == 1:
+    if launch.world_size == 1 and backend == "auto":
         yield
         return
     if backend == "gloo" and device.type == "cuda" and shard != "none":
         reason = "gloo cannot send shards of CUDA tensors"
         raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
+    if launch.world_size == 1:
+        with _join_group(launch, torch_dist.HashStore(), backend, device, timeout_s):
+            yield
+        return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
     store, _Early.store = _Early.store or create_store(launch, timeout_s), None
     if backend == "nccl":
@@ -158,7 +165,7 @@ def _join_group(
     try:
         yield
     except Exception as error:
-        is_abandoned = not getattr(error, "on_all_processes", False)
+        is_abandoned = launch.world_size > 1 and not getattr(error, "on_all_processes", False)
         raise
     finally:
         GroupState.rank, GroupState.host_group = 0, None

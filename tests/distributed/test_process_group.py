@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as torch_dist
-from support.processes import free_port
+from support.processes import free_port, on_processes
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError
+from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed import process_group as group_module
 from distribuuuu.distributed.process_group import (
     MissingProcessError,
@@ -121,7 +122,29 @@ def test_connections_at_the_first_exchange_cost_less_and_give_the_same_results()
 def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
     with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
         enter(monkeypatch, "gloo", shard=shard)
-    assert enter(monkeypatch, "gloo", world_size=1, shard=shard) == {}
+    assert enter(monkeypatch, "auto", world_size=1, shard=shard) == {}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_one_process_opens_a_group_on_request_only(monkeypatch, backend):
+    asked = enter(monkeypatch, backend, world_size=1)
+    assert asked["backend"] == backend and asked["world_size"] == 1
+    assert asked["device_id"] == (torch.device("cuda", 1) if backend == "nccl" else None)
+    assert enter(monkeypatch, "auto", world_size=1) == {}
+
+
+def open_twice() -> list[str]:
+    """Return the backends of two groups of one; the first ends with an error."""
+    backends = []
+    for error in (ValueError, KeyError):
+        with contextlib.suppress(error), process_group(Launch("test"), torch.device("cpu"), 10, "gloo"):
+            backends.append(dist.backend())
+            raise error
+    return [*backends, dist.backend()]
+
+
+def test_a_group_of_one_is_closed_after_an_error():
+    assert on_processes(1, open_twice) == [["gloo", "gloo", "none"]]
 
 
 # ------------------------------------------------------------------------------------------ rendezvous

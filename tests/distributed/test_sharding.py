@@ -9,6 +9,7 @@ from support.processes import on_processes
 from support.runs import assert_close, newest, records, train_and_kill, train_and_read
 from support.tiers import slow
 
+from distribuuuu import trainer
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
@@ -127,6 +128,31 @@ def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, seco
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
+
+
+def train_and_name(cfg) -> tuple[str, str]:
+    """Train; return the types of the model in training and of the optimizer."""
+    made, build = [], trainer.build_run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "build_run", lambda *args: made.append(build(*args)) or made[0])
+        train_model(cfg)
+    return type(made[0].model).__name__, type(made[0].state.optimizer).__name__
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "tolerance"),
+    [
+        ("ddp", ("DistributedDataParallel", "AdamW"), 0),
+        ("zero1", ("DistributedDataParallel", "PartitionedOptimizer"), 0),
+        pytest.param("fsdp", ("FSDPVisionTransformer", "AdamW"), 1e-6, marks=needs_fsdp),
+    ],
+)
+def test_a_group_of_one_trains_like_a_process_without_a_group(run, small_cfg, kind, names, tolerance):
+    """The tolerance is that of the norm by which sharded gradients are clipped."""
+    cfg = small_cfg(*ALL_ON, *KINDS[kind], "DIST.BACKEND", "gloo")
+    assert on_processes(1, train_and_name, cfg) == [names]
+    assert_same_content(newest(cfg.OUT_DIR), newest(run("ddp", 1)), tolerance)
+    assert evaluations(cfg.OUT_DIR) == pytest.approx(evaluations(run("ddp", 1)), rel=tolerance)
 
 
 @pytest.mark.slow
