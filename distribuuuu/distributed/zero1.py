@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import FullStateDict, use_full_state_dict
@@ -25,8 +24,10 @@ class _TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-class PartitionedOptimizer(ZeroRedundancyOptimizer):
+class PartitionedOptimizer(Optimizer):
     """Optimizer that is partitioned over the processes (Rajbhandari et al., arXiv 1910.02054, stage 1).
+
+    `optim` is the optimizer of this process's share.
 
     Args:
         groups: parameter groups.
@@ -34,12 +35,28 @@ class PartitionedOptimizer(ZeroRedundancyOptimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], build: Build):
-        super().__init__(groups, optimizer_class=build)  # type: ignore[arg-type]  # it is only called
+        shares = _partition(groups, dist.world_size())
+        self.optim = build(shares[dist.rank()])
+        self._shares = [_flatten(share) for share in shares]
+        super().__init__(groups, {})
         self.defaults = self.optim.defaults
+        _copy_settings(self.optim.param_groups, self.param_groups)
 
-    def _get_is_trainable_mask(self) -> list[bool]:
-        """Return an empty mask: parameters that are frozen later are skipped anyway, for lack of a gradient."""
-        return []
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tell GradScaler whether the update skips itself on the device, without a read, if gradients overflowed."""
+        return getattr(self.optim, "_step_supports_amp_scaling", False)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this process's share, then receive the others'. Every process must call it.
+
+        Takes the memory of all weights for the exchange.
+        """
+        _copy_settings(self.param_groups, self.optim.param_groups)
+        for name in ("grad_scale", "found_inf"):  # of GradScaler
+            setattr(self.optim, name, getattr(self, name, None))
+        self.optim.step()
+        _exchange(self._shares)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the equivalent single optimizer; without state if not main.
@@ -79,7 +96,42 @@ class PartitionedOptimizer(ZeroRedundancyOptimizer):
         ]
         state = {index: content["state"][index] for index in _flatten(groups) if index in content["state"]}
         self.optim.load_state_dict({"state": state, "param_groups": groups})
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)  # type: ignore[attr-defined]  # untyped class
+        _copy_settings(self.optim.param_groups, self.param_groups)
+
+
+def _partition(groups: list[dict[str, Any]], num: int) -> list[list[dict[str, Any]]]:
+    """Return the groups of each of `num` processes: the largest parameter first, to the smallest share so far."""
+    shares: list[list[dict[str, Any]]] = [[{**group, "params": []} for group in groups] for _ in range(num)]
+    sizes = [0] * num
+    for index, group in enumerate(groups):
+        for parameter in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
+            smallest = sizes.index(min(sizes))
+            shares[smallest][index]["params"].append(parameter)
+            sizes[smallest] += parameter.numel()
+    return shares
+
+
+def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Copy the settings of parameter groups, e.g. the learning rate, but not the parameters."""
+    for own, other in zip(source, target, strict=True):
+        other.update({name: value for name, value in own.items() if name != "params"})
+
+
+@torch.no_grad()
+def _exchange(shares: list[list[torch.Tensor]]) -> None:
+    """Copy the share of each process to the other processes, by one collective for each type of parameters."""
+    for like in {parameter.dtype: parameter for share in shares for parameter in share}.values():
+        typed = [[parameter for parameter in share if parameter.dtype == like.dtype] for share in shares]
+        sizes = [[parameter.numel() for parameter in share] for share in typed]
+        most = max(map(sum, sizes))
+        padding = like.new_zeros(most - sum(sizes[dist.rank()]))
+        sent = torch.cat([*(parameter.flatten() for parameter in typed[dist.rank()]), padding])
+        received = sent.new_empty(len(shares) * most)
+        torch_dist.all_gather_into_tensor(received, sent)
+        for rank, (share, flat) in enumerate(zip(typed, received.split(most), strict=True)):
+            if share and rank != dist.rank():
+                values = flat[: sum(sizes[rank])].split(sizes[rank])
+                torch._foreach_copy_(share, [value.view_as(own) for value, own in zip(values, share, strict=True)])
 
 
 def _spec_of(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """ZeRO-1 and FSDP: the run of DDP in less memory, resumed bitwise, and checkpoints that fit any number of processes."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from support.processes import on_processes
 from support.runs import assert_close, newest, records, train_and_kill, train_and_read
 from support.tiers import slow
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
@@ -16,6 +20,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import build_parallelize_fn, full_state_dict, inference, is_sharded, to_local
 from distribuuuu.distributed.process_group import process_group
+from distribuuuu.distributed.zero1 import PartitionedOptimizer
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
@@ -230,6 +235,89 @@ def test_gathered_tensors_have_no_more_memory_than_they_need(run):
     content = read_checkpoint(sorted((run("fsdp", 3, "TRAIN.BATCH_SIZE", 2, *DROPS) / "checkpoints").iterdir())[-1])
     for tensor in [*content["state_dict"].values(), content["optimizer"]["state"][0]["exp_avg"]]:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts the reads of the device and the collectives of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.collectives = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func._schema.name == "aten::_local_scalar_dense"
+        if func.namespace == "c10d":
+            self.collectives.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+
+def step_on_fake_processes(num: int, build: Callable) -> tuple[int, int, int]:
+    """Take a float16 step of one of `num` fake processes; return its numbers of collectives, reads, parameters."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(20)))
+    optimizer = PartitionedOptimizer([{"params": list(net.parameters())}], build)
+    scaler, calls = torch.amp.GradScaler("cpu"), CountedCalls()
+    scaler.scale(net(torch.ones(1, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with calls:
+        scaler.step(optimizer)
+    scaler.update()
+    return len(calls.collectives), calls.reads, len(optimizer.optim.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(("fused", "reads"), [(True, 0), (False, 1)])
+def test_a_step_of_zero1_takes_one_collective_and_no_read_of_the_device(fused, reads):
+    """Unless the update is fused, the loss scaling of float16 has to read whether to skip it."""
+    build = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused)
+    assert on_processes(1, step_on_fake_processes, 8, build) == [(1, reads, 4)]
+
+
+def skip_a_step() -> list[bool]:
+    """Return whether weight and bias, one of each process, change in a step with an overflow and in one without."""
+    with process_group(detect_launch(), CPU, 60):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 3)
+        optimizer = PartitionedOptimizer(
+            [{"params": list(net.parameters())}], functools.partial(torch.optim.SGD, lr=0.1, fused=True)
+        )
+        scaler, changes = torch.amp.GradScaler("cpu"), []
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            before = [weight.clone() for weight in net.parameters()]
+            scaler.scale(net(torch.ones(1, 3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            changes += [not torch.equal(*pair) for pair in zip(net.parameters(), before, strict=True)]
+        return changes
+
+
+def test_a_step_of_zero1_with_an_overflow_is_skipped_by_all():
+    assert on_processes(2, skip_a_step) == [[False, False, True, True]] * 2
+
+
+def exchange_odd_parameters() -> list[bool]:
+    """Return whether parameters of several types, memory formats and sizes are those of their owners."""
+    with process_group(detect_launch(), CPU, 60):
+
+        def make(seed: int) -> list[torch.Tensor]:
+            torch.manual_seed(seed)
+            nets = [torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(()), torch.empty(0),
+                    torch.randn(7).bfloat16(), torch.randn(3, 4).t(), torch.randn(2).bfloat16()]  # fmt: skip
+            return [torch.nn.Parameter(value) for value in nets]
+
+        own, others = make(dist.rank()), [make(0), make(1), make(2)]
+        optimizer = PartitionedOptimizer(
+            [{"params": own[:3]}, {"params": own[3:]}], functools.partial(torch.optim.SGD, lr=0.1)
+        )
+        strides = [parameter.stride() for parameter in own]
+        optimizer.step()  # without gradients
+        assert [parameter.stride() for parameter in own] == strides
+        owner_of = {id(parameter): rank for rank, share in enumerate(optimizer._shares) for parameter in share}
+        return [torch.equal(parameter, others[owner_of[id(parameter)]][index]) for index, parameter in enumerate(own)]
+
+
+def test_the_exchange_of_zero1_keeps_types_and_memory_formats():
+    assert on_processes(3, exchange_odd_parameters) == [[True] * 6] * 3
 
 
 def fail_to_load(cfg, content: dict) -> list[str]:
