@@ -14,7 +14,8 @@ _C.MODEL.PRETRAINED = False
 # Initial weights: own (the constructor's), fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1), or
 # fan_out_own_norms (the norms keep the constructor's scales, as in the RegNets of timm before 0.6).
 _C.MODEL.INIT = "own"
-# Synchronized batch norm: statistics over the images of all processes instead of each process's own.
+# Synchronized batch norm: statistics over the images of all processes instead of each process's own. With
+# MODEL.COMPILE, each of these layers ends a compiled graph.
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = None

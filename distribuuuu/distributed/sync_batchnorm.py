@@ -1,13 +1,16 @@
 """Synchronized batch norm over the images of all processes, on any device.
 
-torch.nn.SyncBatchNorm refuses CPU tensors; `ProcessBatchNorm` computes the same with one differentiable sum, so that
-every config can run and be tested anywhere.
+torch.nn.SyncBatchNorm refuses CPU tensors and waits for the device in each layer. `ProcessBatchNorm` computes the same:
+on CUDA with the kernels of torch, elsewhere with one differentiable sum, so that every config can run and be tested
+anywhere.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distribuuuu.config import ConfigError
@@ -31,8 +34,23 @@ class ProcessBatchNorm(_BatchNorm):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize (N, C, ...) by the statistics of all processes in training, by the running ones in evaluation."""
-        out = self._normalize(images) if self.training and dist.is_distributed() else super().forward(images)
+        out = self._synchronize(images) if self.training and dist.is_distributed() else super().forward(images)
         return self.act(self.drop(out))
+
+    @torch.compiler.disable  # with the collective in a graph, two processes got other outputs from the compiler
+    def _synchronize(self, images: torch.Tensor) -> torch.Tensor:
+        if not has_kernels(images):
+            return self._normalize(images)
+        statistics = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        settings = (self.eps, self._next_momentum(), torch_dist.group.WORLD, dist.world_size())
+        return _FusedNorm.apply(images, self.weight, self.bias, *statistics, *settings)
+
+    def _next_momentum(self) -> float:
+        """Count a batch; return the weight of its statistics in the running ones, if there are any."""
+        if self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked += 1
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     def _normalize(self, images: torch.Tensor) -> torch.Tensor:
         axes, dtype = [0, *range(2, images.dim())], images.dtype
@@ -50,11 +68,37 @@ class ProcessBatchNorm(_BatchNorm):
     def _update_running_statistics(self, mean: torch.Tensor, unbiased_var: torch.Tensor) -> None:
         if not self.track_running_stats:
             return
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked += 1
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        assert self.running_mean is not None and self.running_var is not None
+        momentum = self._next_momentum()
         self.running_mean.lerp_(mean, momentum)
         self.running_var.lerp_(unbiased_var, momentum)
+
+
+def has_kernels(images: torch.Tensor) -> bool:
+    """Tell whether torch's kernels can normalize the images."""
+    return images.is_cuda
+
+
+class _FusedNorm(SyncBatchNorm):
+    """torch's function of SyncBatchNorm, whose forward pass waits for the device to search for empty batches."""
+
+    @staticmethod
+    def forward(ctx, images, weight, bias, running_mean, running_var, eps, momentum, group, num_processes):
+        """Return normalized images and update the running statistics; every process has at least one image."""
+        layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
+        images = images if images.is_contiguous(memory_format=layout) else images.contiguous()
+        mean, invstd = torch.batch_norm_stats(images, eps)
+        own = torch.cat([mean, invstd, mean.new_full((1,), images.numel() / images.shape[1])])
+        gathered = own.new_empty(num_processes, len(own))
+        torch_dist.all_gather_into_tensor(gathered.view(-1), own, group)
+        parts = gathered.split([len(mean), len(mean), 1], dim=1)
+        means, invstds, counts = (part.contiguous() for part in parts)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            images, means, invstds, running_mean, running_var, momentum, eps, counts.flatten()
+        )
+        ctx.save_for_backward(images, weight, mean, invstd, counts.int())
+        ctx.process_group = group
+        return torch.batch_norm_elemt(images, weight, bias, mean, invstd, eps)
 
 
 def _global_statistics(images: torch.Tensor, axes: list[int]) -> tuple[torch.Tensor, ...]:
@@ -73,21 +117,13 @@ def _global_statistics(images: torch.Tensor, axes: list[int]) -> tuple[torch.Ten
     return mean.to(images.dtype), var.to(images.dtype), total.to(images.dtype)
 
 
-def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Return the model with every batch norm synchronized; the state dict keeps its keys.
-
-    On CUDA these are torch's own layers, whose fused kernels wait for the device once per layer in training.
 
     Raises:
         ConfigError: the model has a batch norm of its own type, which cannot be converted.
     """
-    if not dist.is_distributed():
-        return model
-    if device.type == "cuda":
-        from timm.layers import convert_sync_batchnorm as timm_convert  # supports timm's batch norm with activation
-
-        return timm_convert(model)
-    return _convert(model)
+    return _convert(module) if dist.is_distributed() else module
 
 
 def _convert(module: nn.Module) -> nn.Module:
@@ -97,7 +133,7 @@ def _convert(module: nn.Module) -> nn.Module:
         return module
     is_fused = hasattr(module, "act") and hasattr(module, "drop")
     if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not is_fused:
-        raise ConfigError(f"MODEL.SYNCBN: {type(module).__name__} cannot be synchronized on this device; set it False")
+        raise ConfigError(f"MODEL.SYNCBN: {type(module).__name__} cannot be synchronized; set it False")
     after: dict[str, Any] = {"drop": module.drop, "act": module.act} if is_fused else {}
     settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
     converted = ProcessBatchNorm(*settings, **after)

@@ -167,7 +167,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     seed_cpu(derive_seed(seed))
     model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
     if cfg.MODEL.SYNCBN:
-        model = convert_sync_batchnorm(model, loader.device)
+        model = convert_sync_batchnorm(model)
     freeze_parts(cfg, model)
     ema = build_ema(cfg, build_act_checkpoint(cfg, model))
     parallelize = build_parallelize_fn(cfg, loader.device)
