@@ -87,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=60, help="number of events over all runs")
     parser.add_argument("--runs", type=int, default=4, help="number of runs")
+    parser.add_argument("--compile", nargs="?", const="default", default="none", help="MODEL.COMPILE; default: none")
     parser.add_argument("--seed", type=int, default=1, help="of events, moments and worker counts")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
     args = parser.parse_args()
@@ -106,7 +107,7 @@ def disturb_all(args: argparse.Namespace, folder: Path) -> bool:
     """Run and print everything; return whether nothing is lost and nothing different."""
     names = draw_names(args.events, args.seed)
     epochs = SPARE_EPOCHS + EPOCHS_PER_EVENT * -(-args.events // args.runs)
-    trainings = Trainings(folder, epochs)
+    trainings = Trainings(folder, epochs, args.compile)
     print(f"{epochs} epochs of {NUM_STEPS} steps; checkpoints: EVERY_STEPS {EVERY_STEPS}\n{HEADER}")
     runs, verdicts = [], []
     for number in range(1, args.runs + 1):

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from chaos_events import EVERY_STEPS, FULL_DISKS, Event, Progress, inject, phase_of, wait_polling
-from kill_resume import NUM_IMAGES, SETTINGS, TRAIN_NET, WORKERS, draw_images
-from training_process import RunEnded, TrainingProcess, read_records
+from kill_resume import COMPILED_HANGS_AFTER_S, NUM_IMAGES, SETTINGS, TRAIN_NET, WORKERS, draw_images
+from training_process import HANGS_AFTER_S, RunEnded, TrainingProcess, read_records
 
 BATCH = 6
 NUM_STEPS = NUM_IMAGES["train"] // BATCH
@@ -29,9 +29,11 @@ class Trainings:
     Args:
         folder: the folder of the images and runs.
         epochs: epochs of a run.
+        compile_mode: MODEL.COMPILE.
     """
 
-    def __init__(self, folder: Path, epochs: int):
+    def __init__(self, folder: Path, epochs: int, compile_mode: str = "none"):
+        self.compile_mode = compile_mode
         self.folder = folder
         self.epochs = epochs
         self._start_s: dict[str, float] = {}
@@ -47,8 +49,10 @@ class Trainings:
         settings = dict(zip(*[iter([*SETTINGS.split(), *MODEL.split(), *overrides.split()])] * 2, strict=True))
         settings |= {"TRAIN.DATASET": str(self.folder / "data"), "TRAIN.WORKERS": str(workers)}
         settings |= {"OPTIM.MAX_EPOCH": str(self.epochs), "OUT_DIR": str(out_dir)}
+        settings |= {} if self.compile_mode == "none" else {"MODEL.COMPILE": self.compile_mode, "TEST.BATCH_SIZE": "2"}
         command = [sys.executable, *before, TRAIN_NET, *flags, *(word for pair in settings.items() for word in pair)]
-        return TrainingProcess(command, out_dir, NUM_STEPS)
+        timeout_s = HANGS_AFTER_S if self.compile_mode == "none" else COMPILED_HANGS_AFTER_S
+        return TrainingProcess(command, out_dir, NUM_STEPS, timeout_s)
 
     def run_uninterrupted(self, kind: int) -> tuple[Path, float]:
         """Train without events, once per kind; return the OUT_DIR and the seconds until the first step."""

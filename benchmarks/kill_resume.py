@@ -6,6 +6,7 @@ its processes at random moments of start-up, steps, saves and evaluations, and w
 after each kill. In the end all tensors and other values of both runs' checkpoints and best weights and all records of
 metrics.jsonl must be equal, and no kill may cost more steps than lie between two checkpoints.
 
+`--compile` trains a compiled model.
 KEY VALUE overrides replace the model, e.g. `MODEL.ARCH timm/test_efficientnet MODEL.KWARGS.drop_rate 0.2`.
 """
 
@@ -33,6 +34,9 @@ EVERY_STEPS = 2
 NUM_IMAGES = {"train": 90, "val": 37}
 CLASSES = ("blue", "green", "red")
 WORKERS = (0, 1, 2, 3)
+# With compiled models: evaluations with a shorter last batch, and the seconds after which a start hangs.
+COMPILED = "TEST.BATCH_SIZE 2 MODEL.COMPILE"
+COMPILED_HANGS_AFTER_S = 900
 PHASES = ("start", "steps", "save", "evaluation", "end save")
 
 
@@ -107,7 +111,10 @@ class Experiment:
         overrides = [*SETTINGS.split(), *(args.overrides or MODEL), "TRAIN.DATASET", str(self.folder / "data")]
         overrides += ["TRAIN.WORKERS", str(workers), "OPTIM.MAX_EPOCH", str(args.epochs), "OUT_DIR", str(out_dir)]
         overrides += ["TRAIN.GLOBAL_BATCH_SIZE", str(args.batch)]
-        return TrainingProcess([*launcher, TRAIN_NET, *overrides], out_dir, self.num_steps)
+        if args.compile == "none":
+            return TrainingProcess([*launcher, TRAIN_NET, *overrides], out_dir, self.num_steps)
+        command = [*launcher, TRAIN_NET, *overrides, *COMPILED.split(), args.compile]
+        return TrainingProcess(command, out_dir, self.num_steps, COMPILED_HANGS_AFTER_S)
 
     def run_uninterrupted(self, name: str, workers: int) -> Durations:
         """Train to the end; return the durations of the phases.
@@ -246,6 +253,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="training processes; above 1 under torchrun")
     parser.add_argument("--epochs", type=int, default=16, help="epochs of the run")
     parser.add_argument("--batch", type=int, default=8, help=f"images per step; an epoch has {NUM_IMAGES['train']}")
+    parser.add_argument("--compile", nargs="?", const="default", default="none", help="MODEL.COMPILE; default: none")
     parser.add_argument("--seed", type=int, default=1, help="of moments and worker counts")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
     args = parser.parse_intermixed_args()

@@ -36,10 +36,12 @@ class TrainingProcess:
         command: the command line.
         out_dir: its OUT_DIR.
         num_steps: steps per epoch.
+        timeout_s: the seconds after which it hangs.
     """
 
-    def __init__(self, command: list[str], out_dir: Path, num_steps: int = 0):
+    def __init__(self, command: list[str], out_dir: Path, num_steps: int = 0, timeout_s: float = HANGS_AFTER_S):
         self.out_dir = out_dir
+        self.timeout_s = timeout_s
         self.num_steps = num_steps
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         self._started = time.time()
@@ -81,13 +83,13 @@ class TrainingProcess:
 
         Raises:
             RunEnded: the training ended first.
-            RuntimeError: the condition was false for HANGS_AFTER_S seconds.
+            RuntimeError: the condition was false for `timeout_s` seconds.
         """
         while not condition():
             if self._process.poll() is not None:
                 raise RunEnded(f"exit status {self._process.returncode}")
-            if time.time() - self._started > HANGS_AFTER_S:
-                raise RuntimeError(f"timeout after {HANGS_AFTER_S} s:\n{self.last_lines()}")
+            if time.time() - self._started > self.timeout_s:
+                raise RuntimeError(f"timeout after {self.timeout_s} s:\n{self.last_lines()}")
             time.sleep(POLL_S)
 
     def suspend(self) -> None:
@@ -164,9 +166,9 @@ class TrainingProcess:
             RuntimeError: it failed or timed out.
         """
         try:
-            status: int | str = self._process.wait(timeout=HANGS_AFTER_S)
+            status: int | str = self._process.wait(timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
-            status = f"unknown, timeout after {HANGS_AFTER_S} s"
+            status = f"unknown, timeout after {self.timeout_s} s"
         finally:
             self.kill()
         if status:
