@@ -1,12 +1,16 @@
 """Synchronization with a GPU: simulated on any machine, and with a real GPU if there is one."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
+from support.processes import on_processes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import manager
 from distribuuuu.config.rules import INTERPOLATIONS
@@ -21,8 +25,9 @@ from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.deploy import loaded_run, probe
 from distribuuuu.deploy.chunks import one_behind
 from distribuuuu.deploy.loaded_run import Selection, start_selection
+from distribuuuu.distributed import ddp
 from distribuuuu.engine.run import Run
-from distribuuuu.engine.setup import build_state, set_backends
+from distribuuuu.engine.setup import build_state, build_training, set_backends
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 from distribuuuu.models import build_model
@@ -31,7 +36,7 @@ from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import StepOutput
-from distribuuuu.trainer import train_epoch, train_model
+from distribuuuu.trainer import train_epoch, train_model, train_step
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -368,6 +373,58 @@ def test_nothing_is_held_back_on_the_cpu():
     taken.clear()
     items = one_behind((taken.append(number) or number for number in range(3)), CUDA)
     assert [(number, len(taken)) for number in items] == [(0, 2), (1, 3), (2, 3)]
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts collectives, except those that DDP starts, and reads of values."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" or func._schema.name == "aten::_local_scalar_dense":
+            self.counts[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_on_eight_processes(cfg, reads: bool = False) -> dict[str, int]:
+    """Take the second step of the first of eight processes that do not communicate; return its counts."""
+    calls = CountedCalls()
+
+    def count_bucket(state, bucket):  # DDP checks annotations
+        calls.counts["bucket"] += 1
+        reduced = torch.futures.Future()
+        reduced.set_result(bucket.buffer())
+        return reduced
+
+    ddp.COMPRESSION_HOOKS["bf16"] = count_bucket
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    launch = Launch("alone", rank=0, local_rank=0, world_size=8, local_world_size=8)
+    loader = build_loader(cfg, launch, CPU, train=True)
+    training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+    batches = loader.batches_from(0, 0, 0)
+    training.model.train()
+    train_step(training, batches, 0)
+    calls.counts.clear()
+    with calls:
+        train_step(training, batches, 1)
+        if reads:
+            training.state.meter._loss.item()
+    return dict(calls.counts)
+
+
+@pytest.mark.parametrize("shard, expected", [
+    ("none", {"bucket": 1}),
+    # Four units: three stages of blocks, and the rest of the model, whose weights stay for the backward pass.
+    ("fsdp", {"_allgather_base_": 7, "_reduce_scatter_base_": 4, "allreduce_": 1}),
+])  # fmt: skip
+def test_a_step_of_eight_processes_exchanges_only_gradients_and_weights(small_cfg, shard, expected):
+    """With fsdp, the norm of the gradients, by which they are clipped, is one more collective."""
+    cfg = small_cfg("TRAIN.BATCH_SIZE", 2, "DIST.SHARD", shard, "DIST.COMPRESS", "bf16" if shard == "none" else "none",
+                    "OPTIM.CLIP_NORM", 1.0, "EMA.HALF_LIFE", 30)  # fmt: skip
+    assert on_processes(1, step_on_eight_processes, cfg) == [expected]
+    assert on_processes(1, step_on_eight_processes, cfg, True) == [{**expected, "_local_scalar_dense": 1}]
 
 
 @needs_gpu
