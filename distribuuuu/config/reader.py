@@ -253,7 +253,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return Config({key: _frozen(item) for key, item in value.items()})
+        return Config({str(key): _frozen(item) for key, item in value.items()})  # yacs writes no other keys
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise ValueError(

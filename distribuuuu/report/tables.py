@@ -297,7 +297,7 @@ def _interval(values: Sequence[float | None], num_images: int) -> str:
     known = [value for value in values if value is not None]
     if len(known) > 1:
         low, high = mean_interval(known)
-    elif known and num_images:
+    elif known and num_images and 0 <= known[0] <= 100:
         low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
     else:
         return ""

@@ -400,6 +400,28 @@ def test_odd_words_are_refused_with_their_key(key, word):
         load_cfg(None, [key, word])
 
 
+def test_a_number_as_a_name_inside_of_a_value_can_be_written():
+    cfg = load_cfg(None, ["MODEL.KWARGS.x", "{1: 2}"])
+    assert cfg.MODEL.KWARGS.x == {"1": 2} and "'1': 2" in cfg.dump()
+
+
+def test_an_accuracy_of_others_above_all_images_has_no_interval(tmp_path):
+    record = json.loads(next(iter(sorted(fuzz_readback.RESULTS.rglob("*.json")))).read_text())
+    text = json.dumps(record)
+    for value in {metric for metric in fractions_in(record) if 1 < metric < 100}:
+        text = text.replace(json.dumps(value), "250.5")
+    (tmp_path / "results.json").write_text(text)
+    fuzz_readback.read_table(tmp_path / "results.json")
+
+
+def fractions_in(value):
+    """Yield the fractional numbers of JSON."""
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from fractions_in(part)
+    if isinstance(value, float):
+        yield value
+
+
 def test_an_open_section_takes_no_words_that_yaml_cannot_hold():
     assert load_cfg(None, ["MODEL.KWARGS.x", "[" * 5000]).MODEL.KWARGS.x == "[" * 5000
     assert load_cfg(None, ["MODEL.KWARGS.x", "{a: {b: [1, 2]}}"]).MODEL.KWARGS.x == {"a": {"b": (1, 2)}}
