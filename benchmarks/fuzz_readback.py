@@ -4,7 +4,8 @@ It damages metrics.jsonl, results.json, predictions.npz, config files, command-l
 README with tables, the folder index, the record of checked files, packed data sets and their side files, also with a
 right checksum, and the CSV of a multi-label data set; and a server answers requests for packed data in invalid and
 endless ways. Required files must be read or rejected with a ConfigError that names the file or the URL; optional files
-must be repaired or rebuilt. A case of more than 20 s, and growth of the memory by more than 512 MiB, are violations.
+must be repaired, rebuilt, or left out with a note that names the file, as those of a report. A case of more than 20 s,
+and growth of the memory by more than 512 MiB, are violations.
 
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
@@ -47,8 +48,10 @@ from distribuuuu.data.packing.packed_format import INDEX
 from distribuuuu.data.packing.writer import PackWriter, Record, find_changed_shard, find_conflicts
 from distribuuuu.data.remote import pack as remote_pack
 from distribuuuu.data.remote import transport
+from distribuuuu.report.html.run_report import build_report, list_report, read_run
+from distribuuuu.report.predictions import write_arrays
 from distribuuuu.report.record_files import drop_records_after
-from distribuuuu.report.results import read_results
+from distribuuuu.report.results import read_results, replace_nonfinite
 from distribuuuu.report.stored_predictions import read_predictions
 from distribuuuu.report.tables import Run, format_table, group_runs, make_row
 
@@ -344,6 +347,39 @@ def make_subjects(folder: Path) -> list[Subject]:
     return [Subject(path, path.read_bytes(), *reader) for path, reader in readers.items()]
 
 
+# ------------------------------------------------------------------------------------ runs of others
+
+
+def read_report(run: Path) -> None:
+    """Build the report of a run, as a page and as JSON; what is left out is named."""
+    files = read_run(str(run))
+    page = build_report(files)
+    assert "\x1b" not in page and all(str(run) in note for note in files.history.notes)
+    json.dumps(replace_nonfinite(list_report(files)), allow_nan=False, default=str)
+
+
+def make_report_subjects(run: Path) -> list[Subject]:
+    """Write the files of a finished run; return those that a report reads."""
+    run.mkdir()
+    label = np.arange(12, dtype=np.int32) % 3
+    meta = {"schema": 1, "weights": "raw", "epoch": 2, "folder": "", "data": "dummy", "multilabel": False}
+    write_arrays(run / "predictions.npz", {
+        "meta": np.array(json.dumps(meta)), "classes": np.array(["a", "b", "c"]), "label": label,
+        "path": np.array([f"image {index}" for index in range(12)]), "loss": np.ones(12, np.float32),
+        "logits": np.eye(3, dtype=np.float32)[label[::-1]],
+    })  # fmt: skip
+    numbers = {"loss": 0.5, "top1": 50.0, "count": 320, "lr": 0.1, "images_per_s": 9.0, "wait": 0.1, "seconds": 2.0}
+    records = [{"kind": kind, "epoch": epoch, "step": 5, **numbers} for epoch in (1, 2) for kind in ("train", "eval")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "results.json").write_bytes(next(iter(sorted(RESULTS.rglob("*.json")))).read_bytes())
+    (run / "train.log").write_text("resumed from x: epoch 2, step 1\n")
+    crafts = {"predictions.npz": craft_npz, "metrics.jsonl": craft_json, "results.json": craft_json, "train.log": None}
+    return [
+        Subject(run / name, (run / name).read_bytes(), lambda: read_report(run), craft)
+        for name, craft in crafts.items()
+    ]
+
+
 # ------------------------------------------------------------------------------------------ fuzzing
 
 
@@ -440,6 +476,7 @@ def run_trials_with(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the trials of `run_trials`; the server has `whole` as `file`."""
     subjects = [*make_subjects(folder), *make_data_subjects(folder, server)]
+    subjects += make_report_subjects(folder / "reported")
     for subject in subjects:
         subject.read()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,6 +8,7 @@ from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import check_out
+from distribuuuu.config.untrusted import printable
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
 accuracy with its significance, changed answers, classes, curves and configs.
@@ -41,9 +42,9 @@ def _run(prog: str, args: list[str]) -> int:
         print(json.dumps(list_comparison(comparison), indent=2, default=str))
         return 0
     for sentence in comparison.sentences():
-        print(sentence)
+        print(printable(sentence))
     write_page(out, build_compare_page(comparison))
-    print(f"written: {out}")
+    print(printable(f"written: {out}"))
     return 0
 
 

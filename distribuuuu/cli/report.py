@@ -7,6 +7,7 @@ from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import check_out
+from distribuuuu.config.untrusted import printable
 
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
 the confusion matrix, the most confident mistakes and the calibration. RUN is its
@@ -47,7 +48,7 @@ def _run(prog: str, args: list[str]) -> int:
             print(text, end="")
             return 0
         write_page(out, text)
-    print(out)
+    print(printable(out))
     return 0
 
 

@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from distribuuuu.config import run_files
+from distribuuuu.config.untrusted import printable
 from distribuuuu.distributed import comm as dist
 from distribuuuu.report.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
 from distribuuuu.report.record_files import EventFile, RecordFile, drop_records_after
@@ -47,6 +48,7 @@ class _LineFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line of a record; its time and message are already formatted."""
+        record.message = printable(record.message, keep="\n\t")  # it may name files and classes
         if record.levelno < logging.WARNING:
             return super().formatMessage(record)
         color = _COLORS.get(record.levelno) if self._colored else None

@@ -372,3 +372,11 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
                            str(out_dir / name)]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr
+
+
+def test_names_in_a_line_reach_a_terminal_as_escape_sequences():
+    record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING",
+                                    "msg": "broken image: %s", "args": ("\x1b[2J\u202egpj.\udcff",)})  # fmt: skip
+    line = log._LineFormatter("%H:%M").format(record)
+    assert line.endswith("WARNING: broken image: \\x1b[2J\\u202egpj.\\udcff")
+    assert log._LineFormatter("%H:%M").format(record) == line, "of the next handler"
