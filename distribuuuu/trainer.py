@@ -50,8 +50,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)
-    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started:
-        run = build_run(cfg, train_loader, val_loader)
+    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as (started, find_loss):
+        run = build_run(cfg, train_loader, val_loader, find_loss)
         results = RunResults(run)
         with run.stop, run.log, save_on_stop(run):
             while run.state.epoch < min(stop_epoch or cfg.OPTIM.MAX_EPOCH, cfg.OPTIM.MAX_EPOCH):

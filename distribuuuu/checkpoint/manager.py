@@ -33,7 +33,14 @@ YIELD_S = 1e-3
 # Seconds between two warnings about failed attempts.
 WARN_EVERY_S = 30.0
 
+# Returns why this run must not write to OUT_DIR any more; None if it may.
+FindLoss = Callable[[], str | None]
+
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
+
+
+class OutDirLost(CheckpointError):
+    """OUT_DIR is no longer this run's; raised on the main process, whose watchdog ends the others."""
 
 
 @dataclass
@@ -77,9 +84,19 @@ class CheckpointManager:
         keep_last: number of newest checkpoints of this run to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
         every_steps: maximum steps of an epoch that may be lost; 0: all of them.
+        find_loss: called on the main process before each write.
     """
 
-    def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0, every_steps: int = 0):
+    def __init__(
+        self,
+        out_dir: str | os.PathLike,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        every_steps: int = 0,
+        find_loss: FindLoss = lambda: None,
+    ):
+        self._find_loss = find_loss
+        self._lost: OutDirLost | None = None
         self.folder = Path(out_dir) / run_files.CHECKPOINTS
         self.bests = {kind: Path(out_dir) / name for kind, name in run_files.BESTS.items()}
         self.keep_last = keep_last
@@ -123,6 +140,9 @@ class CheckpointManager:
             state: the training state.
             new_bests: the kinds of its weights, "raw" and "ema", that are the best so far.
             first: called in the background on the main process, before the state is written.
+
+        Raises:
+            OutDirLost: OUT_DIR belongs to another run, or was replaced; the state is in a new folder beside it.
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         content = state.to_dict()
@@ -132,11 +152,15 @@ class CheckpointManager:
             if before and before == self._writing:
                 self._is_superseded.set()
             self._writer.join_or_abandon()
+            if self._lost:
+                raise self._lost
             self._is_superseded.clear()
             self._writing = path
             self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
             self._own &= {path.name for path in self.list()}
             content["checkpoints"] = sorted(self._own | {path.name})
+            if loss := self._find_loss():
+                raise self._save_elsewhere(path, content, loss)
             self._writer.start(lambda: self._write(path, content, before, first), f"checkpoint {path.name}")
         return path
 
@@ -150,6 +174,10 @@ class CheckpointManager:
         if dist.is_main():
             try:
                 self._writer.wait()
+                if self._lost:
+                    raise self._lost
+            except OutDirLost:
+                raise
             except CheckpointError as error:
                 problem = f"{error}; the newest one is {next(reversed(self.list()), 'none')}"
         if problem := dist.broadcast_object(problem):
@@ -169,7 +197,27 @@ class CheckpointManager:
         """Return when the last save is on disk or its write has failed; unlike `wait`, on one process alone."""
         self._writer.join_or_abandon()
 
+    def _save_elsewhere(self, path: Path, content: dict[str, Any], loss: str) -> OutDirLost:
+        """Write a checkpoint and unwritten best weights to a new folder beside OUT_DIR; return the error to raise."""
+        out_dir = self.folder.parent
+        folder = next(new for number in range(1, 10**6) if not (new := Path(f"{out_dir}.{number}")).exists())
+        saved = f"its checkpoint is {folder / self.folder.name / path.name}; fix: resume it with OUT_DIR {folder}"
+        try:
+            if name := find_nonfinite({key: value for key, value in content.items() if key != "meter"}):
+                saved = f"its weights are not finite (first {name}) and were not saved"
+            else:
+                (folder / self.folder.name).mkdir(parents=True)
+                for kind, weights in self._unwritten_bests.items():
+                    write_atomically(folder / self.bests[kind].name, weights)
+                write_atomically(folder / self.folder.name / path.name, content)
+        except OSError as error:
+            saved = f"{path.name} cannot be saved to {folder} either: {error.strerror or error}"
+        return OutDirLost(f"{loss}; this training stops, and writes no more to it; {saved}")
+
     def _write(self, path: Path, content: dict[str, Any], superseded: Path | None, first: Callable[[], None]) -> None:
+        if loss := self._find_loss():  # since this write was requested, or since its last attempt
+            self._lost = self._save_elsewhere(path, content, loss)
+            return
         first()
         weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is checked by the task
         if name := find_nonfinite(weights):

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,25 +45,82 @@ class OutDirLocked(ConfigError):
 
 
 @contextlib.contextmanager
-def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
+def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[Callable[[], str | None]]:
     """Lock an existing folder for the length of the block. Every process must call it.
+
+    Yields a function for the main process, see `RunLock.find_loss`.
 
     Raises:
         OutDirLocked: another training holds the lock, or the folder is not writable.
     """
-    file, problem = _acquire(Path(out_dir) / LOCK) if dist.is_main() else (None, None)
+    path = Path(out_dir) / LOCK
+    file, problem = _acquire(path) if dist.is_main() else (None, None)
     if problem := dist.broadcast_object(problem):
         raise OutDirLocked(problem)
+    lock = RunLock(file, path) if file else None
     try:
-        yield
+        yield lock.find_loss if lock else lambda: None
     finally:
-        if file:
-            _release(file)
+        if lock:
+            lock.release()
 
 
-def _acquire(path: Path) -> tuple[IO | None, str | None]:
-    """Return the open and locked file, or the problem."""
-    deadline, has_warned = time.monotonic() + PATIENCE_S, False
+class RunLock:
+    """A lock that this process holds on a folder, which may be deleted or replaced meanwhile.
+
+    Args:
+        file: the open and locked file.
+        path: its path.
+    """
+
+    def __init__(self, file: IO, path: Path):
+        self._file, self._path, self._folder = file, path, os.stat(path.parent)
+        self._own = _read_holder(file)
+        self._changing = threading.Lock()
+
+    def find_loss(self) -> str | None:
+        """Return why this process must not write to the folder any more; None if it may.
+
+        A deleted lock is taken again, and a deleted folder is created again, with a warning. Any thread may call it.
+        """
+        with self._changing:
+            try:
+                return None if _is_at(self._file, self._path) else self._lock_again()
+            except OSError:  # e.g. of a network file system; the write will tell
+                return None
+
+    def _lock_again(self) -> str | None:
+        folder = self._path.parent
+        is_same = folder.exists() and os.path.samestat(os.stat(folder), self._folder)
+        if not is_same and folder.exists() and any(folder.iterdir()) and not self._is_copied():
+            return f"OUT_DIR: {folder} was replaced by another folder, which is not empty"
+        folder.mkdir(parents=True, exist_ok=True)
+        file, problem = _acquire(self._path, patience_s=0.0)
+        if file is None:
+            return problem
+        what = f"{self._path} was deleted" if is_same else f"{folder} was moved, deleted or replaced"
+        logger.warning("OUT_DIR: %s during this training; it is locked again, and later files are written there", what)
+        self._file.close()
+        self._file, self._folder = file, os.stat(folder)
+        return None
+
+    def _is_copied(self) -> bool:
+        """Tell whether the folder is a copy of that of this run, which has its lock file."""
+        with contextlib.suppress(OSError), open(self._path, encoding="utf-8") as file:
+            return bool(self._own) and _read_holder(file) == self._own
+        return False
+
+    def release(self) -> None:
+        """Delete and unlock the file."""
+        with contextlib.suppress(OSError), self._file:
+            if _is_at(self._file, self._path):
+                os.unlink(self._path)
+
+
+def _acquire(path: Path, patience_s: float | None = None) -> tuple[IO | None, str | None]:
+    """Return the open and locked file, or the problem after `patience_s` seconds (PATIENCE_S)."""
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    deadline, has_warned = time.monotonic() + patience_s, False
     while True:
         try:
             file = open(path, "a+", encoding="utf-8")
@@ -87,7 +145,7 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
                 path.unlink()
         elif not has_warned:
             has_warned = True
-            logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, PATIENCE_S)
+            logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, patience_s)
         time.sleep(POLL_S)
 
 
@@ -112,12 +170,6 @@ def _is_at(file: IO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _release(file: IO) -> None:
-    with contextlib.suppress(OSError), file:
-        if _is_at(file, Path(file.name)):
-            os.unlink(file.name)
 
 
 def _write_holder(file: IO) -> None:

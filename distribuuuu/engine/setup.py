@@ -12,7 +12,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
-from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
@@ -49,8 +49,12 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[float]:
-    """Open the process group, OUT_DIR and the log for the duration of the block; yield its start, time.perf_counter().
+def open_run(
+    cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False
+) -> Iterator[tuple[float, FindLoss]]:
+    """Open the process group, OUT_DIR and the log for the duration of the block.
+
+    Yields its start, time.perf_counter(), and `RunLock.find_loss` of the lock on OUT_DIR.
 
     Args:
         cfg: the config.
@@ -73,13 +77,15 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
         with group:
             start = time.perf_counter()
             make_out_dir(cfg.OUT_DIR)
-            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
+            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext(lambda: None) as find_loss:
                 has_log = bool(log_name)
                 with logging_to(cfg.OUT_DIR, log_name):
                     describe_machine(launch, device)
-                    yield start
+                    yield start, find_loss
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
     except ConfigError as error:
+        if isinstance(error, OutDirLost):  # the log is another run's
+            raise
         if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
             append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
@@ -149,9 +155,9 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     return Training(cfg, task, state, model, loader, lr_at, clip)
 
 
-def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
+def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: FindLoss = lambda: None) -> Run:
     """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
-    checkpoints = build_checkpoints(cfg)
+    checkpoints = build_checkpoints(cfg, find_loss)
     latest = find_latest(cfg, checkpoints)
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
     describe_training(cfg, training.state, train_loader, val_loader)
@@ -204,10 +210,10 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
     return model
 
 
-def build_checkpoints(cfg) -> CheckpointManager:
+def build_checkpoints(cfg, find_loss: FindLoss = lambda: None) -> CheckpointManager:
     """Return the checkpoint manager of OUT_DIR."""
-    checkpoint = cfg.CHECKPOINT
-    return CheckpointManager(cfg.OUT_DIR, checkpoint.KEEP_LAST, checkpoint.KEEP_EVERY, checkpoint.EVERY_STEPS)
+    keep = cfg.CHECKPOINT
+    return CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS, find_loss)
 
 
 def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
