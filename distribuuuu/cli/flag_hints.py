@@ -99,6 +99,21 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, **options: Any):
         super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Return the parsed and the remaining arguments.
+
+        Raises:
+            ConfigError: several files of --cfg, of which argparse would use the last one only; or an invalid argument.
+        """
+        parsed, rest = super().parse_known_args(args, namespace)
+        given = [word for word in args or () if word.partition("=")[0] == "--cfg"]
+        if len(given) > 1:
+            fix = "fix: name one file, and set the other options as KEY VALUE arguments"
+            raise ConfigError(
+                Problem("--cfg", f"got {len(given)} files; expected one, since files are not merged; {fix}")
+            )
+        return parsed, rest
+
     def parse_args(self, args=None, namespace=None):
         """Return the parsed arguments.
 

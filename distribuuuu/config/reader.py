@@ -54,12 +54,25 @@ def read_cfg(cfg_file: str | Config | None = None, overrides: Sequence[str] = ()
         _merge(cfg, _read_tree(cfg_file), problems)
     elif cfg_file:
         _merge(cfg, _read_yaml(cfg_file, problems), problems)
-    folder_of_file = cfg.TRAIN.DATASET
+    of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
-    _inherit_test_dataset(cfg, folder_of_file)
-    problems += find_problems(cfg)
+    _inherit_test_dataset(cfg, of_file.TRAIN.DATASET)
+    problems += [*_find_inherited_arguments(cfg, of_file), *find_problems(cfg)]
     cfg.freeze()
     return cfg, problems
+
+
+def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:
+    """Yield a problem if a file's arguments of a constructor meet another model, named on the command line."""
+    for name, section in (("MODEL.ARCH", "MODEL.KWARGS"), ("DISTILL.TEACHER", "DISTILL.KWARGS")):
+        model, model_of_file = get_value(cfg, name), get_value(of_file, name)
+        keys = [f"{section}.{argument}" for argument in get_value(cfg, section)]
+        inherited = [key for key in keys if cfg.origins.get(key) != COMMAND_LINE]
+        if inherited and model and model != model_of_file and cfg.origins.get(name) == COMMAND_LINE:
+            arguments = ", ".join(key.removeprefix(f"{section}.") for key in inherited)
+            message = f"got {arguments} of {model_of_file or 'another model'} with {name} {model}"
+            fix = f"fix: add {section} '{{}}' to leave them out, or repeat those that {model} shall have"
+            yield Problem(section, f"{message}; {fix}", {section: cfg.origins.get(inherited[0], "config")})
 
 
 def _inherit_test_dataset(cfg: Config, folder_of_file: str) -> None:
@@ -174,8 +187,13 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[S
 
 
 def _expand(key: str, text: _CliValue) -> list[Setting]:
-    """Return the setting of a KEY VALUE pair; of `SECTION {NAME: VALUE}` one setting for each name."""
+    """Return the setting of a KEY VALUE pair; of `SECTION {NAME: VALUE}` one setting for each name.
+
+    `SECTION {}` is a setting of its own, which empties the section.
+    """
     values = _parse(text) if key in OPEN_SECTIONS else None
+    if isinstance(values, dict) and not values:
+        return [(key, values, COMMAND_LINE)]
     if not isinstance(values, dict) or any(":" in str(name) and value is None for name, value in values.items()):
         return [(key, text, COMMAND_LINE)]  # not a mapping, or no space after a colon; rejected by _merge
     return [(f"{key}.{name}", value, COMMAND_LINE) for name, value in values.items()]
@@ -204,6 +222,11 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
     known = dict(iter_options(_C))
     for key, value, origin in settings:
         section, name = _split_key(key)
+        if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
+            for inherited in get_value(cfg, key):
+                cfg.origins.pop(f"{key}.{inherited}", None)
+            dict.clear(get_value(cfg, key))
+            continue
         try:
             if section in NUMBER_SECTIONS:
                 value = _coerce(key, value, 1.0)

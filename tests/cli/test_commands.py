@@ -163,3 +163,15 @@ def test_help_texts_are_wrapped_once(name, columns, capsys, monkeypatch):
     assert max(map(len, lines)) <= columns and not any(line.startswith(" ") for line in lines), description
     for line, following in zip(lines, lines[1:], strict=False):  # the next word did not fit
         assert len(f"{line} {following.split()[0]}") > columns - 2, description
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "test", "time", "plan", "pack", "predict", "export", "probe", "doctor", "sweep"]
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_several_config_files_are_refused_since_the_last_one_alone_would_be_read(command, joined, capsys, tmp_path):
+    files = [f"--cfg={tmp_path}/a.yaml", f"--cfg={tmp_path}/b.yaml"]
+    words = files if joined else [part for file in files for part in file.split("=")]
+    before = {"predict": ["run", "photos"], "export": ["run", "out", "--to", "timm"], "probe": ["run"]}.get(command, [])
+    assert dispatch("distribuuuu", [command, *before, *words, "OUT_DIR", str(tmp_path / "out")]) == 2
+    assert "--cfg: got 2 files; expected one, since files are not merged" in capsys.readouterr().err

@@ -247,8 +247,10 @@ def test_buckets_that_the_compiler_cannot_cut_by_are_refused(mode):
     words = ["MODEL.COMPILE", mode, "DIST.BUCKET_MB"]
     (problem,) = problems_of(None, [*words, "0.999"])
     assert re.match(r"DIST.BUCKET_MB .*got 0.999; .*MODEL.COMPILE .*expected 1 or more; set it to 1 or more", problem)
-    for sound in ([*words, "1"], [*words, "0.5", "DIST.SHARD", "fsdp"], ["DIST.BUCKET_MB", "0.5"]):
+    for sound in ([*words, "1"], ["DIST.BUCKET_MB", "0.5"]):
         load_cfg(None, sound)
+    if mode == "default":  # fsdp works with no other one
+        load_cfg(None, [*words, "0.5", "DIST.SHARD", "fsdp"])
 
 
 def test_a_frozen_tree_cannot_be_changed_in_any_way():
@@ -355,3 +357,39 @@ def test_check_cfg_checks_a_tree_made_by_hand():
 def test_every_option_is_documented_once():
     documented = [key for key, _, _ in documented_options()]
     assert sorted(documented) == sorted([*(key for key, _ in iter_options(get_cfg())), *OPEN_SECTIONS])
+
+
+MAPPINGS = """
+MODEL: {ARCH: resnet8, KWARGS: {width: 32, norm: group}}
+DISTILL: {TEACHER: resnet14, WEIGHTS: pretrained, KWARGS: {width: 64}}
+FINETUNE: {LR_MULT: {fc: 10}}
+"""
+
+
+def test_mappings_are_merged_by_key_and_an_empty_one_removes_those_of_the_file(tmp_path):
+    path = write(tmp_path / "a.yaml", MAPPINGS)
+    cfg = load_cfg(path, ["MODEL.KWARGS", "{width: 8}", "FINETUNE.LR_MULT", "{layer1: 2}"])
+    assert cfg.MODEL.KWARGS == {"width": 8, "norm": "group"} and cfg.FINETUNE.LR_MULT == {"fc": 10.0, "layer1": 2.0}
+    cfg = load_cfg(path, ["MODEL.KWARGS", "{}", "FINETUNE.LR_MULT", "{}", "MODEL.KWARGS.width", "8"])
+    assert cfg.MODEL.KWARGS == {"width": 8} and cfg.FINETUNE.LR_MULT == {} and cfg.DISTILL.KWARGS == {"width": 64}
+    assert "MODEL.KWARGS.norm" not in cfg.origins and cfg.origins["MODEL.KWARGS.width"] == "command line"
+    assert load_cfg(path, ["MODEL.KWARGS.width", "8", "MODEL.KWARGS", "{}"]).MODEL.KWARGS == {}
+    assert load_cfg(write(tmp_path / "b.yaml", cfg.dump())) == cfg
+    assert load_cfg(cfg, ["MODEL.KWARGS", "{}"]).MODEL.KWARGS == {}, "a tree that was set in Python too"
+
+
+@pytest.mark.parametrize(
+    "section, name, other",
+    [("MODEL.KWARGS", "MODEL.ARCH", "resnet14"), ("DISTILL.KWARGS", "DISTILL.TEACHER", "resnet8")],
+)
+def test_arguments_of_the_files_model_do_not_reach_another_one(tmp_path, section, name, other):
+    path = write(tmp_path / "a.yaml", MAPPINGS)
+    (problem,) = problems_of(path, [name, other])
+    assert problem.startswith(f"{section} ({path}:") and f"add {section} '{{}}' to leave them out" in problem
+    assert "got width" in problem and f"with {name} {other}" in problem
+    load_cfg(path, [name, other, section, "{}"])
+    keys = {"MODEL.KWARGS": ["MODEL.KWARGS.width", "32", "MODEL.KWARGS.norm", "group"],
+            "DISTILL.KWARGS": ["DISTILL.KWARGS.width", "64"]}  # fmt: skip
+    load_cfg(path, [name, other, *keys[section]])
+    load_cfg(path, [name, "resnet8" if name == "MODEL.ARCH" else "resnet14"])
+    load_cfg(path, ["DISTILL.TEACHER", "", "DISTILL.WEIGHTS", ""])
