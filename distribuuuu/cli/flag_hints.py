@@ -9,69 +9,10 @@ from typing import Any, NoReturn
 
 from distribuuuu.config import ConfigError, Problem, get_cfg
 from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.config.foreign_names import BY_NAME, describe_missing, normalized
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.tree import iter_options
 
-# Flags of timm, torchvision, pycls and torchrun -> equivalent arguments. {}: the flag's value; the others have none.
-EQUIVALENTS = {
-    "amp": "TRAIN.AMP bf16",
-    "a arch model net": "MODEL.ARCH {}",
-    "aa auto-augment": "AUG.POLICY {}",
-    "b bs batch batch-size train-batch-size per-device-train-batch-size": "TRAIN.BATCH_SIZE {}",
-    "c config config-file conf": "--cfg {}",
-    "channels-last": "MODEL.CHANNELS_LAST True",
-    "clip clip-grad clip-grad-norm max-grad-norm": "OPTIM.CLIP_NORM {}",
-    "clip-mode": "OPTIM.CLIP_NORM 1.0",
-    "color-jitter": "AUG.COLOR_JITTER {}",
-    "compile torchcompile": "MODEL.COMPILE default",
-    "crop-size val-crop-size": "TEST.CROP_SIZE {}",
-    "cutmix cutmix-alpha": "AUG.CUTMIX {}",
-    "d data data-dir data-path data-root dataset-path root": "TRAIN.DATASET {}",
-    "dataset": "DATA.NAME {}",
-    "deterministic use-deterministic-algorithms": "CUDNN.DETERMINISTIC True",
-    "dist-backend backend": "DIST.BACKEND {}",
-    "drop drop-rate dropout": "MODEL.KWARGS.drop_rate {}",
-    "drop-path drop-path-rate": "MODEL.KWARGS.drop_path_rate {}",
-    "dry-run": "OPTIM.MAX_EPOCH 0",
-    "epochs max-epochs max-epoch num-epochs": "OPTIM.MAX_EPOCH {}",
-    "freeze": "FINETUNE.FREEZE {}",
-    "gpus gpu nproc-per-node nproc_per_node num-gpus devices world-size": "--nproc {}",
-    "grad-checkpointing gradient-checkpointing": "MODEL.ACT_CHECKPOINT True",
-    "hflip hflip-prob": "DATA.FLIP {}",
-    "img-size input-size image-size imgsz train-crop-size": "TRAIN.IM_SIZE {}",
-    "init-checkpoint initial-checkpoint weights checkpoint ckpt": "MODEL.WEIGHTS {}",
-    "interpolation train-interpolation": "DATA.INTERPOLATION {}",
-    "j workers num-workers": "TRAIN.WORKERS {}",
-    "layer-decay": "OPTIM.LAYER_DECAY {}",
-    "log-interval print-freq log-every": "TRAIN.PRINT_FREQ {}",
-    "lr learning-rate base-lr blr": "OPTIM.BASE_LR {}",
-    "lr-gamma decay-rate": "OPTIM.LR_MULT {}",
-    "lr-milestones decay-milestones": "OPTIM.STEPS {}",
-    "min-lr lr-min warmup-min-lr": "OPTIM.MIN_LR FACTOR (of OPTIM.BASE_LR)",
-    "mixup mixup-alpha": "AUG.MIXUP {}",
-    "model-ema ema": "EMA.HALF_LIFE IMAGES",
-    "momentum": "OPTIM.MOMENTUM {}",
-    "nesterov": "OPTIM.NESTEROV True",
-    "num-classes": "MODEL.NUM_CLASSES {}",
-    "o out output output-dir out-dir save-dir log-dir": "OUT_DIR {}",
-    "opt optimizer optim": "OPTIM.NAME {}",
-    "pretrained": "MODEL.PRETRAINED True",
-    "ra-reps aug-repeats": "DATA.REPEATS {}",
-    "reprob random-erase": "AUG.ERASING {}",
-    "resume": "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS {}",
-    "save-freq checkpoint-hist": "CHECKPOINT.KEEP_LAST {}",
-    "sched scheduler lr-scheduler": "OPTIM.LR_POLICY {}",
-    "seed": "RNG_SEED {}",
-    "smoothing label-smoothing": "LOSS.LABEL_SMOOTHING {}",
-    "sync-bn syncbn": "MODEL.SYNCBN True",
-    "teacher teacher-model": "DISTILL.TEACHER {}",
-    "e eval evaluate test test-only validate": "distribuuuu test",
-    "val-batch-size test-batch-size validation-batch-size": "TEST.BATCH_SIZE {}",
-    "val-resize-size": "TEST.IM_SIZE {}",
-    "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
-    "wd weight-decay": "OPTIM.WEIGHT_DECAY {}",
-}
-_BY_FLAG = {flag.replace("_", "-"): args for flags, args in EQUIVALENTS.items() for flag in flags.split()}
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
 
@@ -149,27 +90,25 @@ def parse_flags(
         joined = re.fullmatch(r"(-[a-zA-Z])(\d.*)", arg)  # -j8
         flag, has_value, value = (joined[1], "=", joined[2]) if joined else arg.partition("=")
         takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
-        if not has_value and takes_next and "{}" in _BY_FLAG.get(_name_of(flag), "{}"):
+        if not has_value and takes_next and "{}" in BY_NAME.get(normalized(flag), "{}"):
             value = waiting.pop(0)
         problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known)}"))
     return flags, rest, problems
 
 
-def _name_of(flag: str) -> str:
-    return flag.lstrip("-").lower().replace("_", "-")
-
-
 def _hint(flag: str, value: str, known: Sequence[str]) -> str:
     """Return '; did you mean ...?' for an unknown flag, or a reference to --help-config."""
-    name, value = _name_of(flag), shlex.quote(value) if value else "VALUE"
-    same = [key for key, _ in iter_options(get_cfg()) if _name_of(key.rpartition(".")[2]) == name]
-    if name in _BY_FLAG:
-        meant = [_BY_FLAG[name].format(value)]
+    name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
+    if missing := describe_missing(name):
+        return f"; {missing}"
+    same = [key for key, _ in iter_options(get_cfg()) if normalized(key.rpartition(".")[2]) == name]
+    if name in BY_NAME:
+        meant = [BY_NAME[name].format(value)]
     elif same:
         meant = [f"{key} {value}" for key in same]
     else:
-        near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *_BY_FLAG])
-        meant = [f"--{other}" if f"--{other}" in known else _BY_FLAG[other].format(value) for other in near]
+        near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *BY_NAME], cutoff=0.66)
+        meant = [f"--{other}" if f"--{other}" in known else BY_NAME[other].format(value) for other in near]
     if meant:
         return f"; did you mean {' or '.join(dict.fromkeys(meant))}?"
     return "; options are KEY VALUE arguments, which --help-config lists"

@@ -80,10 +80,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def near_matches(name: str, names: Iterable[str], num: int = 3) -> list[str]:
-    """Return at most `num` names similar to `name`, the most similar first; case is ignored."""
+def near_matches(name: str, names: Iterable[str], num: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return at most `num` names whose similarity to `name`, 0 to 1, is at least `cutoff`, the most similar first.
+
+    Case is ignored.
+    """
     by_folded = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_folded, n=num, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), by_folded, n=num, cutoff=cutoff)
     return [by_folded[folded] for folded in found]
 
 

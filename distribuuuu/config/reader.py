@@ -20,7 +20,8 @@ import yaml
 
 from distribuuuu.config import yaml_file
 from distribuuuu.config.defaults import _C
-from distribuuuu.config.errors import ConfigError, Problem, near_matches
+from distribuuuu.config.errors import ConfigError, Problem
+from distribuuuu.config.foreign_names import describe_missing, suggest_keys
 from distribuuuu.config.locate import find_config, suggest_configs
 from distribuuuu.config.rules import AUTO, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
 from distribuuuu.config.tree import Config, get_cfg, get_value, iter_options
@@ -249,9 +250,9 @@ def _describe_unknown_key(key: str, known: dict[str, Any]) -> str:
     if key in _sections():
         names = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
         return f"is a section, not an option; it contains {', '.join(names)}"
-    name = key.rpartition(".")[2]
-    same_name = [other for other in known if other.rpartition(".")[2].lower() == name.lower()]
-    near = same_name or near_matches(key, known)
+    if missing := describe_missing(key):
+        return f"no such key; {missing}"
+    near = suggest_keys(key, list(known))
     return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")
 
 

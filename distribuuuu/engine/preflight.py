@@ -145,7 +145,7 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
     if weights != PUBLISHED:
         try:
-            find_weights_file(weights)
+            find_weights_file(weights, cfg.FINETUNE.EMA)
         except (ConfigError, OSError) as error:
             yield "FINETUNE.WEIGHTS", str(error)
 

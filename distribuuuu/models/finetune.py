@@ -108,7 +108,7 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     """
     settings = cfg.FINETUNE
     try:
-        path = find_weights_file(settings.WEIGHTS)
+        path = find_weights_file(settings.WEIGHTS, settings.EMA)
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm and torchvision store their flags
             content = read_checkpoint(path)
     except ConfigError as error:  # or a CheckpointError

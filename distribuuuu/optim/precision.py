@@ -1,10 +1,13 @@
 """Mixed precision: autocast to bfloat16 or float16, and loss scaling for float16."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 AUTOCAST_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,5 +66,7 @@ class Precision:
 
 def build_precision(cfg, device: torch.device) -> Precision:
     """Return the precision TRAIN.AMP for training and evaluation."""
+    if cfg.TRAIN.AMP == "fp16" and device.type == "cpu":
+        logger.warning("TRAIN.AMP: fp16 on a CPU is many times slower than none; fix: set none or bf16")
     # FSDP frees the gathered weights of a block after its forward pass.
     return Precision(cfg.TRAIN.AMP, device, cache=cfg.DIST.SHARD != "fsdp")

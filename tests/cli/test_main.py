@@ -10,10 +10,10 @@ from support.images import draw_folder
 from support.runs import run_tool, small_options
 from support.tiers import slow
 
-from distribuuuu.cli.flag_hints import EQUIVALENTS
 from distribuuuu.cli.main import parse_args
 from distribuuuu.cli.pack_dataset import parse_args as parse_pack_args
 from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.foreign_names import EQUIVALENTS
 from distribuuuu.config.tree import get_value, iter_options
 
 WRONG = {

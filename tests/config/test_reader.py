@@ -72,8 +72,7 @@ def test_all_problems_are_reported_at_once_with_origin_and_nearest_key(tmp_path)
     file = write(tmp_path / "a.yaml", text)
     problems = problems_of(file, ["BASE_LR", "1", "TEST.BATCH_SIZE", "0"])
     assert problems == [
-        f"TRAIN.BATCHSIZE ({file}:2): no such key; did you mean TRAIN.BATCH_SIZE, TRAIN.GLOBAL_BATCH_SIZE, "
-        "TEST.BATCH_SIZE?",
+        f"TRAIN.BATCHSIZE ({file}:2): no such key; did you mean TRAIN.BATCH_SIZE, TEST.BATCH_SIZE?",
         f"TRAIN.WORKERS ({file}:3): got 'many'; expected an integer (default 4)",
         f"FOO ({file}:4): no such key; --help-config lists all",
         "BASE_LR (command line): no such key; did you mean OPTIM.BASE_LR?",
@@ -393,3 +392,41 @@ def test_arguments_of_the_files_model_do_not_reach_another_one(tmp_path, section
     load_cfg(path, [name, other, *keys[section]])
     load_cfg(path, [name, "resnet8" if name == "MODEL.ARCH" else "resnet14"])
     load_cfg(path, ["DISTILL.TEACHER", "", "DISTILL.WEIGHTS", ""])
+
+
+@pytest.mark.parametrize(
+    "key, said",
+    [
+        ("TRAIN.EARLY_STOPPING", "no such key; there is no early stopping"),
+        ("EARLY_STOPPING.PATIENCE", "no such key; there is no early stopping"),
+        ("train.patience", "no such key; there is no early stopping"),
+        ("WANDB.PROJECT", "no such key; there is no logger for it; OUT_DIR/metrics.jsonl"),
+        ("LOG.MLFLOW", "no such key; there is no logger for it"),
+        ("_BASE_", "no such key; configs do not include others"),
+        ("SOLVER.MAX_ITER", "no such key; the length of a run is in epochs; set OPTIM.MAX_EPOCH"),
+        ("trainer.max_epochs", "no such key; did you mean OPTIM.MAX_EPOCH?"),
+        ("EPOCHS", "no such key; did you mean OPTIM.MAX_EPOCH?"),
+        ("OPTIM.LR", "no such key; did you mean OPTIM.BASE_LR?"),
+        ("BATCH_SIZE", "no such key; did you mean TRAIN.BATCH_SIZE, TEST.BATCH_SIZE?"),
+        ("DATALOADER.NUM_WORKERS", "no such key; did you mean TRAIN.WORKERS?"),
+        ("NUM_GPUS", "no such key; did you mean --nproc?"),
+        ("train.workrs", "no such key; did you mean TRAIN.WORKERS?"),
+        ("TRAIN_BATCH_SIZE", "no such key; did you mean TRAIN.BATCH_SIZE?"),
+        *((key, "no such key; --help-config lists all")
+          for key in ("MODEL.WIDTH", "TRAIN.CHECKPOINT_PERIOD", "BN.USE_PRECISE_STATS", "X", "TRAIN.")),
+    ],
+)  # fmt: skip
+def test_a_hint_is_an_equivalent_or_similar_or_left_out(key, said):
+    (problem,) = problems_of(None, [key, "1"])
+    assert problem.startswith(f"{key} (command line): {said}"), problem
+
+
+def test_a_foreign_name_in_a_file_has_its_hint_and_every_equivalent_names_an_option(tmp_path):
+    from distribuuuu.config.foreign_names import BY_NAME, MISSING
+
+    problems = problems_of(write(tmp_path / "a.yaml", "_BASE_: b.yaml\nWANDB: {PROJECT: x}\n"))
+    assert "configs do not include others" in problems[0] and "no logger for it" in problems[1]
+    keys = {word.split()[0] for word in BY_NAME.values()} - {"--cfg", "--nproc", "distribuuuu"}
+    known = dict(iter_options(get_cfg()))
+    assert {key for key in keys if key not in known and not key.startswith("MODEL.KWARGS.")} == set()
+    assert not set(BY_NAME) & {name for names in MISSING for name in names.split()}

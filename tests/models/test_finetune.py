@@ -119,6 +119,18 @@ def test_a_folder_of_the_hub_is_read_off_line(tmp_path):
     assert other_than(start(make_cfg(WEIGHTS=snapshots.parent)), one) == ["fc.weight", "fc.bias"]
 
 
+@pytest.mark.parametrize("has_average", [False, True])
+def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
+    raw, averaged = trained(seed=1), trained(seed=2)
+    torch.save({"state_dict": raw, "weights": "raw", "epoch": 3}, tmp_path / "best.pth.tar")
+    if has_average:
+        torch.save({"state_dict": averaged, "weights": "ema", "epoch": 3}, tmp_path / "best_ema.pth.tar")
+    (tmp_path / "checkpoints").mkdir()
+    chosen = averaged if has_average else raw
+    assert other_than(start(make_cfg(WEIGHTS=tmp_path)), chosen) == ["fc.weight", "fc.bias"]
+    assert other_than(start(make_cfg(WEIGHTS=tmp_path, EMA=False)), raw) == ["fc.weight", "fc.bias"]
+
+
 def test_a_path_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "model.pth").write_bytes(b"")
     assert "did you mean model.pth?" in problem_of(find_weights_file, str(tmp_path / "modle.pth"))

@@ -1,12 +1,14 @@
 """bf16 and fp16: what computes in which type, loss scaling against its rules, and resuming with the scale."""
 
+import contextlib
+
 import pytest
 import torch
 from support.tiers import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.optim.precision import Precision
+from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.trainer import train_model
 
 
@@ -21,6 +23,15 @@ def test_the_forward_pass_computes_in_the_type_and_the_weights_stay_float32(name
     precision.backward(logits.float().sum())
     precision.step(torch.optim.SGD(net.parameters(), lr=0.1), lambda parameters: None)
     assert net.weight.dtype == net.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name, is_slow", [("none", False), ("bf16", False), ("fp16", True)])
+def test_float16_on_a_cpu_is_a_warning_since_it_is_slow(name, is_slow, caplog):
+    for device, expected in (("cpu", is_slow), ("meta", False)):
+        caplog.clear()
+        with contextlib.suppress(RuntimeError):  # of the autocast of another device
+            build_precision(load_cfg(None, ["TRAIN.AMP", name]), torch.device(device))
+        assert ("TRAIN.AMP: fp16 on a CPU" in caplog.text) == expected
 
 
 def small_step(precision: Precision, factor: float) -> tuple[nn.Linear, torch.Tensor]:

@@ -1,0 +1,108 @@
+"""Names of other frameworks: the equivalent option of each, or a line about what is missing."""
+
+from distribuuuu.config.errors import near_matches
+
+# Flags and keys of timm, torchvision, pycls, detectron2, Lightning and torchrun -> equivalent arguments. {}: the value
+# of the flag; the others have none.
+EQUIVALENTS = {
+    "amp mixed-precision use-amp": "TRAIN.AMP bf16",
+    "a arch model net model-name type": "MODEL.ARCH {}",
+    "aa auto-augment": "AUG.POLICY {}",
+    "accumulate-grad-batches accum-iter accum-steps gradient-accumulation-steps": "TRAIN.GLOBAL_BATCH_SIZE IMAGES",
+    "b bs batch batch-size train-batch-size per-device-train-batch-size": "TRAIN.BATCH_SIZE {}",
+    "c config config-file conf": "--cfg {}",
+    "channels-last": "MODEL.CHANNELS_LAST True",
+    "clip clip-grad clip-grad-norm max-grad-norm": "OPTIM.CLIP_NORM {}",
+    "clip-mode": "OPTIM.CLIP_NORM 1.0",
+    "color-jitter": "AUG.COLOR_JITTER {}",
+    "compile torchcompile": "MODEL.COMPILE default",
+    "crop-size val-crop-size": "TEST.CROP_SIZE {}",
+    "cutmix cutmix-alpha": "AUG.CUTMIX {}",
+    "d data data-dir data-path data-root dataset-path path root": "TRAIN.DATASET {}",
+    "dataset": "DATA.NAME {}",
+    "deterministic use-deterministic-algorithms": "CUDNN.DETERMINISTIC True",
+    "dist-backend backend": "DIST.BACKEND {}",
+    "drop drop-rate dropout": "MODEL.KWARGS.drop_rate {}",
+    "drop-path drop-path-rate": "MODEL.KWARGS.drop_path_rate {}",
+    "dry-run": "OPTIM.MAX_EPOCH 0",
+    "epochs max-epochs max-epoch num-epochs": "OPTIM.MAX_EPOCH {}",
+    "freeze": "FINETUNE.FREEZE {}",
+    "gpus gpu nproc-per-node nproc_per_node num-gpus devices world-size": "--nproc {}",
+    "grad-checkpointing gradient-checkpointing": "MODEL.ACT_CHECKPOINT True",
+    "hflip hflip-prob": "DATA.FLIP {}",
+    "img-size input-size image-size imgsz train-crop-size": "TRAIN.IM_SIZE {}",
+    "init-checkpoint initial-checkpoint weights checkpoint ckpt": "MODEL.WEIGHTS {}",
+    "interpolation train-interpolation": "DATA.INTERPOLATION {}",
+    "j workers num-workers": "TRAIN.WORKERS {}",
+    "layer-decay": "OPTIM.LAYER_DECAY {}",
+    "log-interval print-freq log-every": "TRAIN.PRINT_FREQ {}",
+    "lr learning-rate base-lr blr": "OPTIM.BASE_LR {}",
+    "lr-gamma decay-rate": "OPTIM.LR_MULT {}",
+    "lr-milestones decay-milestones": "OPTIM.STEPS {}",
+    "min-lr lr-min warmup-min-lr": "OPTIM.MIN_LR FACTOR (of OPTIM.BASE_LR)",
+    "mixup mixup-alpha": "AUG.MIXUP {}",
+    "model-ema ema": "EMA.HALF_LIFE IMAGES",
+    "momentum": "OPTIM.MOMENTUM {}",
+    "nesterov": "OPTIM.NESTEROV True",
+    "num-classes": "MODEL.NUM_CLASSES {}",
+    "o out output output-dir out-dir save-dir log-dir": "OUT_DIR {}",
+    "opt optimizer optim": "OPTIM.NAME {}",
+    "pretrained": "MODEL.PRETRAINED True",
+    "ra-reps aug-repeats": "DATA.REPEATS {}",
+    "reprob random-erase": "AUG.ERASING {}",
+    "resume": "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS {}",
+    "save-freq checkpoint-hist": "CHECKPOINT.KEEP_LAST {}",
+    "sched scheduler lr-scheduler": "OPTIM.LR_POLICY {}",
+    "seed": "RNG_SEED {}",
+    "smoothing label-smoothing": "LOSS.LABEL_SMOOTHING {}",
+    "sync-bn syncbn": "MODEL.SYNCBN True",
+    "teacher teacher-model": "DISTILL.TEACHER {}",
+    "eval-freq eval-interval eval-every val-interval check-val-every-n-epoch": "TRAIN.EVAL_PERIOD {}",
+    "strategy": "DIST.SHARD {}",
+    "monitor": "TEST.METRICS {}",
+    "precision": "TRAIN.AMP {}",
+    "e eval evaluate test test-only validate": "distribuuuu test",
+    "val-batch-size test-batch-size validation-batch-size": "TEST.BATCH_SIZE {}",
+    "val-resize-size": "TEST.IM_SIZE {}",
+    "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
+    "wd weight-decay": "OPTIM.WEIGHT_DECAY {}",
+}
+BY_NAME = {name: words for names, words in EQUIVALENTS.items() for name in names.split()}
+
+_NO_SERVICE = "there is no logger for it; OUT_DIR/metrics.jsonl has the metrics, TensorBoard too (LOG.TENSORBOARD True)"
+# What does not exist here -> what takes its place.
+MISSING = {
+    "early-stop early-stopping earlystopping patience": "there is no early stopping: the best weights are kept; "
+    "`distribuuuu sweep --asha` stops trials early",
+    "wandb use-wandb log-wandb wandb-project mlflow comet comet-ml neptune clearml": _NO_SERVICE,
+    "base bases include extends": "configs do not include others: a file states what differs from the defaults",
+    "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "
+    "OPTIM.MAX_EPOCH",
+    "callbacks hooks": "there are no callbacks; docs/extending.md shows where to change the loop",
+    "accelerator device": "CUDA is used where it is available; CUDA_VISIBLE_DEVICES selects the GPUs",
+}
+_BY_MISSING = {name: line for names, line in MISSING.items() for name in names.split()}
+
+
+def normalized(name: str) -> str:
+    """Return a flag or a part of a key in lower case, with dashes between its words only."""
+    return name.lower().replace("_", "-").strip("-")
+
+
+def describe_missing(key: str) -> str | None:
+    """Return a line about what a flag or a key of another framework asks for, if it does not exist here."""
+    return next((_BY_MISSING[name] for name in map(normalized, key.split(".")) if name in _BY_MISSING), None)
+
+
+def suggest_keys(key: str, known: list[str]) -> list[str]:
+    """Return the options that an unknown key may mean: of the same name, an equivalent, or similar ones."""
+    section, _, name = key.lower().rpartition(".")
+    if same := [other for other in known if other.rpartition(".")[2].lower() == name]:
+        return same
+    if len(name) > 1 and normalized(name) in BY_NAME:
+        return [BY_NAME[normalized(name)].format("").strip()]
+    names = {other.rpartition(".")[2] for other in known}
+    near = near_matches(name, names, cutoff=0.75)
+    similar = [other for match in near for other in known if other.rpartition(".")[2] == match]
+    similar.sort(key=lambda other: other.lower().rpartition(".")[0] != section)
+    return similar[:3] or near_matches(key, known, cutoff=0.85)
