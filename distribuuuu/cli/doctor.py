@@ -43,7 +43,8 @@ def run(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags, folder, cfg = parse_args(prog, args)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
     from distribuuuu.data.decode import build_decode_options
     from distribuuuu.data.doctor.duplicates import find_groups, key_bytes
     from distribuuuu.data.doctor.findings import examine

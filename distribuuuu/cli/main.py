@@ -185,7 +185,8 @@ def parse_args(
     flags.nproc = flags.nproc or 1
     if not prints:
         return resolve_num_classes(cfg), flags
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
     print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
     return None, flags
 

@@ -5,7 +5,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import tempfile
 import zlib
@@ -281,7 +280,7 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T | str:
 
 
 def _send_result(sender: Connection, function: Callable, *args: Any) -> None:
-    die_with_parent(signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != getattr(multiprocessing.parent_process(), "pid", None):  # it has ended before the line above
         os._exit(1)
     with contextlib.suppress(OSError):

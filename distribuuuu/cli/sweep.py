@@ -211,8 +211,9 @@ def write_outcome(plan: "Sweep", rows: Sequence["Row"]) -> None:
     words = [word for pair in {**plan.inputs["overrides"], **plan.trials[best.trial].values}.items() for word in pair]
     cfg = load_cfg(str(plan.out_dir / plan.inputs["config"]) if plan.inputs["config"] else None, words)
     header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
+    changes = {**find_changes(cfg, get_cfg()), "OUT_DIR": str(plan.out_dir / "best")}
     with replacing(plan.out_dir / BEST_FILE, "w", encoding="utf-8") as file:
-        file.write(header + yaml.safe_dump(find_changes(cfg, get_cfg()), sort_keys=False))
+        file.write(header + yaml.safe_dump(changes, sort_keys=False))
 
 
 def find_changes(node: Any, default: Any) -> dict:

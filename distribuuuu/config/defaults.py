@@ -206,7 +206,8 @@ _C.LOSS.FOCAL_GAMMA = 2.0
 
 _C.FINETUNE = CfgNode()
 # Initial weights for all layers but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors,
-# ...), the OUT_DIR of a run (its best weights) or a local folder of the Hugging Face Hub; tensors that do not fit are randomly initialized. Empty: off.
+# ...), the OUT_DIR of a run (its best weights) or a local folder of the Hugging Face Hub; tensors that do not fit are
+# randomly initialized. Empty: off.
 _C.FINETUNE.WEIGHTS = ""
 # Use the moving average of the weights (EMA) if the file has one.
 _C.FINETUNE.EMA = True

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ def predict_spans(job: Job, run: LoadedRun, selection: Selection, spans: Sequenc
 def _run_process(job: Job, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
     """Predict chunks in a process of its own, and send their rows, or a ConfigError, to the main process."""
     ignore_signals()
-    die_with_parent(SIGKILL)
+    die_with_parent()
     try:
         run = replace(find_run(job.run, job.cfg_file, job.overrides), given_device=pick_device(rank))
         for rows in predict_share(job, run, selection, spans):

@@ -192,10 +192,10 @@ class SignalState:
             SignalState.on_second_signal(signum)
 
 
-def die_with_parent(signum: int) -> None:
-    """Make the kernel send a signal to this process when its parent exits (Linux)."""
+def die_with_parent(signum: int | None = None) -> None:
+    """Make the kernel send a signal (SIGKILL) to this process when its parent exits (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL if signum is None else signum))
 
 
 def ignore_signals() -> None:
@@ -221,7 +221,6 @@ def set_up_worker_signals(parent: int) -> None:
     """
     ignore_signals()
     sys.excepthook = _print_error
-    if hasattr(signal, "SIGKILL"):
-        die_with_parent(signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:  # it exited before the line above
         os._exit(1)

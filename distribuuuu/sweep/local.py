@@ -1,7 +1,6 @@
 """Executor of jobs on this machine, which share its GPUs or cores evenly."""
 
 import contextlib
-import fcntl
 import os
 import subprocess
 from collections.abc import Collection, Sequence
@@ -11,6 +10,11 @@ from distribuuuu.config.run_files import LOCK
 from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.launch.host import count_cores
 from distribuuuu.sweep.trials import CONSOLE_FILE, Job
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 class LocalExecutor:
@@ -24,7 +28,7 @@ class LocalExecutor:
     """
 
     def __init__(self, num: int, nproc: int = 1):
-        cores = sorted(os.sched_getaffinity(0))[: count_cores()]
+        cores = sorted(_list_cores())[: count_cores()]
         self._slots = plan_slots(num, nproc, cores, list_gpus())
         self._active: dict[int, tuple[Job, subprocess.Popen]] = {}
 
@@ -54,18 +58,30 @@ def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
     """Start a job on some cores, in a session of its own: only this process receives a Ctrl-C."""
     job.folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **env, NPROC_MARK: f"{os.getpid()} sweep"}  # it exits with this process, see launch/detect.py
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)  # inherited
+    before = _list_cores()
+    _use_cores(cores)  # inherited
     try:
         with open(job.folder / CONSOLE_FILE, "ab") as console:
             return subprocess.Popen(job.command, env=env, start_new_session=True, stdin=subprocess.DEVNULL,
                                     stdout=console, stderr=console)  # fmt: skip
     finally:
-        os.sched_setaffinity(0, before)
+        _use_cores(before)
+
+
+def _list_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(count_cores())}
+
+
+def _use_cores(cores: set[int]) -> None:
+    """Limit this process and those that it starts to some cores, on systems that can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def is_locked(folder: Path) -> bool:
     """Tell whether a training, e.g. of a killed sweep, still runs in a folder; False without file locks."""
+    if fcntl is None:
+        return False
     with contextlib.suppress(OSError), open(folder / LOCK, "r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,6 @@ tasks is read from these files and from squeue, not from an accounting database.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,11 @@ from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.signals import REQUEUE
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:  # imports torch
     from distribuuuu.sweep.trials import Job, Sweep
@@ -186,7 +190,8 @@ class SlurmExecutor:
     def _locked(self) -> Iterator[int]:
         """Wait until no sbatch of this sweep is running, even one whose sweep process was killed."""
         with open(self._folder / ".lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file.fileno()
 
 

@@ -61,7 +61,7 @@ def _start_worker(function: Callable[[int], Any], parent: int) -> None:
     _function = function
     ignore_signals()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent(signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     import torch

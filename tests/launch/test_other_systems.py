@@ -1,0 +1,35 @@
+"""Modules and signals that Windows lacks: each module is imported without them."""
+
+import subprocess
+import sys
+
+from support.runs import ROOT
+
+CODE = """
+import importlib, os, pkgutil, signal, sys
+import asyncio, multiprocessing.pool, subprocess, timm, torch, torch.utils.tensorboard, torchvision, yaml, PIL.Image
+
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "pty", "syslog"):
+    sys.modules[name] = None
+for name in ("SIGKILL", "SIGHUP", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGTSTP", "pthread_sigmask"):
+    delattr(signal, name)
+for name in ("sched_getaffinity", "sched_setaffinity", "fork", "killpg", "setsid", "getuid"):
+    delattr(os, name)
+import distribuuuu
+
+for module in pkgutil.walk_packages(distribuuuu.__path__, "distribuuuu."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from distribuuuu.sweep.local import LocalExecutor, is_locked
+from pathlib import Path
+
+LocalExecutor(1)
+assert not is_locked(Path("."))
+print("imported")
+"""
+
+
+def test_each_module_is_imported_without_what_windows_lacks():
+
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("imported\n"), done.stderr
