@@ -14,13 +14,11 @@ from support.runs import ROOT
 
 PAGE = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
 COMMANDS = re.search(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
-# Runs the code of a model card for each image in a process without this package; the code prints the class.
+# Runs the code of a model card for each image in a process without this package.
 CARD = """
-import shutil, sys
-code, images = open("card.py").read(), sys.argv[1:]
-for path in images:
-    shutil.copy(path, "image.jpg")
-    exec(compile(code, "card.py", "exec"), {})
+import runpy, sys
+predict = runpy.run_path("card.py")["predict"]
+print("\\n".join(predict(path)[0][0] for path in sys.argv[1:]))
 assert not any(name.partition(".")[0] in ("distribuuuu", "torch") for name in sys.modules)
 """
 
@@ -42,6 +40,9 @@ def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path)
                 f"photo {number}{path.stem}"))  # fmt: skip
     gray = next((tmp_path / "my_images" / "ant").iterdir())
     Image.open(gray).convert("L").save(gray)
+    (exif := Image.Exif())[0x0112] = 6  # a quarter turn
+    for path in list((tmp_path / "my_images").rglob("photo 1*.JPG"))[::3]:
+        Image.open(path).save(path, exif=exif)
     (bin_folder := tmp_path / "bin").mkdir()
     (program := bin_folder / "distribuuuu").write_text(f'#!/bin/sh\nexec {sys.executable} -m distribuuuu "$@"\n')
     program.chmod(0o755)

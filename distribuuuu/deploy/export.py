@@ -21,12 +21,12 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import build_images
 from distribuuuu.deploy.card_code import render_code
 from distribuuuu.deploy.export_check import CropClassifier, check_export, evaluated_model
 from distribuuuu.deploy.loaded_run import CPU, LoadedRun
 from distribuuuu.deploy.model_card import render_card
 from distribuuuu.deploy.onnx_file import build_onnx, require_onnx
+from distribuuuu.deploy.runs import open_data
 from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.report.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.report.results import describe_evaluation, replace_nonfinite
@@ -130,7 +130,7 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
         raise ConfigError([*found, "the check of an export needs the evaluation set; fix: --set TEST.DATASET FOLDER"])
     if run.cfg.TEST.LABELS:
         raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
-    images = build_images(run.cfg, train=False)
+    images = open_data(run.cfg)
     if mismatch := find_class_mismatch({"classes": run.classes}, images.classes):
         raise ConfigError(f"TEST.DATASET: the model was trained on other classes: {mismatch}")
     return images

@@ -15,7 +15,6 @@ from torch import nn
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.untrusted import load_json
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError, Normalizer, build_transform
@@ -251,17 +250,6 @@ class LoadedRun:
         shape, dtype = ((num, classes), torch.float32) if self.task.multilabel else ((num,), torch.int64)
         with inference(self.model):
             return self.task.eval_step(self.model, images, torch.zeros(shape, dtype=dtype, device=images.device))
-
-
-def read_json(folder: Path | None, name: str) -> dict | None:
-    """Return the content of a JSON file in a folder; None if there is none, or if it is damaged."""
-    if folder is None or not (folder / name).exists():
-        return None
-    try:
-        return load_json(folder / name)
-    except ConfigError as error:
-        logger.warning("%s", error)
-        return None
 
 
 def choose_selection(multilabel: bool, topk: int | None, threshold: float | None) -> Selection:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError, build_images
+from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.samples import as_targets
 from distribuuuu.data.workers import count_workers
 from distribuuuu.deploy.chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.deploy.loaded_run import LoadedRun
+from distribuuuu.deploy.runs import open_data
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import copy_to_host
@@ -67,7 +68,7 @@ def open_images(run: LoadedRun, train: bool) -> ImageDataset:
     cfg.MODEL.NUM_CLASSES = family.count_classes(cfg) or cfg.MODEL.NUM_CLASSES
     if found := [Problem(key, text, cfg.origins) for key, text in family.find_problems(cfg, train)]:
         raise ConfigError([*found, "the probe needs these images; fix: add TRAIN.DATASET FOLDER TEST.DATASET FOLDER"])
-    images = build_images(cfg, train)
+    images = open_data(cfg, train)
     if images.multilabel or not len(images):
         raise ConfigError(f"DATA.NAME: got {cfg.DATA.NAME}; expected images with one label each")
     return images

@@ -313,8 +313,8 @@ def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
         raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
 
 
-def open_data(cfg: Config) -> ImageDataset:
-    """Return the evaluation set of a config, which may be of others: nothing is written to the folders that it names.
+def open_data(cfg: Config, train: bool = False) -> ImageDataset:
+    """Return a set of images of a config, which may be of others: nothing is written to the folders that it names.
 
     The index of a folder of images is kept in the user's cache folder, and nothing is downloaded, unless an option of
     the command line says so.
@@ -332,7 +332,7 @@ def open_data(cfg: Config) -> ImageDataset:
     own.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or family.count_classes(own)
     if issubclass(family, ImageFolder):
         family = type(family.__name__, (family,), {"index_in_root": False})
-    return build_images(own, train=False, family=family)
+    return build_images(own, train, family)
 
 
 def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:

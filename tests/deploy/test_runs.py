@@ -18,6 +18,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.shapes import SHAPES
 from distribuuuu.data.loader import build_loader
 from distribuuuu.deploy import load_run
+from distribuuuu.deploy.export import open_evaluation_set
+from distribuuuu.deploy.probe import open_images
 from distribuuuu.engine.state import list_changes
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
@@ -151,6 +153,10 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
     torch.save(content, tmp_path / "stranger.pth.tar")
     before = sorted(map(str, (tmp_path / "data").rglob("*")))
     assert load_run(tmp_path / "stranger.pth.tar").classes == tuple(sorted(SHAPES))
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
+    for train in (False, True):
+        assert len(open_images(load_run(tmp_path / "stranger.pth.tar"), train))
+    assert len(open_evaluation_set(load_run(tmp_path / "stranger.pth.tar")))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
     torch.save(content, tmp_path / "stranger.pth.tar")

@@ -4,8 +4,8 @@ from support.runs import ROOT
 
 PACKAGE = ROOT / "distribuuuu"
 # Not in the core: the commands, packing, data at a URL, decoders of optional packages, the check of data, deployment,
-# sweeps, reports of runs, and hints for names of other frameworks.
-OPTIONAL_FILES = ("__main__.py", "data/optional_decoders.py", "config/foreign_names.py")
+# sweeps and reports of runs.
+OPTIONAL_FILES = ("__main__.py", "data/optional_decoders.py")
 OPTIONAL = ("cli", "deploy", "sweep", "data/packing", "data/doctor", "data/remote", "report")
 LOGGING = ("report/run_log.py", "report/log_table.py", "report/record_files.py", "report/step_timing.py")
 

@@ -131,9 +131,9 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
     if not os.path.isdir(folder):
         return FolderIndex(folder, *scan_folder(folder, time.time_ns()))
     hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
-    files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"] if in_root else []
+    files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"]
     files.append(cache / "index" / f"{hashed}.bin")
-    stamps = {file: file_stamp(file) for file in files}
+    stamps = {file: file_stamp(file) for file in files[0 if in_root else 1 :]}
     for file in files:
         index = _load(file, folder)
         if index is not None and index.is_current():
