@@ -1,6 +1,9 @@
 """The command split: lists of training, validation and test images of a folder without splits."""
 
-from collections.abc import Iterator
+import contextlib
+import shlex
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distribuuuu.cli.flag_hints import CommandParser
@@ -8,7 +11,10 @@ from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import check_out
-from distribuuuu.config.untrusted import printable
+from distribuuuu.config.untrusted import open_regular, printable
+
+# Headers of images, evenly spaced, that are read for the suggested sizes.
+MAX_HEADERS = 1000
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class into lists, which
 DATA.NAME list reads. No image is copied, moved or deleted. The classes keep their
@@ -49,10 +55,26 @@ def _run(prog: str, args: list[str]) -> int:
         lines.append(f"  {name:<{width}}  {len(indices):>9,}  {share:>7}  {counted(num_classes, 'class')}")
     for line in (*lines, *plan.notes):
         print(printable(line))
-    folder = Path(flags.out, "fold_1") if flags.folds else Path(flags.out)
-    print(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train DATA.NAME list TRAIN.DATASET {folder} "
-          f"TEST.DATASET {folder} MODEL.NUM_CLASSES 0")  # fmt: skip
+    folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
+    options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder, "MODEL.NUM_CLASSES": 0}
+    options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
+    words = shlex.join(str(word) for option in options.items() for word in option)
+    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train {words}"))
     return 0
+
+
+def _suggest_sizes(paths: Sequence[Path]) -> dict[str, int]:
+    """Return the sizes that `distribuuuu doctor` suggests, by the headers of some images; empty if none is readable."""
+    from distribuuuu.data.decode import open_image
+    from distribuuuu.data.doctor.findings import percentiles, suggest_sizes
+
+    shorter = []
+    with warnings.catch_warnings():  # the images are checked by doctor
+        warnings.simplefilter("ignore")
+        for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
+            with contextlib.suppress(Exception), open_regular(path) as file:  # decoders raise nearly anything
+                shorter.append(min(open_image(file).size))
+    return suggest_sizes(percentiles(shorter)) if shorter else {}
 
 
 def build_parser(prog: str) -> CommandParser:

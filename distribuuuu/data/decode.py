@@ -7,7 +7,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
     return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
 
 
-def open_image(file: Buffer | BinaryIO, max_pixels: int = DEFAULTS.max_pixels) -> Image:
+def open_image(file: Buffer | IO[bytes], max_pixels: int = DEFAULTS.max_pixels) -> Image:
     """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here.
 
     Raises:

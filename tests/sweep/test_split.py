@@ -1,15 +1,20 @@
 """Splits of a folder: shares, groups, duplicates, folds, the command and its errors."""
 
 import csv
+import json
 import os
 import random
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from distribuuuu.cli import doctor
 from distribuuuu.cli.split import split
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.untrusted import open_regular, printable
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -136,6 +141,28 @@ def test_the_command(folder, tmp_path, capsys):
     assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
     assert "train.csv and" not in (error := capsys.readouterr().err) and "exists already" in error
     assert (tmp_path / "out" / "val.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("side", [28, 48, 200, 500])
+def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsys, side, monkeypatch):
+    folder, out, opened = tmp_path / "my \x1bimages", tmp_path / "my 'lists' \u202e", []
+    for number in range(24):
+        path = folder / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
+    (folder / "a" / "broken.png").write_bytes(b"no image")
+    monkeypatch.setattr("distribuuuu.cli.split.open_regular", lambda path: opened.append(path) or open_regular(path))
+    monkeypatch.setattr("distribuuuu.cli.split.MAX_HEADERS", 10)
+    assert run(folder, "--val", 0.3, "--out", out) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert 5 <= len(opened) <= 10 and line == printable(line)
+    words = shlex.split(line.removeprefix("to train: distribuuuu train "))
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given["TRAIN.DATASET"] == given["TEST.DATASET"] == printable(out)
+    assert doctor.run("distribuuuu doctor", [str(folder), "--format", "json", "--workers", "0"]) == 2
+    suggested = json.loads(capsys.readouterr().out)["suggested"]
+    for key in ("TRAIN.IM_SIZE", "TEST.IM_SIZE"):
+        assert int(given[key]) == suggested[key]
 
 
 @pytest.mark.parametrize(

@@ -331,11 +331,12 @@ def measure_statistics(scan: Scan) -> dict[str, Any]:
     return {
         "mean": [round(float(value), 4) for value in mean],
         "std": [round(float(value), 4) for value in np.sqrt(np.maximum(square - mean**2, 0))],
-        **{name: _percentiles(values) for name, values in measures.items()},
+        **{name: percentiles(values) for name, values in measures.items()},
     }
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Return the minimum, percentiles 10, 50 and 90, and the maximum of values, each one of the values."""
     names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
     found = np.percentile(values, [*names.values()], method="nearest")
     return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
@@ -345,14 +346,19 @@ def suggest_options(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return options that suit the images: sides that do not enlarge 90 % of them, and their mean and std."""
     if not statistics:
         return {}
-    shorter = int(statistics["shorter_side"]["p10"])
+    sizes: dict[str, Any] = suggest_sizes(statistics["shorter_side"])
+    return {**sizes, "DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
+
+
+def suggest_sizes(shorter_side: dict[str, float]) -> dict[str, int]:
+    """Return TRAIN.IM_SIZE and TEST.IM_SIZE, in pixels, for the `percentiles` of the shorter sides of the images."""
+    shorter = int(shorter_side["p10"])
     if shorter < SMALL_SIDE:
         train = test = shorter
     else:
         train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
         test = round(train / CROP_RATIO)
-    options: dict[str, Any] = {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test}
-    return {**options, "DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
+    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test}
 
 
 def _are(items: Sequence[str]) -> str:
