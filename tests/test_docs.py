@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -347,6 +348,27 @@ def test_the_page_of_the_models_lists_the_registered_ones():
 def test_the_page_of_the_commands_lists_all_of_them():
     names = re.findall(r"^\| `distribuuuu (\w+)` \|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
     assert names == list(CONSOLE_COMMANDS)
+
+
+def test_the_pages_name_a_folder_for_each_training():
+    """The second of two trainings in one OUT_DIR would resume the first, or return its results."""
+    trainings: dict[tuple[str, str], set[str]] = {}
+    for page in PAGES:
+        found = [split_command(command) for command in commands_of(page)]
+        lists = [args for _, name, args in found if name == "train"]
+        for config, overrides in re.findall(r'distribuuuu\.train\("(.+?)", ({.+?})\)', page.read_text()):
+            lists.append(["--cfg", config, *(str(word) for pair in json.loads(overrides).items() for word in pair)])
+        for args in lists:
+            config = args[args.index("--cfg") + 1] if "--cfg" in args else ""
+            given = {key: value for key, value in itertools.pairwise(args) if re.fullmatch(r"[A-Z]+[._][\w.]+", key)}
+            config = config.removeprefix("configs/").removesuffix(".yaml")
+            if args[0].startswith("--help") or "--dump-config" in args or given.keys() & {"TRAIN.BATCHSIZE"}:
+                continue
+            out_dir = given.pop("OUT_DIR", "default of " + config)
+            options = {key: value for key, value in given.items() if not key.startswith(("CHECKPOINT", "DIST"))}
+            trainings.setdefault((str(page.name), out_dir), set()).add(f"{config} {sorted(options.items())}")
+    assert len(trainings) > 20
+    assert {place: found for place, found in trainings.items() if len(found) > 1} == {}
 
 
 def test_the_page_of_the_python_api_describes_its_functions():

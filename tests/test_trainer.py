@@ -343,6 +343,25 @@ def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
     assert newest(cfg.OUT_DIR)["seed"] == seed
 
 
+@pytest.mark.parametrize(
+    "options, changed",
+    [
+        (("OPTIM.MAX_EPOCH", 1), "OPTIM.MAX_EPOCH 2 -> 1"),
+        (("OPTIM.WEIGHT_DECAY", 1e-3), "OPTIM.WEIGHT_DECAY 5e-05 -> 0.001"),
+        (("TRAIN.WORKERS", 1, "LOG.TENSORBOARD", False), None),
+    ],
+)
+def test_a_finished_run_with_other_options_is_reported(reference, image_folder, tmp_path, options, changed):
+    out_dir = tmp_path / "copy"
+    shutil.copytree(reference, out_dir)
+    train_model(load_cfg(None, [*small_options(image_folder, out_dir), *map(str, options)]))
+    log = (out_dir / "train.log").read_text()
+    assert "nothing to train" in log and timeless(out_dir) == timeless(reference)
+    warning = f"OUT_DIR: {out_dir} holds a run with other options, finished after 2 epochs"
+    assert (warning in log) == bool(changed) == ("TRAIN.AUTO_RESUME False" in log)
+    assert not changed or f"changed: {changed}; fix: set another OUT_DIR" in log
+
+
 def test_a_finished_run_logs_that_there_is_nothing_to_train(reference, image_folder, tmp_path):
     shutil.copytree(reference, tmp_path / "copy")
     train_model(load_cfg(None, small_options(image_folder, tmp_path / "copy")))

@@ -15,6 +15,7 @@ from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.imagenet_labels import read_classes
@@ -40,12 +41,15 @@ from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.report.log_table import format_duration
+from distribuuuu.report.results import SPEED_ONLY
 from distribuuuu.report.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import display_names
 
 logger = logging.getLogger(__name__)
+
+_NEW_RUN = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
 
 
 @contextlib.contextmanager
@@ -291,11 +295,16 @@ def resume(state: TrainState, latest: Path) -> None:
     except CheckpointError as error:
         changed = ", ".join(list_changes(before, state.config, ("MODEL.", "FINETUNE.", "OPTIM.", "EMA.", "DATA.")))
         cause = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
-        remedy = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
-        raise CheckpointError(f"{error}{cause} {remedy}") from error
+        raise CheckpointError(f"{error}{cause} {_NEW_RUN}") from error
     logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
+    # A program that reads the results would take them for those of the options that it has passed.
+    others = [change for change in changes if not change.startswith(("LOG.", "OUT_DIR ", "CFG_DEST ", *SPEED_ONLY))]
+    if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():
+        logger.warning("OUT_DIR: %s holds a run with other options, finished after %s; nothing is trained, and its "
+                       "results remain; changed: %s; fix: %s",
+                       latest.parent.parent, counted(state.epoch, "epoch"), ", ".join(others), _NEW_RUN)  # fmt: skip
 
 
 def load_weights(cfg, state: TrainState) -> None:
