@@ -2,16 +2,18 @@
 
 It damages metrics.jsonl, results.json, predictions.npz, config files, command-line overrides, reported numbers, a
 README with tables, the folder index, the record of checked files, packed data sets and their side files, also with a
-right checksum, and the CSV of a multi-label data set; and a server answers requests for packed data in invalid and
-endless ways. Required files must be read or rejected with a ConfigError that names the file or the URL; optional files
-must be repaired, rebuilt, or left out with a note that names the file, as those of a report. A case of more than 20 s,
-and growth of the memory by more than 512 MiB, are violations.
+right checksum, the CSV of a multi-label data set, and the config.json of exported models; and a server answers requests
+for packed data in invalid and endless ways. Required files must be read or rejected with a ConfigError that names the
+file or the URL, or for exported models the value; optional files must be repaired, rebuilt, or left out with a note
+that names the file, as those of a report. A case of more than 20 s, and growth of the memory by more than 512 MiB, are
+violations.
 
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
 
 import collections
 import contextlib
+import copy
 import faulthandler
 import io
 import json
@@ -104,7 +106,7 @@ class Subject:
 def change_json(value: Any, chance: random.Random) -> Any:
     """Return JSON with one of its values, at any depth, replaced or removed."""
     if not isinstance(value, (dict, list)) or not value or chance.random() < 0.2:
-        return chance.choice(ODD_VALUES)
+        return copy.deepcopy(chance.choice(ODD_VALUES))
     key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
     if chance.random() < 0.2:
         del value[key]
@@ -380,6 +382,88 @@ def make_report_subjects(run: Path) -> list[Subject]:
     ]
 
 
+# ------------------------------------------------------------------------------------ exported models
+
+ODD_OPTIONS = {
+    "architecture": "resnet1\x1b[2J", "num_classes": 2**31 - 1, "input_size": [3, 8192, 8192], "crop_pct": 1e-2,
+    "model_args": {"no_such": 1}, "label_names": ["a"] * 9, "mean": [1e308] * 3, "std": [5e-324] * 3,
+    "MODEL.ARCH": "resnet8\n", "MODEL.KWARGS.no such": {"a": [1]}, "TASK.NAME": "\u202e", "DATA.NAME": "packed",
+    "OUT_DIR": "\0", "CFG_DEST": "../x", "DATA.MEAN": ["\udce4"] * 3, "OPTIM.STEPS": [2**70] * 3, "": {"": {"": ""}},
+}  # fmt: skip
+
+
+def write_exports(folder: Path) -> list[Path]:
+    """Write a small model in our format and in that of timm; return the paths of config.json."""
+    import torch
+
+    from distribuuuu.deploy.export import write_safetensors, write_timm
+    from distribuuuu.deploy.loaded_run import LoadedRun
+    from distribuuuu.models import build_model
+
+    paths = []
+    for arch, write in (("resnet8", write_safetensors), ("timm/test_resnet", write_timm)):
+        words = ["MODEL.ARCH", arch, "MODEL.NUM_CLASSES", "3", "TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "36"]
+        cfg = load_cfg(None, [*words, "DATA.MEAN", "[0.5, 0.5, 0.5]", "DATA.STD", "[0.2, 0.2, 0.2]"])
+        weights = build_model(cfg).state_dict()
+        (out := folder / write.__name__).mkdir(parents=True)
+        write(LoadedRun("", "raw", cfg, ("a", "b", "c"), weights, given_device=torch.device("cpu")), out)
+        paths.append(out / "config.json")
+    return paths
+
+
+def nest(value: Any, chance: random.Random) -> Any:
+    """Return a value inside of 1 to 900 lists or objects."""
+    for _ in range(chance.choice((1, 10, 31, 40, 900))):
+        value = [value] if chance.random() < 0.5 else {"a": value}
+    return value
+
+
+def craft_export(whole: bytes, chance: random.Random) -> bytes:
+    """Return the config of an export with one to three values replaced, removed, added or nested."""
+    content = json.loads(whole)
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        part: Any = content
+        inner = [value for value in content.values() if isinstance(value, dict) and value]
+        for _ in range(chance.choice((0, 1, 2))):
+            part = chance.choice(inner) if inner else part
+            inner = [value for value in part.values() if isinstance(value, dict) and value]
+        key = chance.choice([*part] * 3 + [*ODD_OPTIONS])
+        if chance.random() < 0.15:
+            part.pop(key, None)
+        elif chance.random() < 0.15:
+            part[key] = nest(part.get(key), chance)
+        elif chance.random() < 0.3:
+            part[key] = change_json(part.get(key), chance)
+        else:
+            odd = [*ODD_VALUES, *ODD_OPTIONS.values(), ODD_OPTIONS.get(key)]
+            part[key] = copy.deepcopy(chance.choice(odd))
+    text = json.dumps(content)
+    if chance.random() < 0.03:  # what the encoder does not write
+        text = text.replace('"a"', chance.choice(("9" * 5000, "1e999", "-Infinity", "[" * 10**5)), 1)
+    return text.encode()
+
+
+def run_export_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Damage the config.json of exported models and load them; yield the file, the mutation and the verdict."""
+    from distribuuuu.deploy import load_run
+
+    chance, paths = random.Random(seed), write_exports(folder)
+    subjects = [
+        Subject(path, path.read_bytes(), lambda path=path: load_run(path.parent, device="cpu")) for path in paths
+    ]
+    for subject in subjects:
+        subject.read()
+    for _ in range(number):
+        subject = chance.choice(subjects)
+        restore(subject)
+        if chance.random() < 0.8:
+            subject.path.write_bytes(craft_export(subject.whole, chance))
+            mutation = "crafted"
+        else:
+            mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
+        yield f"exported {subject.path.name}, {subject.path.parent.name}", mutation, verdict_of(subject.read, "")
+
+
 # ------------------------------------------------------------------------------------------ fuzzing
 
 
@@ -463,7 +547,7 @@ def restore(subject: Subject) -> None:
 
 def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
     """Damage and read files; yield the file, the mutation and the verdict of each trial."""
-    (folder / "served").mkdir()
+    (folder / "served").mkdir(parents=True)
     (folder / "served" / "file").write_bytes(whole := bytes(range(256)) * 300)
     transport.FIRST_PAUSE_S, remote_pack.MEMORY_S = 0.001, 0
     remote_pack.START_S, remote_pack.START_TIMEOUT_S = 0.3, 0.3
@@ -507,6 +591,11 @@ def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Co
     return count_verdicts(run_trials(folder, number, seed))
 
 
+def fuzz_exports(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage exported models `number` times; return the counts of verdicts by file, and the violations."""
+    return count_verdicts(run_export_trials(folder, number, seed))
+
+
 def main() -> int:
     """Run the fuzzer, print a summary, and return the status."""
     args = parse_fuzz_args(__doc__)
@@ -514,10 +603,13 @@ def main() -> int:
     logging.getLogger("distribuuuu").setLevel(logging.ERROR)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        counts, violations = fuzz(Path(folder), args.number, args.seed)
+        counts, violations = fuzz(Path(folder) / "files", args.number, args.seed)
+        export_counts, export_violations = fuzz_exports(Path(folder) / "exports", args.number, args.seed)
+    counts, violations = {**counts, **export_counts}, [*violations, *export_violations]
     print_verdicts(counts, violations)
     seconds = time.perf_counter() - start
-    print(f"{args.number} mutations with seed {args.seed} in {seconds:.0f} s: {len(violations)} violations")
+    print(f"{args.number} mutations and as many of exports with seed {args.seed} in {seconds:.0f} s: "
+          f"{len(violations)} violations")  # fmt: skip
     return 1 if violations else 0
 
 

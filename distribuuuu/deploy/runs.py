@@ -356,7 +356,7 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     origins = {**dict.fromkeys(map(str, options), source), **dict.fromkeys(overrides[::2], COMMAND_LINE)}
     if problems:
         raise ConfigError(problems, origins)
-    cfg.origins.update((key, origins[key]) for key in cfg.origins)
+    cfg.origins.update((key, origins.get(key, source)) for key in cfg.origins)  # an option may set another one
     return cfg
 
 

@@ -75,7 +75,7 @@ class ModelSpec:
                 model = self.arch.constructor(**arguments)
             keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
             return model if keeps_heads else remove_auxiliary_heads(model)
-        except (TypeError, ValueError, AssertionError) as error:  # timm and torchvision check values with assertions
+        except self._errors_of_values() as error:
             # An image size of the wrong type cannot come from the config.
             if not self.kwargs and (isinstance(error, TypeError) or not self.im_size):
                 raise
@@ -86,8 +86,17 @@ class ModelSpec:
         try:
             with torch.device("meta"):
                 return self.build()
-        except RuntimeError:
-            return None
+        except (RuntimeError, ConfigError) as error:
+            if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
+                return None
+            raise
+
+    def _errors_of_values(self) -> tuple[type[Exception], ...]:
+        """Return the errors that a value may cause; timm and torchvision check few values, some with assertions."""
+        known = (TypeError, ValueError, AssertionError)
+        if self.arch.is_plug_in or not self.kwargs:
+            return known
+        return (*known, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
 
     def _rejection(self, error: Exception) -> ConfigError:
         keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)

@@ -311,6 +311,12 @@ def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path):
     assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
 
 
+def test_random_values_in_the_config_of_an_export_are_read_or_config_errors(tmp_path):
+    counts, violations = fuzz_readback.fuzz_exports(tmp_path, number=100, seed=5)
+    assert not violations, "\n".join(violations)
+    assert len(counts) == 2 and all(verdicts["refused"] and verdicts["read"] for verdicts in counts.values())
+
+
 @pytest.mark.parametrize(
     "line",
     [b"\xff\xfe", b'{"kind": "train", "epoch": "1", "step": 2}', b'{"kind": 3, "epoch": 1, "step": 2}', b"[" * 9999,

@@ -20,6 +20,7 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.deploy import load_run
 from distribuuuu.deploy.export import open_evaluation_set
 from distribuuuu.deploy.probe import open_images
+from distribuuuu.deploy.runs import config_of
 from distribuuuu.engine.state import list_changes
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
@@ -276,6 +277,11 @@ def test_hostile_options_in_the_config_of_an_export_are_config_errors(timm_folde
         path.write_text(json.dumps({**whole, "model_args": arguments}))
         with pytest.raises(ConfigError, match="MODEL.KWARGS"):
             load_run(timm_folder)
+
+
+def test_the_config_of_an_export_may_lack_an_option_that_another_one_sets():
+    cfg = config_of({"MODEL.ARCH": "resnet8", "TRAIN.DATASET": "/photos"}, "best.pth.tar")
+    assert (cfg.TEST.DATASET, cfg.origins["TEST.DATASET"]) == ("/photos", "best.pth.tar")
 
 
 # ------------------------------------------------------------------------------------- not a run

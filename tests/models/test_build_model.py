@@ -207,6 +207,25 @@ def test_image_size_reaches_the_constructors_that_take_one():
         assert shapes(build_model(cfg))["7.net.0.net.3.pos_emb.rel_height"] == (3, 128)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("global_pool", (1,)), ("in_chans", -1), ("block_args", [[1]]), ("output_stride", 0.0)]
+)
+def test_value_that_a_constructor_fails_on_names_its_key(name, value):
+    cfg = make_cfg("timm/test_resnet")
+    cfg.MODEL.KWARGS[name] = value
+    (problem,) = problems_of(build_model, cfg)
+    assert problem.startswith(f"MODEL.KWARGS.{name}: ")
+
+
+def test_error_of_a_plug_in_with_keywords_is_not_hidden():
+    def broken(num_classes, width):
+        raise AttributeError("a")
+
+    spec = make_model_spec(Architecture("broken", "distribuuuu", broken), 10, {"width": 1}, 224)
+    with pytest.raises(AttributeError):
+        spec.build()
+
+
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), OSError("d")])
 def test_bug_in_a_constructor_is_not_hidden(error):
     def broken(num_classes):
