@@ -69,6 +69,18 @@ def find_path_problem(path: str | os.PathLike) -> str | None:
     return None
 
 
+def find_parent_problem(path: str | os.PathLike) -> str | None:
+    """Return why a path with `..` has no parent folder yet; None if it has one, or if it is without `..`.
+
+    The system resolves `a/..` only if `a` exists, and creating the path would leave an empty folder `a`.
+    """
+    parts = Path(path).parts
+    for place in range(1, len(parts)):
+        if parts[place] == ".." and not os.path.exists(before := Path(*parts[:place])):
+            return f"got {os.fspath(path)}; `..` follows {before}, which does not exist; fix: leave out both"
+    return None
+
+
 def check_out(flag: str, out: str | os.PathLike, own: Iterable[str] = ()) -> None:
     """Check the path of a command's output.
 
@@ -80,7 +92,7 @@ def check_out(flag: str, out: str | os.PathLike, own: Iterable[str] = ()) -> Non
     Raises:
         ConfigError: it is no local path, or a file of a run.
     """
-    problem = find_path_problem(out)
+    problem = find_path_problem(out) or find_parent_problem(out)
     name = Path(out).name
     if problem is None and name in {*RUN_FILES, "config.yaml"} - {*own} and os.path.lexists(out):
         problem = f"got {out}, which is a file of a run; fix: choose another name"

@@ -7,7 +7,13 @@ import pytest
 
 from distribuuuu.cli.commands import dispatch
 from distribuuuu.config import run_files
-from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_path_problem, is_run_file
+from distribuuuu.config.run_files import (
+    RUN_FILES,
+    find_name_problem,
+    find_parent_problem,
+    find_path_problem,
+    is_run_file,
+)
 from distribuuuu.trainer import test_model as evaluate_model
 from distribuuuu.trainer import train_model
 
@@ -81,6 +87,24 @@ def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
         (tmp_path / name).write_text("mine")
         assert dispatch("distribuuuu", (*command, "--out", name)) == 2
         assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_parent_of_a_missing_folder_is_no_path(monkeypatch, tmp_path):
+    (tmp_path / "here" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for path in ("new/..", "run/new//../exp", "BEST.YAML~//..", str(tmp_path / "new" / ".." / "exp"), "../new/../exp"):
+        assert "which does not exist" in find_parent_problem(path), path
+    for path in ("../exp", "../../exp", "run/../exp", "..", ".", "exp", "/..", "run/../new/exp", str(tmp_path / "..")):
+        assert find_parent_problem(path) is None, path
+
+
+def test_no_command_creates_the_folder_before_a_parent(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for command in (("train", "OUT_DIR", "new/..", "TRAIN.DATASET", "none"),
+                    ("predict", "run", "photos", "--out", "new/../a.csv")):  # fmt: skip
+        assert dispatch("distribuuuu", command) == 2
+        assert "`..` follows new, which does not exist" in capsys.readouterr().err
+        assert not any(tmp_path.iterdir())
 
 
 def test_a_wrong_path_is_reported_without_torch(tmp_path):
