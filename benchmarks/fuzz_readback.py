@@ -549,8 +549,17 @@ def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str,
     """Damage and read files; yield the file, the mutation and the verdict of each trial."""
     (folder / "served").mkdir(parents=True)
     (folder / "served" / "file").write_bytes(whole := bytes(range(256)) * 300)
+    usual = transport.FIRST_PAUSE_S, remote_pack.MEMORY_S, remote_pack.START_S, remote_pack.START_TIMEOUT_S
     transport.FIRST_PAUSE_S, remote_pack.MEMORY_S = 0.001, 0
     remote_pack.START_S, remote_pack.START_TIMEOUT_S = 0.3, 0.3
+    try:
+        yield from run_trials_on_a_server(whole, folder, number, seed)
+    finally:
+        transport.FIRST_PAUSE_S, remote_pack.MEMORY_S, remote_pack.START_S, remote_pack.START_TIMEOUT_S = usual
+
+
+def run_trials_on_a_server(whole: bytes, folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the trials of `run_trials`, with a server of `whole` as `file`."""
     with RangeServer(folder / "served") as server:
         yield from run_trials_with(server, whole, folder, number, random.Random(seed))
 

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
 import textwrap
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from distribuuuu.cli.commands import USAGE_ERROR
 from distribuuuu.cli.flag_hints import CommandParser, parse_flags
-from distribuuuu.cli.main import run_guarded
+from distribuuuu.cli.main import ending_with_reader, run_guarded
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
@@ -43,8 +42,6 @@ def run(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags, folder, cfg = parse_args(prog, args)
-    if hasattr(signal, "SIGPIPE"):  # not on Windows
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
     from distribuuuu.data.decode import build_decode_options
     from distribuuuu.data.doctor.duplicates import find_groups, key_bytes
     from distribuuuu.data.doctor.findings import examine
@@ -75,7 +72,8 @@ def print_report(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print(printable(text, keep="\n"), flush=True)
+        with ending_with_reader():
+            print(printable(text, keep="\n"), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
         message = f"cannot be written: {error.strerror}; fix: redirect it to another file"

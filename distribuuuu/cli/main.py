@@ -151,6 +151,22 @@ def report(error: ConfigError) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
+
+    The block only prints: any connection that its other side closes would end the process too.
+    """
+    name = getattr(signal, "SIGPIPE", None)  # None: Windows
+    previous = name and signal.signal(name, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        if name:
+            signal.signal(name, previous)
+
+
 def parse_args(
     description: str, args: Sequence[str], train: bool, prog: str | None = None
 ) -> tuple[Config | None, argparse.Namespace]:
@@ -185,9 +201,8 @@ def parse_args(
     flags.nproc = flags.nproc or 1
     if not prints:
         return resolve_num_classes(cfg), flags
-    if hasattr(signal, "SIGPIPE"):  # not on Windows
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no error if the output is piped into `head`
-    print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
+    with ending_with_reader():
+        print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
     return None, flags
 
 

@@ -82,8 +82,11 @@ class RunLock:
         """Return why this process must not write to the folder any more; None if it may.
 
         A deleted lock is taken again, and a deleted folder is created again, with a warning. Any thread may call it.
+        The last checkpoint may still be in progress when an error has released the lock; it is not lost.
         """
         with self._changing:
+            if self._file.closed:
+                return None
             try:
                 return None if _is_at(self._file, self._path) else self._lock_again()
             except OSError:  # e.g. of a network file system; the write will tell
@@ -112,7 +115,7 @@ class RunLock:
 
     def release(self) -> None:
         """Delete and unlock the file."""
-        with contextlib.suppress(OSError), self._file:
+        with self._changing, contextlib.suppress(OSError), self._file:
             if _is_at(self._file, self._path):
                 os.unlink(self._path)
 

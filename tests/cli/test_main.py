@@ -3,11 +3,13 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from support.images import draw_folder
-from support.runs import run_tool, small_options
+from support.runs import ROOT, run_tool, small_options
 from support.tiers import slow
 
 from distribuuuu.cli.main import parse_args
@@ -166,9 +168,20 @@ def test_the_words_for_flags_are_options():
     assert len(flags) == len(set(flags)), "a flag stands for one thing"
 
 
+def test_printing_into_a_closed_pipe_is_no_error_and_a_closed_connection_remains_one(capsys):
+    before = signal.getsignal(signal.SIGPIPE)
+    assert parse_args("", ["--dump-config"], train=True)[0] is None and capsys.readouterr().out
+    assert signal.getsignal(signal.SIGPIPE) == before
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(ROOT / "tools" / "train_net.py"), "--help-config"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
 @pytest.mark.slow
-def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # --dump-config would have a broken pipe end the tests
+def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys):
     out, other = tmp_path / "out", tmp_path / "other"
     words = small_options(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
     assert run_tool("train_net.py", *words).returncode == 0
