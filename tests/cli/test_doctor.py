@@ -40,7 +40,7 @@ def test_problems_exit_with_2_and_name_files_and_fix(root, capsys):
         shutil.copy(root / f"train/ant/00{number}.jpg", root / f"val/bee/a_rather_long_name_of_an_image_{number}.jpg")
         (root / f"train/bee/0{number}.jpg").touch()
     status, text, _ = run(capsys, root)
-    assert status == 0 and "3 problems, 0 notes" in text
+    assert status == 2 and "3 problems, 0 notes" in text
     assert "      = val/bee/a_rather_long_name_of_an_image_0.jpg" in text.replace("    = ", "      = ")
     assert "and 4 groups more" in text and "and 4 files more" in text and text.count("fix: ") == 3
     assert "broken: 9 images empty" in text and "the file is empty" in text
@@ -53,7 +53,7 @@ def test_json_lists_all_files(root, capsys):
         (root / f"train/bee/0{number}.jpg").touch()
     status, text, _ = run(capsys, root, "--format", "json")
     report = json.loads(text)
-    assert status == 0 and report["version"] == 1 and len(report["findings"][0]["files"]) == 9
+    assert status == 2 and report["version"] == 1 and len(report["findings"][0]["files"]) == 9
     page = (ROOT / "docs" / "doctor.md").read_text()
     for key in [*report, *report["findings"][0], *report["splits"]["train"], *report["statistics"]]:
         assert f"`{key}`" in page, f"docs/doctor.md does not describe {key}"
@@ -101,7 +101,7 @@ def test_mistakes_are_reported(args, message, capsys):
 def test_an_empty_folder_is_reported(tmp_path, capsys):
     (tmp_path / "train/cat").mkdir(parents=True)
     status, _, errors = run(capsys, tmp_path)
-    assert status == 0 and "no images" in errors
+    assert status == 2 and "no images" in errors
 
 
 def test_the_set_of_a_config_is_checked(root, capsys):
@@ -114,7 +114,7 @@ def test_names_that_are_not_text_are_printed(root, capsys):
     os.rename(root / "val/ant", os.fsencode(root / "val") + b"/\xff ant")
     shutil.copy(root / "train/bee/000.jpg", os.fsencode(root / "val") + b"/\xff ant/\xfe.jpg")
     status, text, _ = run(capsys, root)
-    assert status == 0 and "\\udcff ant/\\udcfe.jpg" in text
+    assert status == 2 and "\\udcff ant/\\udcfe.jpg" in text
     status, text, _ = run(capsys, root, "--format", "json")
     assert "\\udcff ant/\\udcfe.jpg" in text and json.loads(text)["status"] == "problems"
 
