@@ -129,7 +129,7 @@ NAME_PARTS = (
 
 
 def draw_name(rng: random.Random) -> str:
-    """Return a name made of one to four parts, in a random case."""
+    """Return a name of one to four parts, in a random case."""
     name = "".join(rng.choices(NAME_PARTS, k=rng.choice((1, 1, 2, 2, 3, 4))))
     return rng.choice((str, str, str.upper, str.title, str.swapcase))(name)
 

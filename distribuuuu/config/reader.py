@@ -72,7 +72,7 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
         if inherited and model and model != model_of_file and cfg.origins.get(name) == COMMAND_LINE:
             arguments = ", ".join(key.removeprefix(f"{section}.") for key in inherited)
             message = f"got {arguments} of {model_of_file or 'another model'} with {name} {model}"
-            fix = f"fix: add {section} '{{}}' to leave them out, or repeat those that {model} shall have"
+            fix = f"fix: add {section} '{{}}' to leave them out, or repeat those for {model}"
             yield Problem(section, f"{message}; {fix}", {section: cfg.origins.get(inherited[0], "config")})
 
 

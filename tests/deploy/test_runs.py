@@ -151,18 +151,18 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
     content["classes"] = None
     content["config"] |= {"TRAIN.DATASET": str(tmp_path / "data"), "TEST.DATASET": str(tmp_path / "data"),
                           "DATA.CACHE_DIR": str(tmp_path / "theirs")}  # fmt: skip
-    torch.save(content, tmp_path / "stranger.pth.tar")
+    torch.save(content, tmp_path / "foreign.pth.tar")
     before = sorted(map(str, (tmp_path / "data").rglob("*")))
-    assert load_run(tmp_path / "stranger.pth.tar").classes == tuple(sorted(SHAPES))
+    assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(SHAPES))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     for train in (False, True):
-        assert len(open_images(load_run(tmp_path / "stranger.pth.tar"), train))
-    assert len(open_evaluation_set(load_run(tmp_path / "stranger.pth.tar")))
+        assert len(open_images(load_run(tmp_path / "foreign.pth.tar"), train))
+    assert len(open_evaluation_set(load_run(tmp_path / "foreign.pth.tar")))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
-    torch.save(content, tmp_path / "stranger.pth.tar")
+    torch.save(content, tmp_path / "foreign.pth.tar")
     with pytest.raises(ConfigError, match="holds no class names, and the data of its config cannot be read"):
-        load_run(tmp_path / "stranger.pth.tar")
+        load_run(tmp_path / "foreign.pth.tar")
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before, "neither a download nor its lock"
 
 

@@ -172,7 +172,7 @@ class _TooMuchError(http.client.HTTPException):
 
 
 class _LimitedReader(io.RawIOBase):
-    """What arrives at a socket until a deadline, up to a number of bytes; for the parser of http.client."""
+    """Reader of a socket with a deadline and a limit of bytes, for the parser of http.client."""
 
     def __init__(self, raw: Any, connection: socket.socket, deadline: float, num_bytes: int):
         self._raw, self._socket, self._deadline, self._num_left = raw, connection, deadline, num_bytes
