@@ -77,9 +77,11 @@ def build_pretrained(spec: ModelSpec) -> nn.Module:
 def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.Module:
     try:
         return spec.build(**published.arguments, num_classes=num_classes)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = _one_line(error) or type(error).__name__
-        if isinstance(error, OSError) or "invalid hash" in reason:
+    except (ConfigError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        # With MODEL.KWARGS, an error of loading arrives as a rejection of the keyword arguments.
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        reason = _one_line(cause) or type(cause).__name__
+        if isinstance(cause, OSError) or "invalid hash" in reason:
             problem = (
                 f"cannot download {published.source}: {reason}; fix: without a network, copy the file to this machine "
                 "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same"
@@ -94,7 +96,7 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
         raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from None
 
 
-def _one_line(error: Exception, max_length: int = 300) -> str:
+def _one_line(error: BaseException | None, max_length: int = 300) -> str:
     text = " ".join(without_unsafe_advice(str(error)).split())
     return text if len(text) <= max_length else f"{text[:max_length]} ..."
 

@@ -267,8 +267,9 @@ def run_problems(*words) -> list[str]:
 def test_missing_folders_name_what_is_there(tmp_path, image_folder):
     words = ("MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path / "o")
     assert run_problems("TRAIN.DATASET", image_folder, *words) == []
-    missing = run_problems("TRAIN.DATASET", image_folder.parent / f"{image_folder.name[:-1]}x", *words)
-    assert "no such folder" in missing[0] and f"did you mean {image_folder.name}" in missing[0]
+    (tmp_path / "photographs").mkdir()
+    missing = run_problems("TRAIN.DATASET", tmp_path / "photograph", *words)
+    assert "no such folder" in missing[0] and "did you mean photographs?" in missing[0]
     split = run_problems("TRAIN.DATASET", image_folder, "TRAIN.SPLIT", "training", *words)
     assert split == [
         f"TRAIN.SPLIT (command line): no folder 'training' in {image_folder}; it has train, val; did you mean train?"
