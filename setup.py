@@ -38,6 +38,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
+    package_data={"distribuuuu": ["**/templates/*"]},
     cmdclass={"build_py": BuildWithFiles},
     entry_points={"console_scripts": ["distribuuuu = distribuuuu.cli.commands:main"]},
     python_requires=">=3.10",
@@ -50,6 +51,7 @@ setup(
         "tqdm>=4.60",
         "pillow>=10.2",
         "numpy>=1.23",
+        "jinja2>=3.0",  # the pages of report, compare and sweep; torch requires it
     ],
     extras_require={
         # JPEG decoders: scaling while decoding, and decoding a region only.

@@ -5,12 +5,13 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
+from markupsafe import Markup
+
 from distribuuuu import __version__
 from distribuuuu.config.errors import counted
-from distribuuuu.report.html import page
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.report.html.history import read_facts
-from distribuuuu.report.html.page import Column, Section
+from distribuuuu.report.html.page import Column, Section, build_page, html
 from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.results import FILE_NAME
 from distribuuuu.report.statistics import differs_significantly, mean_interval
@@ -29,7 +30,7 @@ def build_sweep_page(sweep: Sweep, states: States) -> str:
     sections = [_summary(sweep, rows, states), _options(sweep, rows), _seeds(sweep, rows), _trials(sweep, rows)]
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(sweep.trials[0].values), 'option')}"
     title, shown = f"Sweep {sweep.out_dir.resolve().name}", [section for section in sections if section.parts]
-    return page.build_page(title, f"{subtitle}, compared by {sweep.metric}", shown, f"distribuuuu {__version__}")
+    return build_page(title, f"{subtitle}, compared by {sweep.metric}", shown, f"distribuuuu {__version__}")
 
 
 def _chart(title: str, sweep: Sweep, rows: Sequence[Row], points: Mapping[int, Sequence[tuple[float, float]]],
@@ -59,7 +60,7 @@ def _chart(title: str, sweep: Sweep, rows: Sequence[Row], points: Mapping[int, S
 def _summary(sweep: Sweep, rows: Sequence[Row], states: States) -> Section:
     best = rows[0]
     if best.objective is None:
-        return Section("Summary", [page.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")])
+        return Section("Summary", [html.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")])
     seeds = list(best.seeds.values())
     spent, total = sum(row.epochs for row in rows), sum(trial.epochs for trial in sweep.trials)
     files = (sweep.folder(*run) / FILE_NAME for run, state in states.items() if state.epochs)
@@ -90,9 +91,9 @@ def _summary(sweep: Sweep, rows: Sequence[Row], states: States) -> Section:
     cost += [("not spent:", total - spent, counted(total - spent, "epoch"))] if total > spent else []
     selected = "The best trial was selected by these values, which are therefore optimistic."
     command = f"distribuuuu train --cfg {sweep.out_dir / BEST_FILE} OUT_DIR DIR"
-    config = page.heading(f"Best config: trial {best.trial}"), page.pairs(sweep.trials[best.trial].values)
-    return Section("Summary", [page.tiles(entries), page.grid(charts), stacked_bar("Cost of the search", cost), *config,
-                               page.paragraph(selected, "note"), page.preformatted(command)])  # fmt: skip
+    config = html.heading(f"Best config: trial {best.trial}"), html.pairs(sweep.trials[best.trial].values)
+    return Section("Summary", [html.tiles(entries), html.grid(charts), stacked_bar("Cost of the search", cost), *config,
+                               html.paragraph(selected, "note"), html.preformatted(command)])  # fmt: skip
 
 
 def _options(sweep: Sweep, rows: Sequence[Row]) -> Section:
@@ -107,8 +108,8 @@ def _options(sweep: Sweep, rows: Sequence[Row]) -> Section:
         places = {trial: [(x[trial], value)] for trial, value in points.items()}
         charts.append(_chart(key, sweep, rows, places, key, is_log=is_log, x_names=names))
     after = f"{sweep.metric} after {f'epoch {sweep.rungs[0]}' if sweep.rungs else 'the last epoch'}."
-    shown = f'<div style="max-width:{360 * len(charts)}px">{page.grid(charts, "narrow")}</div>'
-    return Section("Options", [page.paragraph(after, "note"), shown] if points else [])
+    shown = html.grid(charts, "narrow", max_width=360 * len(charts))
+    return Section("Options", [html.paragraph(after, "note"), shown] if points else [])
 
 
 def _seeds(sweep: Sweep, rows: Sequence[Row]) -> Section:
@@ -133,8 +134,8 @@ def _seeds(sweep: Sweep, rows: Sequence[Row]) -> Section:
     columns = [Column("trial", "d"), Column("n", "d"), *(Column(name, ".2f") for name in ("mean", "low", "high")),
                Column("differs")]  # fmt: skip
     note = "Low and high: 95 % interval. Differs: from the first trial, at the level of 5 %. Both by Student's t."
-    shown = page.table(columns, cells, sortable=False) + page.paragraph(note, "note")
-    return Section("Seeds", [page.grid([chart, f"<div>{shown}</div>"], "top")])
+    shown = html.table(columns, cells, sortable=False) + html.paragraph(note, "note")
+    return Section("Seeds", [html.grid([chart, Markup("<div>{}</div>").format(shown)], "top")])
 
 
 def _trials(sweep: Sweep, rows: Sequence[Row]) -> Section:
@@ -145,5 +146,5 @@ def _trials(sweep: Sweep, rows: Sequence[Row]) -> Section:
     failures = [[row.trial, seed, error, str(sweep.folder(row.trial, seed) / CONSOLE_FILE)]
                 for row in rows for seed, error in row.failures.items()]  # fmt: skip
     failed = [Column("trial", "d"), Column("seed", "d"), Column("error"), Column("output")]
-    shown = [page.heading("Failed runs"), page.table(failed, failures)] if failures else []
-    return Section("Trials", [page.table(columns, cells), *shown])
+    shown = [html.heading("Failed runs"), html.table(failed, failures)] if failures else []
+    return Section("Trials", [html.table(columns, cells), *shown])

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from markupsafe import Markup, escape
 
-from distribuuuu.report.html.page import escape
+from distribuuuu.config.untrusted import printable
+from distribuuuu.report.html.page import html
 
 # Size of a chart in its own units, and the margins for the numbers on its axes.
 _WIDTH, _HEIGHT = 350, 215
@@ -79,6 +81,11 @@ def format_tick(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _escape(text: str) -> Markup:
+    """Return a text for an SVG."""
+    return escape(printable(text))
+
+
 class _Axes:
     """The map from values to positions, with the axes and grid of a chart; of a logarithmic axis, x is log10."""
 
@@ -107,13 +114,13 @@ class _Axes:
         x_ticks = find_log_ticks(*self.x_range) if self.is_log else find_ticks(*self.x_range, num=6)
         texts = [(float(x), _clip(name, 12)) for x, name in enumerate(self.x_names)]
         for x, text in texts or [(tick, format_tick(tick)) for tick in x_ticks]:
-            parts.append(f'<text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{escape(text)}</text>')
+            parts.append(f'<text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{_escape(text)}</text>')
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{_escape(x_label)}</text>')
         if y_label:
             place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
-            parts.append(f'<text {place} text-anchor="middle">{escape(y_label)}</text>')
+            parts.append(f'<text {place} text-anchor="middle">{_escape(y_label)}</text>')
         return "".join(parts)
 
 
@@ -153,7 +160,7 @@ def line_chart(
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
         line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-        parts.append(f"<g><title>{escape(mark.text)}</title>{line}</g>")
+        parts.append(f"<g><title>{_escape(mark.text)}</title>{line}</g>")
     parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
     legend = [curve.name for curve in series if len(series) > 1]
     return figure(title, "".join(parts), _WIDTH, _HEIGHT, legend, note=note)
@@ -194,7 +201,7 @@ def _draw(curve: Series, axes: _Axes, color: str) -> str:
         path, is_gap = f"{path}{'M' if is_gap else 'L'}{place}", False
         if curve.has_dots or len(curve.x) == 1:
             cx, cy = place.split()
-            text = escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
+            text = _escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
             size = 2.5 if curve.is_joined else 4
             dots += f'<circle cx="{cx}" cy="{cy}" r="{size}" fill="{color}"><title>{text}</title></circle>'
     if not curve.is_joined:
@@ -222,20 +229,17 @@ def figure(
 
     Args:
         title: the title, also its description for screen readers.
-        content: the elements of the SVG.
+        content: the html of the SVG.
         width, height: the size of its coordinate system; it fills the width that it is given.
         legend: names of the series, in the order of their colors.
         note: a note below.
         max_width: the largest width in pixels; None: any.
         min_width: the width in pixels below which it scrolls.
     """
-    entries = (f'<span><i style="background:{color_of(n)}"></i>{escape(name)}</span>' for n, name in enumerate(legend))
-    names = f'<div class="legend">{"".join(entries)}</div>' if legend else ""
+    colors = [(name, color_of(number)) for number, name in enumerate(legend)]
     most = f";max-width:{max_width:.0f}px" if max_width else ""
-    kind = f'viewBox="0 0 {width:g} {height:g}" style="min-width:{min_width:.0f}px{most}"'
-    svg = f'<svg {kind} role="img" aria-label="{escape(title)}">{content}</svg>'
-    below = f"<figcaption>{escape(note)}</figcaption>" if note else ""
-    return f"<figure><figcaption><b>{escape(title)}</b></figcaption>{names}{svg}{below}</figure>"
+    style = f"min-width:{min_width:.0f}px{most}"
+    return html.figure(title, Markup(content), f"{width:g}", f"{height:g}", colors, note, style)
 
 
 def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
@@ -250,7 +254,7 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     for number, (name, amount, text) in enumerate(parts):
         width = 1000 * amount / total
         box = f'<rect x="{x:.1f}" width="{max(0.5, width - 2):.1f}" height="24" rx="3" fill="{color_of(number)}"/>'
-        content += f"<g><title>{escape(f'{name}: {text}')}</title>{box}</g>"
+        content += f"<g><title>{_escape(f'{name}: {text}')}</title>{box}</g>"
         x += width
     legend = [f"{name} {text} ({amount / total:.0%})" for name, amount, text in parts]
     return figure(title, content, 1000, 24, legend)
@@ -277,9 +281,9 @@ def bar_chart(
         place = f'x="0" y="{y + 12}"' if is_long else f'x="{left - 8:.0f}" y="{y + 14}" text-anchor="end"'
         top = y + (18 if is_long else 3)
         content += (
-            f'<text class="strong" {place}>{escape(_clip(name, 58))}<title>{escape(name)}</title></text>'
+            f'<text class="strong" {place}>{_escape(_clip(name, 58))}<title>{_escape(name)}</title></text>'
             f'<rect x="{left:.0f}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" '
-            f'fill="{color}"/><text x="{left + width + 6:.1f}" y="{top + 10}">{escape(text)}</text>'
+            f'fill="{color}"/><text x="{left + width + 6:.1f}" y="{top + 10}">{_escape(text)}</text>'
         )
     return figure(title, content, _WIDTH, max(22, height * len(bars)), max_width=460)
 
@@ -305,7 +309,7 @@ def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, 
         share = 0.35 + 0.65 * math.sqrt(counts[number] / counts.max())
         box = f'<rect x="{x:.1f}" width="{width:.1f}" y='
         content += (
-            f'<g><title>{escape(text)}</title>{box}"{top:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
+            f'<g><title>{_escape(text)}</title>{box}"{top:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
             f'opacity="{share:.2f}"/>{box}"{min(top, expected):.1f}" height="{abs(top - expected):.1f}" '
             f'fill="var(--c2)" opacity=".2"/>{box}"{expected - 1:.1f}" height="2" fill="var(--c2)"/></g>'
         )
@@ -333,7 +337,7 @@ def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "
     end = f'x="{margin - 6:.1f}" text-anchor="end"'
     content = f'<text {end} y="{margin - 24:.1f}">prediction →</text><text {end} y="{margin - 8:.1f}">label ↓</text>'
     for row, name in enumerate(names):
-        middle, label = margin + size * (row + 0.5), escape(_clip(name, 20))
+        middle, label = margin + size * (row + 0.5), _escape(_clip(name, 20))
         content += f'<text class="strong" {end} y="{middle + 4:.1f}">{label}</text>'
         place = f'transform="translate({middle + 4:.1f} {margin - 6:.1f}) rotate(-90)"'
         content += f'<text class="strong" {place}>{label}</text>'
@@ -356,7 +360,7 @@ def _cell(margin: float, size: float, row: int, column: int, count: int, share: 
         style = f"fill:var({'--on-heat' if alpha > 0.6 else '--ink'});font-size:{height}px"
         place = f'x="{x + size / 2 - 0.5:.1f}" y="{y + size / 2 + 3.5:.1f}" text-anchor="middle"'
         number = f'<text {place} style="{style}">{count}</text>'
-    return f"<g><title>{escape(text)}</title>{rect}{number}</g>"
+    return f"<g><title>{_escape(text)}</title>{rect}{number}</g>"
 
 
 def picture_map(title: str, binned: np.ndarray, block: int, note: str) -> str:

@@ -33,13 +33,7 @@ from distribuuuu.report.html.page import (
     Column,
     Section,
     build_page,
-    details,
-    gallery,
-    grid,
-    heading,
-    paragraph,
-    table,
-    tiles,
+    html,
 )
 from distribuuuu.report.html.pictures import Pictures, make_pictures
 from distribuuuu.report.html.run_report import RunFiles, read_run
@@ -192,12 +186,12 @@ def build_compare_page(comparison: Comparison) -> str:
 
 
 def _summary(comparison: Comparison) -> Section:
-    parts = [paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
-    parts.append(tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
+    parts = [html.paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
+    parts.append(html.tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
     if comparison.groups:
         note = "The tests of single runs on the same images do not include the differences between seeds."
-        parts += [heading("The first run of each side"), paragraph(note, "note")]
-        parts += [paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
+        parts += [html.heading("The first run of each side"), html.paragraph(note, "note")]
+        parts += [html.paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
     if comparison.metric == "top-1":
         columns = [
             Column("A"),
@@ -210,10 +204,10 @@ def _summary(comparison: Comparison) -> Section:
         ]
         rows = [[a, b, len(pair.only_a), len(pair.only_b), pair.difference, *pair.interval, format_p(pair.adjusted_p)]
                 for (a, b), pair in comparison.pairs.items()]  # fmt: skip
-        parts.append(table(columns, rows, sortable=False))
+        parts.append(html.table(columns, rows, sortable=False))
         adjusted = f", adjusted for {counted(len(rows), 'pair')} by Holm's method" if len(rows) > 1 else ""
         note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: paired bootstrap."
-        parts.append(paragraph(note, "note"))
+        parts.append(html.paragraph(note, "note"))
     return Section("Summary", parts)
 
 
@@ -235,16 +229,16 @@ def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[
 def _config_section(comparison: Comparison) -> Section:
     parts: list[str] = []
     if comparison.changes is None:
-        parts.append(paragraph("A run has no readable config.yaml, so the configs are not compared.", "note"))
+        parts.append(html.paragraph("A run has no readable config.yaml, so the configs are not compared.", "note"))
         return Section("Config", parts)
     if not comparison.changes:
-        parts.append(paragraph("The configs do not differ."))
+        parts.append(html.paragraph("The configs do not differ."))
         return Section("Config", parts)
     columns = [Column("option"), *(Column(name) for name in comparison.sides)]
     rows = [
         [key, *("–" if value is None else str(value) for value in values)] for key, values in comparison.changes.items()
     ]
-    parts.append(table(columns, rows, sortable=False))
+    parts.append(html.table(columns, rows, sortable=False))
     return Section("Config", parts)
 
 
@@ -267,7 +261,7 @@ def _curves(comparison: Comparison) -> Section:
     charts += [chart(f"Validation {name} in percent", name, "eval") for name in metrics]
     charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
     if drawn := [text for text in charts if text]:
-        parts.append(grid(drawn, "narrow"))
+        parts.append(html.grid(drawn, "narrow"))
     return Section("Curves", parts)
 
 
@@ -276,7 +270,7 @@ def _classes(comparison: Comparison) -> Section:
     classes = next(iter(comparison.sides.values()))[0].content.classes
     for names, pair in comparison.pairs.items():
         if len(comparison.pairs) > 1:
-            parts.append(heading(f"{names[0]} and {names[1]}"))
+            parts.append(html.heading(f"{names[0]} and {names[1]}"))
         images, *figures = pair.by_class
         if pair.metric == "map":
             columns = [Column("class"), Column("images", "d"), *(Column(f"AP of {name}", ".2f") for name in names),
@@ -289,7 +283,7 @@ def _classes(comparison: Comparison) -> Section:
         order = np.argsort(-np.nan_to_num(np.abs(change)), kind="stable")[:_MAX_CLASSES]
         rows = [[classes[k], int(images[k]), *(_cell(values[k], pair.metric) for values in figures), float(change[k])]
                 for k in order]  # fmt: skip
-        parts.append(table(columns, rows))
+        parts.append(html.table(columns, rows))
     return Section("Classes", parts)
 
 
@@ -313,9 +307,9 @@ def _changed_images(comparison: Comparison) -> Section:
         for name, indices, shown in zip(names, (pair.only_a, pair.only_b), chosen, strict=True):
             if len(indices):
                 title = f"Only {name} is right: {counted(len(indices), 'image')}"
-                cards = gallery([_card(runs, names, places[:, index], pictures) for index in shown], "small")
-                parts.append(details(title, cards) if len(comparison.pairs) > 1 else heading(title) + cards)
-        parts += [paragraph(note, "note") for note in pictures.notes]
+                cards = html.gallery([_card(runs, names, places[:, index], pictures) for index in shown], "small")
+                parts.append(html.details(title, cards) if len(comparison.pairs) > 1 else html.heading(title) + cards)
+        parts += [html.paragraph(note, "note") for note in pictures.notes]
     return Section("Changed answers", parts)
 
 

@@ -12,7 +12,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.untrusted import parse_json, read_regular
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
-from distribuuuu.report.html.page import grid
+from distribuuuu.report.html.page import html
 from distribuuuu.report.log_table import format_duration
 from distribuuuu.report.results import FILE_NAME, read_results
 
@@ -152,7 +152,7 @@ def draw_curves(history: History) -> str:
     speed = curve(history, history.train, "images_per_s", "")
     charts.append(line_chart("Throughput in images/s", [speed], "epoch", marks=marks))
     drawn = [text for text in charts if text]
-    return grid(drawn, "narrow") if drawn else ""
+    return html.grid(drawn, "narrow") if drawn else ""
 
 
 def measure_time(history: History) -> dict[str, float]:

@@ -39,16 +39,8 @@ from distribuuuu.report.html.page import (
     Column,
     Section,
     build_page,
-    details,
-    gallery,
-    grid,
-    heading,
-    pairs,
-    paragraph,
+    html,
     percent,
-    preformatted,
-    table,
-    tiles,
 )
 from distribuuuu.report.html.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.report.log_table import format_duration
@@ -156,10 +148,10 @@ def summarize(run: RunFiles) -> Section:
         epochs = counted(training["epochs_done"], "epoch")
         entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
     curves, time, marks = draw_curves(history), draw_time(history), describe_marks(history)
-    parts = [tiles(entries), *(paragraph(note, "notice") for note in history.notes), curves]
-    parts += [*([paragraph(marks, "note")] if marks else []), time]
+    parts = [html.tiles(entries), *(html.paragraph(note, "notice") for note in history.notes), curves]
+    parts += [*([html.paragraph(marks, "note")] if marks else []), time]
     if not curves:
-        parts.append(paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
+        parts.append(html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
     return Section("Summary", parts)
 
 
@@ -198,14 +190,14 @@ def describe_classes(content: Predictions) -> Section:
         columns += [Column("average precision", ".1%"), Column("best threshold", ".3f"), Column("F1 there", ".1%")]
         values += [labels.average_precision, labels.threshold, labels.best_f1]
         at_half = "Precision, recall and F1 are those of labels with a probability above 0.5."
-        parts.append(paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
+        parts.append(html.paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
     rows = [[value.item() if isinstance(value, np.generic) else value for value in row]
             for row in zip(*values, strict=True)]  # fmt: skip
     order = np.argsort(figures.f1, kind="stable")  # NaN last
-    parts.append(table(columns, [rows[number] for number in order], ascending_by="F1"))
+    parts.append(html.table(columns, [rows[number] for number in order], ascending_by="F1"))
     if not figures.support.all():
         missing = counted(int((figures.support == 0).sum()), "class")
-        parts.append(paragraph(f"No image of {missing}; their recall is not defined.", "note"))
+        parts.append(html.paragraph(f"No image of {missing}; their recall is not defined.", "note"))
     return Section("Classes", parts)
 
 
@@ -221,10 +213,10 @@ def describe_confusions(content: Predictions) -> Section:
     bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, support[row]):.1%})")
             for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
     if not bars:
-        return Section("Confusion", [chart, paragraph("There is no mistake.")])
+        return Section("Confusion", [chart, html.paragraph("There is no mistake.")])
     pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))
     is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
-    return Section("Confusion", [chart, pairs_chart] if is_wide else [grid([chart, pairs_chart], "top")])
+    return Section("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
 
 
 # -------------------------------------------------------------------------------------- images
@@ -297,17 +289,17 @@ def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures
 def describe_images(content: Predictions, pictures: Pictures) -> Section:
     """Return the section with the galleries."""
     mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
-    parts = [paragraph(note, "notice") for note in pictures.notes]
-    parts.append(heading("Most confident mistakes"))
+    parts = [html.paragraph(note, "notice") for note in pictures.notes]
+    parts.append(html.heading("Most confident mistakes"))
     if mistakes:
         shown = "The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
         has_saliency = any(len(uris) > 1 for uris in pictures.uris.values())
-        parts.append(paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
+        parts.append(html.paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
     else:
-        parts.append(paragraph("There is no mistake."))
-    parts.append(gallery([_card(content, index, True, pictures) for index in mistakes]))
-    parts.append(heading("Least certain images"))
-    parts.append(gallery([_card(content, index, False, pictures) for index in uncertain]))
+        parts.append(html.paragraph("There is no mistake."))
+    parts.append(html.gallery([_card(content, index, True, pictures) for index in mistakes]))
+    parts.append(html.heading("Least certain images"))
+    parts.append(html.gallery([_card(content, index, False, pictures) for index in uncertain]))
     return Section("Images", parts)
 
 
@@ -339,7 +331,7 @@ def describe_calibration(content: Predictions) -> Section:
     curve = Series("", coverage[at].tolist(), (100 * risk[at]).tolist())
     charts.append(line_chart("Mistakes among the most confident images, in percent", [curve],
                              "share of the images that are answered"))  # fmt: skip
-    parts = [tiles(entries), *([paragraph(note)] if note else []), grid(charts, "narrow top")]
+    parts = [html.tiles(entries), *([html.paragraph(note)] if note else []), html.grid(charts, "narrow top")]
     return Section("Calibration", parts)
 
 
@@ -376,9 +368,9 @@ def describe_provenance(run: RunFiles) -> Section:
         "versions": versions,
         "hash of the config": facts.get("config_hash"),
     }
-    parts.append(pairs({name: value for name, value in entries.items() if value not in (None, "")}))
+    parts.append(html.pairs({name: value for name, value in entries.items() if value not in (None, "")}))
     if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):
-        parts.append(details("All options", preformatted("\n".join(config))))
+        parts.append(html.details("All options", html.preformatted("\n".join(config))))
     if facts:
-        parts.append(details("All results", preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
+        parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
     return Section("Provenance", parts)
