@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -78,98 +78,82 @@ def start_workers(
         batch_bytes: size of the images of the largest batch, for which processes share memory; 0: unknown.
     """
     sources = [one.samples for one in passes]
+    pool: Pool
     if not num_workers:
-        workers = Workers(sources, pin_memory)
+        pool = Pool(pin_memory)
     elif kind == "thread":
-        workers = ThreadWorkers(sources, num_workers, pin_memory)
+        pool = ThreadPool(num_workers, pin_memory)
     else:
-        workers = ProcessWorkers(sources, num_workers, pin_memory, batch_bytes)
+        pool = ProcessPool(sources, num_workers, pin_memory, batch_bytes)
+    workers = Workers(pool, sources)
     return [WorkerBatches(workers, one) for one in passes]
 
 
-# The number of a data set, keys, and the slot for the images; see `_Tasks`.
-Task = tuple[int, BatchKeys, int | None]
+# The samples and the keys of a batch to make.
+Task = tuple[Samples, BatchKeys]
 
 
-class _Tasks(Dataset):
-    """The batches to make, as an iterable over tasks; and the data set from which a task selects a batch.
+class Stream:
+    """The batches to make: those of one pass after the other, the first pass from a position on.
 
-    An iteration starts with a batch of the first pass: `start`. `pending` has the pass and the position of each batch
-    that is not taken yet; None: it is being taken. `memory` has a slot for the images of a batch that another process
-    makes.
+    Attributes:
+        pending: the pass and the position of each batch that was started and is not taken yet, the oldest first.
     """
 
-    def __init__(self, sources: Sequence[Samples]):
-        self.start: tuple[Iterable[Pass], int] = (), 0
-        self.pending: deque[tuple[Pass, int] | None] = deque()
-        self.memory: BatchMemory | None = None
-        self._sources = sources
+    def __init__(self, passes: Iterable[Pass], first: int):
+        self.pending: deque[tuple[Pass, int]] = deque()
+        self._batches = self._list_batches(passes, first)
 
-    def __iter__(self) -> Iterator[Any]:
-        passes, first = self.start
+    def start(self, num: int) -> Iterator[Task]:
+        """Yield the tasks of the next batches, until `num` of them are pending."""
+        for place, task in itertools.islice(self._batches, num - len(self.pending)):
+            self.pending.append(place)
+            yield task
+
+    @staticmethod
+    def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], Task]]:
         for samples, sampler, end in passes:
-            if samples not in self._sources:  # those of a loader that was built alone, with workers of its own
-                continue
-            source, current = self._sources.index(samples), Pass(samples, sampler)
             scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
             for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
-                self.pending.append((current, position))
-                yield source, keys, self.memory.reserve() if self.memory else None
+                yield (Pass(samples, sampler), position), (samples, keys)
             first = 0
-
-    def __getitems__(self, task: Task) -> Any:
-        """Return what a worker process sends for a task."""
-        source, keys, slot = task
-        samples = self._sources[source]
-        return samples.batch(keys) if slot is None or not self.memory else self.memory.fill(samples, keys, slot)
-
-    def make_batch(self, task: Task, pin_memory: bool) -> Batch:
-        """Return the batch of a task."""
-        source, keys, _ = task
-        images, targets, broken = self._sources[source].batch(keys)
-        if pin_memory and images is not None:
-            images, targets = images.pin_memory(), targets.pin_memory()
-        return images, targets, broken
 
 
 class Workers:
-    """Makers of batches: here the calling thread; in subclasses workers, which make PREFETCH batches each ahead.
+    """The readers of passes, which share a pool.
+
+    Args:
+        pool: makes the batches.
+        sources: the samples that the pool knows.
 
     Attributes:
-        expected: the passes that probably follow the next one. At its end, workers continue with them; if another pass
-            follows, their batches are discarded. The iterable must not refer to the workers, which keep it.
+        expected: the passes that probably follow the next one. At its end, the pool continues with them; if another
+            pass follows, their batches are discarded. Passes over samples that the pool does not know are skipped:
+            their loader has workers of its own. The iterable must not refer to the workers, which keep it.
+        stream: the batches that the pool makes; None: a pass starts anew.
     """
 
-    expected: Iterable[Pass] = ()
-
-    def __init__(self, sources: Sequence[Samples], pin_memory: bool):
-        self._tasks = _Tasks(sources)
-        self._pin_memory = pin_memory
-        self._processes: list[multiprocessing.Process] = []
+    def __init__(self, pool: "Pool", sources: Sequence[Samples]):
+        self.pool, self._sources = pool, sources
+        self.expected: Iterable[Pass] = ()
+        self.stream: Stream | None = None
 
     def read(self, current: Pass) -> Iterator[Batch]:
         """Yield the batches of a pass. If passes are read in turn, some batches are made again."""
-        expected, self.expected, pending = self.expected, (), self._tasks.pending
-        with _failures_explained(self._processes):
+        expected, self.expected, sources = self.expected, (), self._sources
+        with _failures_explained(self.pool.processes):
             for position in range(len(current.sampler)):
-                if not pending or pending[0] != (current, position):
-                    pending.clear()
-                    self._tasks.start = itertools.chain([current], expected), position
-                    self._restart()
-                pending[0] = None  # after an error, no pass continues here
-                batch = self._take()
-                pending.popleft()
+                stream, self.stream = self.stream, None  # after an error, no pass continues with this stream
+                if not stream or not stream.pending or stream.pending[0] != (current, position):
+                    self.pool.clear()
+                    passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
+                    stream = Stream(passes, position)
+                for task in stream.start(1 + self.pool.num_ahead):
+                    self.pool.submit(task)
+                batch = self.pool.take()
+                stream.pending.popleft()
+                self.stream = stream
                 yield batch
-
-    def _restart(self) -> None:
-        """Discard all batches, and start the tasks anew."""
-        self._running: Iterator[Any] = iter(self._tasks)
-        self._task = next(self._running)
-
-    def _take(self) -> Batch:
-        """Return the oldest batch, and start another task."""
-        task, self._task = self._task, next(self._running, None)
-        return self._tasks.make_batch(task, self._pin_memory)
 
 
 class WorkerBatches:
@@ -182,20 +166,99 @@ class WorkerBatches:
         return self.workers.read(Pass(self._source.samples, copy.copy(self._source.sampler)))
 
 
-class ProcessWorkers(Workers):
-    """Processes, forked on construction, that live as long as this object."""
+class Pool:
+    """Makers of batches in the order of their submission: here the calling thread, in subclasses workers.
+
+    Attributes:
+        num_ahead: how many batches besides the next one may be submitted before one is taken.
+        processes: the workers that are processes.
+    """
+
+    num_ahead = 0
+    processes: Sequence[multiprocessing.Process] = ()
+
+    def __init__(self, pin_memory: bool):
+        self._pin_memory = pin_memory
+        self._submitted: deque[Any] = deque()
+
+    def submit(self, task: Task) -> None:
+        """Start a batch."""
+        self._submitted.append(task)
+
+    def take(self) -> Batch:
+        """Wait for the oldest batch and return it."""
+        return _make_batch(self._submitted.popleft(), self._pin_memory)
+
+    def clear(self) -> None:
+        """Discard all batches that were submitted."""
+        self._submitted.clear()
+
+
+def _make_batch(task: Task, pin_memory: bool) -> Batch:
+    samples, keys = task
+    images, targets, broken = samples.batch(keys)
+    if pin_memory and images is not None:
+        images, targets = images.pin_memory(), targets.pin_memory()
+    return images, targets, broken
+
+
+class ThreadPool(Pool):
+    """Threads: decoding and resizing release the GIL, and no batch crosses processes."""
+
+    def __init__(self, num_workers: int, pin_memory: bool):
+        super().__init__(pin_memory)
+        self.num_ahead = PREFETCH * num_workers
+        self._threads = ThreadPoolExecutor(num_workers, "loader")
+        weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+        self._use_one_core_per_thread(num_workers)
+
+    def _use_one_core_per_thread(self, num_workers: int) -> None:
+        """Let torch use one thread within each worker: the other cores belong to the other workers and to the model.
+
+        torch stores the number per thread that has set it, and the last number set for all others.
+        """
+        num_threads, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
+
+        def use_one_thread() -> None:
+            torch.get_num_threads()  # read first, or torch resets this thread to the number of all others
+            torch.set_num_threads(1)
+            started.wait()
+
+        for _ in range(num_workers):
+            self._threads.submit(use_one_thread)
+        started.wait()
+        torch.set_num_threads(num_threads)
+
+    def submit(self, task: Task) -> None:
+        self._submitted.append(self._threads.submit(_make_batch, task, self._pin_memory))
+
+    def take(self) -> Batch:
+        return self._submitted.popleft().result()
+
+    def clear(self) -> None:
+        wait([future for future in self._submitted if not future.cancel()])
+        super().clear()
+
+
+# -------------------------------------------------------- processes: the only place that knows the DataLoader of torch
+
+
+class ProcessPool(Pool):
+    """Processes of a DataLoader, forked on construction, that live as long as this object."""
 
     def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool, batch_bytes: int):
-        super().__init__(sources, pin_memory)
+        super().__init__(pin_memory)
+        self.num_ahead = PREFETCH * num_workers
+        memory = None
         if batch_bytes and sys.platform == "linux":
             with contextlib.suppress(OSError):  # without enough memory, batches are returned as torch does
                 # Besides the batches made ahead, the last one and the next.
-                self._tasks.memory = BatchMemory(PREFETCH * num_workers + 2, batch_bytes)
+                memory = BatchMemory(self.num_ahead + 2, batch_bytes)
         # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._batches = DataLoader(
-            self._tasks,
-            batch_sampler=self._tasks,
+            _Maker(sources, memory),
+            batch_sampler=_Sender(self._submitted, sources, memory),
             num_workers=num_workers,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
@@ -207,20 +270,55 @@ class ProcessWorkers(Workers):
         )
         with _without_sigchld_handler():
             running: Any = iter(self._batches)
-        self._processes = list(running._workers)
+        self._running: Iterator[Batch] | None = None
+        self.processes = list(running._workers)
         if thread := getattr(running, "_pin_memory_thread", None):
-            threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self._processes)
+            threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self.processes)
         # The workers ignore the SIGTERM that multiprocessing's exit handler, or a garbage-collected DataLoader, would
         # send them, so they are shut down before either.
         atexit.register(weakref.finalize(self, running._shutdown_workers))
 
-    def _restart(self) -> None:
-        self._running = iter(self._batches)  # the same object, with new tasks
-
-    def _take(self) -> Batch:
+    def take(self) -> Batch:
+        if self._running is None:  # the same object as before; it sends the batches submitted so far
+            self._running = iter(self._batches)
         # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
         with torch.inference_mode(False):
-            return next(self._running)
+            return next(self._running)  # sends the batch submitted last
+
+    def clear(self) -> None:
+        super().clear()
+        self._running = None
+
+
+class _Sender:
+    """The batch sampler of a DataLoader: what the workers are sent for the batches submitted so far.
+
+    That is the number of the samples, the keys, and the slot of the memory for the images, or None.
+    """
+
+    def __init__(self, submitted: deque[Task], sources: Sequence[Samples], memory: BatchMemory | None):
+        self._submitted, self._sources, self._memory = submitted, sources, memory
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[int, BatchKeys, int | None]:
+        if not self._submitted:
+            raise StopIteration
+        samples, keys = self._submitted.popleft()
+        return self._sources.index(samples), keys, self._memory.reserve() if self._memory else None
+
+
+class _Maker(Dataset):
+    """The data set of a DataLoader, from which a worker selects a whole batch."""
+
+    def __init__(self, sources: Sequence[Samples], memory: BatchMemory | None):
+        self._sources, self._memory = sources, memory
+
+    def __getitems__(self, sent: tuple[int, BatchKeys, int | None]) -> Any:
+        number, keys, slot = sent
+        samples = self._sources[number]
+        return samples.batch(keys) if slot is None or not self._memory else self._memory.fill(samples, keys, slot)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -293,47 +391,3 @@ def _hide_consequence(hook, thread: threading.Thread, processes: Sequence, failu
     """Call the previous excepthook, unless the thread that pins memory failed because a worker died."""
     if failure.thread is not thread or not _find_dead(processes, _DEATH_S):
         hook(failure)
-
-
-class ThreadWorkers(Workers):
-    """Threads: decoding and resizing release the GIL, and no batch crosses processes."""
-
-    def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool):
-        super().__init__(sources, pin_memory)
-        self._futures: deque[Future] = deque()
-        self._max_pending = PREFETCH * num_workers
-        self._pool = ThreadPoolExecutor(num_workers, "loader")
-        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-        self._use_one_core_per_thread(num_workers)
-
-    def _use_one_core_per_thread(self, num_workers: int) -> None:
-        """Let torch use one thread within each worker: the other cores belong to the other workers and to the model.
-
-        torch stores the number per thread that has set it, and the last number set for all others.
-        """
-        num_threads, started = torch.get_num_threads(), threading.Barrier(num_workers + 1)
-
-        def use_one_thread() -> None:
-            torch.get_num_threads()  # read first, or torch resets this thread to the number of all others
-            torch.set_num_threads(1)
-            started.wait()
-
-        for _ in range(num_workers):
-            self._pool.submit(use_one_thread)
-        started.wait()
-        torch.set_num_threads(num_threads)
-
-    def _restart(self) -> None:
-        wait([future for future in self._futures if not future.cancel()])
-        self._futures.clear()
-        self._running = iter(self._tasks)
-        self._start_tasks()
-
-    def _take(self) -> Batch:
-        batch = self._futures.popleft().result()
-        self._start_tasks()
-        return batch
-
-    def _start_tasks(self) -> None:
-        for task in itertools.islice(self._running, self._max_pending - len(self._futures)):
-            self._futures.append(self._pool.submit(self._tasks.make_batch, task, self._pin_memory))

@@ -14,16 +14,15 @@ from support.runs import assert_same_run
 from distribuuuu.data import workers
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import Loader, Normalizer, build_loaders
+from distribuuuu.data.loader import Loader, Normalizer
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.workers import Pass, Workers, start_workers
-from distribuuuu.launch.detect import Launch
+from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
-ALONE = Launch("alone")
+
 BATCH = 4
 WAYS = [("process", 0), ("process", 2), ("thread", 3)]
 AHEAD = WAYS[1:]
@@ -182,18 +181,18 @@ def test_a_batch_made_in_vain_is_neither_counted_nor_an_error(kind, num, caplog)
 @pytest.mark.parametrize("kind, num", WAYS)
 def test_after_an_interrupt_no_batch_is_taken_for_another(kind, num, monkeypatch):
     pool = Pool(kind, num)
-    kind_of_workers = type(pool.val_batches.workers)
-    take = kind_of_workers._take
-
-    def take_and_interrupt(self):
-        take(self)
-        raise KeyboardInterrupt
-
+    makers = pool.val_batches.workers.pool
     for one in (pool.val, pool.epoch(0)):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(kind_of_workers, "_take", take_and_interrupt)
-            next(pool.read(one))
-        assert numbers(pool.read(one)) == expected(one)
+        for step in ("submit", "take"):
+
+            def interrupt(*args, name=step):
+                getattr(type(makers), name)(makers, *args)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(makers, step, interrupt)
+                next(pool.read(one))
+            assert numbers(pool.read(one)) == expected(one)
 
 
 def test_equal_samplers_are_those_of_the_same_keys():
@@ -210,28 +209,22 @@ RUN = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 5, "MODEL.PRECISE_BN", 20, "TRAIN.
 def test_a_run_requests_the_passes_it_expects(small_cfg, tmp_path, monkeypatch):
     """Its workers start anew once, at the beginning, though weights differ in kind and images in size."""
     restarts, children = [], []
-    for kind in (workers.ProcessWorkers, workers.ThreadWorkers):
+    for kind in (workers.ProcessPool, workers.ThreadPool):
 
-        def restart(self, original=kind._restart):
+        def clear(self, original=kind.clear):
             restarts.append(type(self).__name__)
             children.append({*multiprocessing.active_children()} - before)
             original(self)
 
-        monkeypatch.setattr(kind, "_restart", restart)
+        monkeypatch.setattr(kind, "clear", clear)
     before = {*multiprocessing.active_children()}  # of other tests, and may end at any time
     train_model(small_cfg(*RUN, "OUT_DIR", tmp_path / "alone"))
     for kind in ("process", "thread"):
         words = ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind, "OUT_DIR", tmp_path / kind)
         train_model(small_cfg(*RUN, *words))
         assert_same_run(tmp_path / kind, tmp_path / "alone")
-    assert restarts == ["ProcessWorkers", "ThreadWorkers"]
+    assert restarts == ["ProcessPool", "ThreadPool"]
     assert len(children[0]) == 2, "training and evaluation share their workers"
-
-
-def test_loaders_share_workers(small_cfg):
-    loaders = build_loaders(small_cfg("TRAIN.WORKERS", 1), ALONE, CPU)
-    assert len({id(loader._batches.workers) for loader in loaders}) == 1
-    assert isinstance(loaders[0]._batches.workers, Workers)
 
 
 class SlowEnd(Counted):
