@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from support.batches import ALONE, CPU, assert_same_batches
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import assert_close, assert_same_run, small_options, train_and_read, train_and_stop
@@ -16,32 +17,26 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.data.samplers import (
     CLASS_POWERS,
     ClassBalance,
+    EvalSampler,
     ResumableDistributedSampler,
     build_class_balance,
-    build_im_size,
     progressive_im_size,
 )  # fmt: skip
-from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model
 from distribuuuu.trainer import train_model
 
-CPU = torch.device("cpu")
-ALONE = Launch("alone")
 GROWING = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [1, 5], "TRAIN.IM_SIZE_MULTIPLE", 2)
-WAYS = [
-    ("TRAIN.WORKERS", 0),
-    ("TRAIN.WORKERS", 2),
-    ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"),
-    ("DATA.LOADER", "device"),
-]
+WAYS = [(), ("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")]
 # Class 2 has no image, class 4 a single one.
 COUNTS = {0: 400, 1: 90, 2: 0, 3: 9, 4: 1}
 LABELS = [label for label, count in COUNTS.items() for _ in range(count)]
 
 
-def sampler(batch_size: int, world_size: int, rank: int, repeats: int = 1) -> ResumableDistributedSampler:
-    plan = plan_batches(batch_size, 20, world_size)
-    return ResumableDistributedSampler(500, plan, rank, repeats, balance=ClassBalance(LABELS, 0.0))
+def sampler(batch_size: int, world_size: int, rank: int, repeats: int = 1, balanced: bool = True):
+    plan = plan_batches(batch_size, 24, world_size)
+    balance = ClassBalance(LABELS, 0.0) if balanced else None
+    return ResumableDistributedSampler(500, plan, rank, repeats, balance=balance)
 
 
 def epoch_of(samplers, seed=3, epoch=1, first_step=0):
@@ -74,23 +69,48 @@ def test_labels_in_any_order_belong_to_their_images():
     assert set(drawn.tolist()) == set(range(7)) and all(abs(found[label] - 3000) < 250 for label in range(3))
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_the_draw_is_a_function_of_seed_and_epoch_whatever_the_processes(repeats):
-    whole = epoch_of([sampler(20, 1, 0, repeats)])
-    assert len(whole) == 25 and all(len(step) == 20 for step in whole)
-    for world_size, batch_size in ((2, 10), (2, 5), (4, 5), (1, 5)):
-        parts = [sampler(batch_size, world_size, rank, repeats) for rank in range(world_size)]
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_steps_are_a_function_of_seed_and_epoch_whatever_the_processes(repeats, balanced):
+    whole = epoch_of([sampler(24, 1, 0, repeats, balanced)])
+    assert len(whole) == 20 and all(len(step) == 24 for step in whole)
+    for world_size, batch_size in ((2, 12), (2, 4), (3, 8), (3, 2), (4, 6), (1, 6)):
+        parts = [sampler(batch_size, world_size, rank, repeats, balanced) for rank in range(world_size)]
         assert epoch_of(parts) == whole
-        assert epoch_of(parts, first_step=7) == whole[7:]
-    assert epoch_of([sampler(20, 1, 0, repeats)], epoch=2) != whole != epoch_of([sampler(20, 1, 0, repeats)], seed=4)
+        assert epoch_of(parts, first_step=7) == whole[7:] and epoch_of(parts, first_step=20) == []
+    for position in ({"epoch": 2}, {"seed": 4}):
+        assert epoch_of([sampler(24, 1, 0, repeats, balanced)], **position) != whole
+    indices = [index for step in whole for _, index in step]
+    assert balanced or len(set(indices)) == 480 // repeats
+
+
+def test_repeats_bring_each_image_of_a_step_so_often_with_other_augmentation():
+    plain, seen = epoch_of([sampler(24, 1, 0, 1, balanced=False)]), []
+    for places in epoch_of([sampler(24, 1, 0, 3, balanced=False)]):
+        indices = [index for _, index in places]
+        assert indices == indices[:8] * 3 and len(set(places)) == 24
+        seen += places[:8]
+    assert seen == sum(plain, [])[:160]  # the first time, an image is augmented as without repeats
+    for repeats in (5, 7, 24, 30):  # where they do not divide a step, some images come once less
+        for places in epoch_of([sampler(4, 2, rank, repeats, balanced=False) for rank in range(2)]):
+            counts = Counter(index for _, index in places).values()
+            assert len(counts) == -(-24 // repeats) and max(counts) - min(counts) <= 1 and len(set(places)) == 24
+            assert len(counts) == 1 or all(places[place][1] != places[place ^ 1][1] for place in range(24))
+
+
+@pytest.mark.parametrize("num_images, batch_size, world_size", [(37, 8, 1), (37, 8, 2), (37, 1, 3), (2, 4, 5)])
+def test_evaluation_takes_each_image_exactly_once(num_images, batch_size, world_size):
+    samplers = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
+    taken = [index for sampler in samplers for batch in sampler for _, index in batch]
+    assert sorted(taken) == list(range(num_images))
+    assert [len(sampler) for sampler in samplers] == [len(list(sampler)) for sampler in samplers]
 
 
 def test_an_image_that_comes_again_is_augmented_otherwise():
-    keys = sum(epoch_of([sampler(20, 1, 0)]), [])
+    keys = sum(epoch_of([sampler(24, 1, 0)]), [])
     single = [key for key in keys if LABELS[key[1]] == 4]
     assert len(single) > 50 and len(set(single)) == len(single)
-    twice = sum(epoch_of([sampler(20, 1, 0, repeats=2)]), [])
-    assert len(set(twice)) == len(twice) == 500
+    assert len(set(sum(epoch_of([sampler(24, 1, 0, repeats=3)]), []))) == 480
 
 
 def test_uniform_is_the_permutation_it_was(small_cfg):
@@ -145,8 +165,10 @@ def test_the_ends_are_what_they_were_set_to_and_the_sizes_between_are_multiples_
     assert {progressive_im_size(epoch, 100, 120, 0, 10, 64) for epoch in range(12)} <= {100, 120, 128 - 8}
 
 
-def test_without_a_start_nothing_grows():
-    assert build_im_size(load_cfg(None, [])) is None
+def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):
+    plain, growing = (build_loader(small_cfg(*words), ALONE, CPU, train=True) for words in ((), GROWING))
+    assert_same_batches(list(plain.batches_from(3, 7, 0)), list(growing.batches_from(3, 7, 0)))
+    assert plain.sampler.im_size_at is None
 
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])
@@ -166,27 +188,16 @@ def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cf
     assert loader.preview(3, 5).shape == (5, 3, 8, 8)
 
 
-def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):
-    plain, growing = (build_loader(small_cfg(*words), ALONE, CPU, train=True) for words in ((), GROWING))
-    for (images, labels), (others, other_labels) in zip(
-        plain.batches_from(3, 7, 0), growing.batches_from(3, 7, 0), strict=True
-    ):
-        assert torch.equal(images, others) and torch.equal(labels, other_labels)
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (("TRAIN.IM_SIZE_START", 256), "IM_SIZE_START .* got 256; expected at most TRAIN.IM_SIZE 224"),
-        (("TRAIN.IM_SIZE_START", 128), r"IM_SIZE_EPOCHS: got \[\]; expected the first and the last epoch"),
-        (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[9, 9]"), "first < last"),
-        (("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[5]"), "first < last"),
-        (("TRAIN.IM_SIZE_MULTIPLE", 0), "IM_SIZE_MULTIPLE .* expected 1 or more"),
-    ],
-)
-def test_growth_that_cannot_be_is_an_error(words, said):
-    with pytest.raises(ConfigError, match=said):
-        load_cfg(None, [str(word) for word in words])
+def test_growth_that_cannot_be_is_an_error():
+    for said, words in {
+        "IM_SIZE_START .* got 256; expected at most TRAIN.IM_SIZE 224": "TRAIN.IM_SIZE_START 256",
+        r"IM_SIZE_EPOCHS: got \[\]; expected the first and the last epoch": "TRAIN.IM_SIZE_START 128",
+        "first < last": "TRAIN.IM_SIZE_START 128 TRAIN.IM_SIZE_EPOCHS [9,9]",
+        "IM_SIZE_EPOCHS .*first < last": "TRAIN.IM_SIZE_START 128 TRAIN.IM_SIZE_EPOCHS [5]",
+        "IM_SIZE_MULTIPLE .* expected 1 or more": "TRAIN.IM_SIZE_MULTIPLE 0",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            load_cfg(None, words.split())
 
 
 @pytest.mark.parametrize(
