@@ -17,6 +17,8 @@ from distribuuuu.config.registry import METRICS
 
 # Scores that are sorted at a time, which bounds the memory of the average precision.
 _MAX_SORTED = 2**24
+# Bins of the expected calibration error.
+NUM_BINS = 15
 
 
 @dataclass
@@ -222,25 +224,49 @@ class _ConfusionMetric(SumMetric):
         return torch.stack([(predicted * targets).sum(0), predicted.sum(0), targets.sum(0)])
 
 
+def class_recalls(sums: torch.Tensor) -> torch.Tensor:
+    """Return the recall of each class from float64 counts (3, classes) of hits, predictions and labels; NaN for 0/0."""
+    return sums[0] / sums[2]
+
+
+def class_f1_scores(sums: torch.Tensor) -> torch.Tensor:
+    """Return the F1 score of each class, 2 TP / (2 TP + FP + FN), from counts as for `class_recalls`."""
+    return 2 * sums[0] / (sums[1] + sums[2])
+
+
 @METRICS.register("macro_recall")
 class MacroRecall(_ConfusionMetric):
     """Balanced accuracy as in scikit-learn: the recall, averaged over the classes with at least one image."""
 
     def value(self, sums: torch.Tensor, count: float) -> float:
         """Return the mean recall in percent; NaN without images."""
-        hits, _, positives = sums
-        return 100 * (hits / positives)[positives > 0].mean().item()
+        recalls = class_recalls(sums)
+        return 100 * recalls[~recalls.isnan()].mean().item()
 
 
 @METRICS.register("macro_f1")
 class MacroF1(_ConfusionMetric):
-    """F1 score, 2 TP / (2 TP + FP + FN), averaged over the classes that are a label or a prediction at least once."""
+    """F1 score averaged over the classes that are a label or a prediction at least once."""
 
     def value(self, sums: torch.Tensor, count: float) -> float:
         """Return the mean F1 score in percent; NaN without such a class."""
-        hits, predicted, positives = sums
-        total = predicted + positives
-        return 100 * (2 * hits / total)[total > 0].mean().item()
+        scores = class_f1_scores(sums)
+        return 100 * scores[~scores.isnan()].mean().item()
+
+
+def calibration_sums(confidence: torch.Tensor, is_correct: torch.Tensor) -> torch.Tensor:
+    """Return the images, the sum of confidences and the correct predictions of each bin (low, high].
+
+    Args:
+        confidence: probability of the predicted class, float64 (N,).
+        is_correct: whether it is the label, bool (N,).
+
+    Returns:
+        float64 (3, NUM_BINS).
+    """
+    bins = (confidence * NUM_BINS).ceil().sub(1).clamp(0, NUM_BINS - 1).long()
+    rows = torch.stack([torch.ones_like(confidence), confidence, is_correct.double()])
+    return rows.new_zeros(3, NUM_BINS).index_add_(1, bins, rows)
 
 
 @METRICS.register("ece")
@@ -248,19 +274,16 @@ class ExpectedCalibrationError(SumMetric):
     """Gap between confidence and accuracy in 15 bins of equal width (Guo et al., arXiv 1706.04599): sums (3, 15)."""
 
     higher_is_better = False
-    num_bins = 15
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(3, bins): number of images, sum of confidences and number of correct predictions of each bin."""
-        return 3, self.num_bins
+        """(3, bins)."""
+        return 3, NUM_BINS
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the sums of a batch; the confidence is the largest probability, and bins are (low, high]."""
+        """Return the sums of a batch; the confidence is the largest probability."""
         confidence, predicted = F.softmax(output.logits.float(), dim=1).double().max(dim=1)
-        bins = (confidence * self.num_bins).ceil().sub(1).clamp(0, self.num_bins - 1).long()
-        rows = torch.stack([torch.ones_like(confidence), confidence, predicted.eq(output.targets).double()])
-        return rows.new_zeros(self.shape).index_add_(1, bins, rows)
+        return calibration_sums(confidence, predicted.eq(output.targets))
 
     def value(self, sums: torch.Tensor, count: float) -> float:
         """Return the mean gap in percent, weighted by the number of images in each bin."""

@@ -9,17 +9,16 @@ import torch
 
 from distribuuuu.report.statistics import wilson_interval
 from distribuuuu.report.stored_predictions import Predictions
-from distribuuuu.tasks.metrics import average_precisions
+from distribuuuu.tasks.metrics import (
+    ExpectedCalibrationError,
+    average_precisions,
+    calibration_sums,
+    class_f1_scores,
+    class_recalls,
+)
 
-NUM_BINS = 15
 # Logits that are processed at a time: they fit into the cache of a core.
 _BLOCK = 2**17
-
-
-def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Return the quotient; NaN where the denominator is 0."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(denominator > 0, numerator / denominator, np.nan)
 
 
 def count_confusions(content: Predictions, block: int = 1) -> np.ndarray:
@@ -60,13 +59,14 @@ def compute_class_figures(content: Predictions) -> ClassFigures:
     """Return the figures of each class; with several labels per image, at a probability above 0.5."""
     if content.multilabel:
         is_predicted = content.scores > 0
-        hits, predicted = (is_predicted * content.label).sum(axis=0, dtype=np.int64), is_predicted.sum(axis=0)
-        support = content.label.sum(axis=0, dtype=np.int64)
+        counts = np.stack([part.sum(axis=0) for part in (is_predicted & content.label.astype(bool), is_predicted,
+                                                         content.label.astype(bool))])  # fmt: skip
     else:
         numbers, least = (content.label[content.correct], content.predicted, content.label), len(content.classes)
-        hits, predicted, support = (np.bincount(classes, minlength=least) for classes in numbers)
-    f1 = _ratio(2 * hits, predicted + support)
-    return ClassFigures(support, predicted, _ratio(hits, predicted), _ratio(hits, support), f1)
+        counts = np.stack([np.bincount(classes, minlength=least) for classes in numbers])
+    sums = torch.from_numpy(counts).double()
+    precision, recall, f1 = sums[0] / sums[1], class_recalls(sums), class_f1_scores(sums)
+    return ClassFigures(counts[2], counts[1], precision.numpy(), recall.numpy(), f1.numpy())
 
 
 def list_confused_pairs(content: Predictions, num: int) -> list[tuple[int, int, int]]:
@@ -88,17 +88,12 @@ def top_accuracy(content: Predictions, k: int = 5) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Confidence against accuracy in bins of equal width, (bins,); NaN in empty bins."""
+    """Confidence against accuracy in bins of equal width, (bins,); NaN in empty bins. `ece`: see `tasks.metrics`."""
 
     counts: np.ndarray
     confidence: np.ndarray
     accuracy: np.ndarray
-
-    @property
-    def ece(self) -> float:
-        """The expected calibration error (Guo et al., arXiv 1706.04599)."""
-        gaps = np.abs(self.confidence - self.accuracy)
-        return float(np.nansum(gaps * self.counts) / max(1, self.counts.sum()))
+    ece: float
 
 
 def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
@@ -108,11 +103,10 @@ def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliabil
         confidence: probability of the predicted class (N,).
         correct: whether it is the label (N,).
     """
-    confidence = np.nan_to_num(confidence)
-    bins = np.clip(np.ceil(confidence * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(np.int64)
-    counts = np.bincount(bins, minlength=NUM_BINS)
-    sums = (np.bincount(bins, weights=values, minlength=NUM_BINS) for values in (confidence, correct))
-    return Reliability(counts, *(_ratio(total, counts) for total in sums))
+    sums = calibration_sums(torch.from_numpy(np.nan_to_num(confidence)).double(), torch.from_numpy(correct))
+    mean_confidence, accuracy = (sums[1:] / sums[0]).numpy()
+    ece = ExpectedCalibrationError(0).value(sums, len(confidence)) / 100
+    return Reliability(sums[0].long().numpy(), mean_confidence, accuracy, ece)
 
 
 @dataclass(frozen=True)
@@ -257,7 +251,7 @@ def _list_single_label(content: Predictions) -> dict[str, Any]:
     reliability, temperature = compute_reliability(content.confidence, content.correct), fit_temperature(content)
     coverage, risk = compute_risk_coverage(content.confidence, content.correct)
     calibration: dict[str, Any] = {"ece": reliability.ece, "area_under_risk_coverage": float(risk.mean())}
-    calibration["bins"] = {name: values.tolist() for name, values in vars(reliability).items()}
+    calibration["bins"] = {name: getattr(reliability, name).tolist() for name in ("counts", "confidence", "accuracy")}
     if temperature:
         scaled = compute_reliability(temperature.confidence, content.correct)
         calibration |= {"temperature": temperature.value, "nll": temperature.nll_before,

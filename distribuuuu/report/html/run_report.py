@@ -48,6 +48,7 @@ from distribuuuu.report.predictions import FILE_NAME
 from distribuuuu.report.results import TEST_FILE_NAME
 from distribuuuu.report.statistics import wilson_interval
 from distribuuuu.report.stored_predictions import Predictions, read_predictions
+from distribuuuu.tasks.metrics import NUM_BINS
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +311,7 @@ def describe_calibration(content: Predictions) -> Section:
     """Return the section on the reliability of the probabilities."""
     reliability = analysis.compute_reliability(content.confidence, content.correct)
     fitted = analysis.fit_temperature(content)
-    entries = [("calibration error", percent(reliability.ece, 2), f"ECE, {analysis.NUM_BINS} bins")]
+    entries = [("calibration error", percent(reliability.ece, 2), f"ECE, {NUM_BINS} bins")]
     charts = [_draw_reliability("Reliability", reliability)]
     note = ""
     if fitted:
