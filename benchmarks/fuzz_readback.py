@@ -51,7 +51,7 @@ from distribuuuu.data.packing.writer import PackWriter, Record, find_changed_sha
 from distribuuuu.data.remote import pack as remote_pack
 from distribuuuu.data.remote import transport
 from distribuuuu.report.html.run_report import build_report, list_report, read_run
-from distribuuuu.report.predictions import write_arrays
+from distribuuuu.report.predictions import write_npz as save_arrays
 from distribuuuu.report.record_files import drop_records_after
 from distribuuuu.report.results import read_results, replace_nonfinite
 from distribuuuu.report.stored_predictions import read_predictions
@@ -365,7 +365,7 @@ def make_report_subjects(run: Path) -> list[Subject]:
     run.mkdir()
     label = np.arange(12, dtype=np.int32) % 3
     meta = {"schema": 1, "weights": "raw", "epoch": 2, "folder": "", "data": "dummy", "multilabel": False}
-    write_arrays(run / "predictions.npz", {
+    save_arrays(run / "predictions.npz", {
         "meta": np.array(json.dumps(meta)), "classes": np.array(["a", "b", "c"]), "label": label,
         "path": np.array([f"image {index}" for index in range(12)]), "loss": np.ones(12, np.float32),
         "logits": np.eye(3, dtype=np.float32)[label[::-1]],

@@ -50,12 +50,12 @@ def _run(prog: str, args: list[str]) -> int:
         check_out(out)
     files = list_images(flags.paths)
     tune_malloc()
-    from distribuuuu.deploy.predict import Job, predict_files
+    from distribuuuu.deploy.predict import PredictJob, predict_files
 
     workers = max(1, count_cores() // flags.nproc) if flags.workers is None else flags.workers
     overrides = tuple(word for pair in flags.set or () for word in pair)
-    job = Job(flags.run, flags.cfg, overrides, files, out, flags.topk, flags.threshold, flags.batch_size, workers,
-              flags.nproc)  # fmt: skip
+    job = PredictJob(flags.run, flags.cfg, overrides, files, out, flags.topk, flags.threshold, flags.batch_size,
+                     workers, flags.nproc)  # fmt: skip
     with handled_by(lambda signum: _stop(signum, resumes=out is not None)):
         num_broken = predict_files(job)
     return BROKEN_IMAGES if num_broken and not flags.skip_bad else 0

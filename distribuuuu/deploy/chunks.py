@@ -39,7 +39,7 @@ def list_spans(num_images: int, chunk_size: int) -> list[range]:
     return [range(first, min(first + chunk_size, num_images)) for first in range(0, num_images, chunk_size)]
 
 
-class ImageList(ImageDataset):
+class UnlabeledImages(ImageDataset):
     """Images without labels: paths, PIL images, or uint8 pixels; the label of an image is its position."""
 
     def __init__(self, items: Sequence[Any]):

@@ -20,7 +20,7 @@ from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_la
 from distribuuuu.data.loader import BadImageError, Normalizer, build_transform
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.deploy.chunks import ChunkLoader, ImageList, list_spans, one_behind
+from distribuuuu.deploy.chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.deploy.images import list_images
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
@@ -64,7 +64,7 @@ class EvalTransform:
         Raises:
             ValueError, RuntimeError, OSError: it is no image.
         """
-        item = ImageList([image]).read(0)
+        item = UnlabeledImages([image]).read(0)
         pixels = self.crop(open_lazy_image(item, self.decoder, self.options), SampleRNG(0, 0))
         return self.normalizer()(pixels[None])[0]
 
@@ -225,7 +225,7 @@ class LoadedRun:
             selection: the classes to name.
             loading: batch size, number and kind of the workers, see `ChunkLoader`.
         """
-        images = ImageList(items)
+        images = UnlabeledImages(items)
         loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
         self.build()  # after the workers have been forked: the model may be on a GPU
         started = (

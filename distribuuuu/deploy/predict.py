@@ -47,7 +47,7 @@ class LostProcessError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Job:
+class PredictJob:
     """A prediction of many files.
 
     Attributes:
@@ -77,7 +77,7 @@ class Job:
         return self.out is not None and self.out.suffix == ".jsonl"
 
 
-def predict_files(job: Job) -> int:
+def predict_files(job: PredictJob) -> int:
     """Predict the files of a job, resuming from its partial output; return the number of broken images.
 
     Raises:
@@ -116,7 +116,7 @@ def predict_files(job: Job) -> int:
     return out.num_broken
 
 
-def describe_job(job: Job, run: LoadedRun, selection: Selection) -> dict[str, Any]:
+def describe_job(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
     """Return what the rows of a job depend on, for messages and comparisons; long values as a hash."""
     settings = [option for option in iter_options(run.cfg) if option[0].startswith(_SETTINGS)]
     name = run.source if run.state_dict is None else ""
@@ -142,7 +142,7 @@ def _hash(texts: Iterable[str], arrays: Iterable[Any] = ()) -> str:
 # --------------------------------------------------------------------------------------- processes
 
 
-def predict_spans(job: Job, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+def predict_spans(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks, in order, predicted by `job.nproc` processes."""
     if job.nproc == 1 or len(spans) < 2:
         yield from predict_share(job, run, selection, spans)
@@ -173,7 +173,7 @@ def predict_spans(job: Job, run: LoadedRun, selection: Selection, spans: Sequenc
             process.join()
 
 
-def _run_process(job: Job, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
+def _run_process(job: PredictJob, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
     """Predict chunks in a process of its own, and send their rows, or a ConfigError, to the main process."""
     ignore_signals()
     die_with_parent()
@@ -185,7 +185,7 @@ def _run_process(job: Job, selection: Selection, spans: Sequence[range], rank: i
         sender.send(error)
 
 
-def predict_share(job: Job, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+def predict_share(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks that this process predicts on its own device."""
     columns = list_columns(selection, len(run.classes))
     for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):

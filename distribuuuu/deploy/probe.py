@@ -40,7 +40,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     Raises:
         ConfigError: the data cannot be read or has several labels per image, or the model has no features.
     """
-    sets = [open_images(run, train) for train in (True, False)]
+    sets = [open_labeled_images(run, train) for train in (True, False)]
     sizes = _CHUNK, count_workers(run.cfg.TRAIN.WORKERS, detect_launch()), run.cfg.DATA.WORKER_KIND
     loaders = [ChunkLoader(own, run.transform, list_spans(len(own), _CHUNK), run.device, *sizes) for own in sets]
     run.build()  # after the workers have been forked: the model may be on a GPU
@@ -61,7 +61,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def open_images(run: LoadedRun, train: bool) -> ImageDataset:
+def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
     """Return the training or the evaluation set of a run; its classes may be others than those of the model."""
     cfg, family = run.cfg.clone(), dataset_class(run.cfg)
     cfg.defrost()

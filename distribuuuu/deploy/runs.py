@@ -4,7 +4,6 @@ An exported folder holds `model.safetensors` and `config.json`. The latter has t
 Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
 """
 
-import json
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.rules import OPEN_SECTIONS
 from distribuuuu.config.run_files import BESTS, CHECKPOINTS
 from distribuuuu.config.tree import iter_options
+from distribuuuu.config.untrusted import load_json
 from distribuuuu.data.datasets.base import ImageDataset, first_few
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images, statistics_of
@@ -125,15 +125,11 @@ def _read_export_config(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or a value has another type.
     """
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        depth = _depth(settings)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise ConfigError(f"RUN: {path}: cannot be read as JSON: {reason}; expected {EXPECTED}") from None
+        settings = load_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
-    if depth > _MAX_DEPTH:
-        raise ConfigError(f"RUN: {path}: its values are nested more than {_MAX_DEPTH} times; expected {EXPECTED}")
     _check_fields(path, settings, _FIELDS)
     if isinstance(published := settings.get("pretrained_cfg"), dict):
         _check_fields(path, published, _FIELDS, "pretrained_cfg.")
@@ -147,15 +143,6 @@ def _check_fields(path: Path, values: Mapping[str, Any], fields: Mapping[str, An
         if values.get(key) is not None and not is_valid(values[key]):
             got = reprlib.repr(values[key])
             raise ConfigError(f"RUN: {path}: {prefix}{key}: got {got}; expected {expected}; fix: export it again")
-
-
-def _depth(value: Any) -> int:
-    """Return how deep lists and objects are nested."""
-    level, depth = [value], 0
-    while level := [item for each in level if isinstance(each, (dict, list))
-                    for item in (each.values() if isinstance(each, dict) else each)]:  # fmt: skip
-        depth += 1
-    return depth
 
 
 def _is_number(value: Any) -> bool:
@@ -187,7 +174,6 @@ def _is_names(value: Any) -> bool:
 
 
 # The values that are read from config.json: a test, and its description. All may be missing or null.
-_MAX_DEPTH = 32
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_mapping, "an object")),
     **dict.fromkeys(("architecture", "interpolation", "crop_mode"), (_is_text, "text")),

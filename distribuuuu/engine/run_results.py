@@ -128,4 +128,4 @@ def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluati
         values = " ".join(f"{label} {result[name]:.3f}" for name, label in display_names(task.eval_metrics).items())
         logger.info("validation of %s: %s loss %.4f", images, values, result["loss"])
     if dist.is_main():
-        results.write_test_results(cfg.OUT_DIR, metadata, weights, evaluations)
+        results.write_evaluation(cfg.OUT_DIR, metadata, weights, evaluations)

@@ -211,7 +211,7 @@ def save_predictions(path: Path, images: Any, folder: str, meta: dict[str, Any],
     names = [name_of(images, index, folder) for index in range(len(images))]
     texts = {"meta": json.dumps(meta, sort_keys=True), "classes": images.classes, "path": names}
     try:
-        write_arrays(path, {**{name: np.array(text) for name, text in texts.items()}, **arrays})
+        write_npz(path, {**{name: np.array(text) for name, text in texts.items()}, **arrays})
     except OSError as error:
         logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
     else:
@@ -224,7 +224,7 @@ def name_of(images: Any, index: int, folder: str) -> str:
     return name.removeprefix(os.path.join(folder, ""))
 
 
-def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write arrays atomically in the format of `numpy.savez`; the same arrays give the same bytes.
 
     Logits, which do not compress well, are stored as they are.

@@ -1,4 +1,4 @@
-"""Writers of metrics.jsonl and TensorBoard events. A full disk does not stop the run."""
+"""Writers of metrics.jsonl and TensorBoard events, and the reader of records. A full disk does not stop the run."""
 
 import functools
 import json
@@ -12,11 +12,14 @@ from typing import Any
 
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
+from distribuuuu.config.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to write events.
 RETRY_S = 60.0
+# The least epoch or step that is refused.
+_MAX_POSITION = 1 << 31
 
 
 class RecordFile:
@@ -107,11 +110,11 @@ def drop_records_after(path: Path, epoch: int, step: int) -> None:
     """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop unreadable lines."""
     try:
         content = path.read_bytes() if path.exists() else b""
-        positions = {line: _parse_position(line) for line in content.splitlines()}
-        if num_lost := sum(position is None for position in positions.values()):
+        records = {line: parse_record(line) for line in content.splitlines()}
+        if num_lost := sum(record is None for record in records.values()):
             logger.warning("%s: %s removed: not a valid record", path, counted(num_lost, "line"))
-        limit = (epoch, step)
-        kept = [line + b"\n" for line in content.splitlines() if (position := positions[line]) and position <= limit]
+        kept = [line + b"\n" for line in content.splitlines()
+                if (record := records[line]) and _find_position(record) <= (epoch, step)]  # fmt: skip
         if b"".join(kept) != content:
             with replacing(path) as file:
                 file.writelines(kept)
@@ -119,11 +122,18 @@ def drop_records_after(path: Path, epoch: int, step: int) -> None:
         logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are repeated: %s", path, error)
 
 
-def _parse_position(line: bytes) -> tuple[int, float] | None:
-    """Return (finished epochs, steps since) of a record, infinite steps for an evaluation; None: not a valid record."""
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the record in a line of metrics.jsonl; None: it has no kind or no position (epoch from 1, step)."""
     try:
-        record = json.loads(line)
-        epoch, step, is_eval = record["epoch"], record["step"], record["kind"].startswith("eval")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
-    return (epoch - 1, math.inf if is_eval else step) if type(epoch) is int and type(step) is int else None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    has_position = all(type(record.get(key)) is int and 0 <= record[key] < _MAX_POSITION for key in ("epoch", "step"))
+    return record if has_position else None
+
+
+def _find_position(record: dict[str, Any]) -> tuple[int, float]:
+    """Return (finished epochs, steps since) of a record; infinite steps for an evaluation."""
+    return record["epoch"] - 1, math.inf if record["kind"].startswith("eval") else record["step"]

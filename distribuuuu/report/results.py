@@ -183,7 +183,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     return write_json(path, record)
 
 
-def write_test_results(out_dir: str | os.PathLike, facts: dict, weights: str, evaluations: dict[str, dict]) -> bool:
+def write_evaluation(out_dir: str | os.PathLike, facts: dict, weights: str, evaluations: dict[str, dict]) -> bool:
     """Write OUT_DIR/test_results.json of `test_net.py`; return whether that succeeded."""
     record = {
         "schema": SCHEMA_VERSION,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from distribuuuu.launch.signals import RunStopped, handled_by
-from distribuuuu.sweep.trials import Executor, Job, Row, RunState, States, Sweep, build_rows, read_run, record_failure
+from distribuuuu.sweep.trials import Executor, Job, Row, RunState, States, Sweep, build_rows, read_state, record_failure
 
 # The best trials of the search are repeated with the other seeds.
 NUM_SEEDED = 3
@@ -84,7 +84,7 @@ def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[Row], Colle
     Raises:
         RunStopped: a signal stopped the sweep and its jobs, which have saved their checkpoints.
     """
-    states = {(trial.number, seed): read_run(sweep.folder(trial.number, seed), sweep.metric)
+    states = {(trial.number, seed): read_state(sweep.folder(trial.number, seed), sweep.metric)
               for trial in sweep.trials for seed in sweep.seeds}  # fmt: skip
     signals: list[int] = []
     kills: Counter = Counter()
@@ -102,7 +102,7 @@ def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[Row], Colle
             if is_due := time.monotonic() - shown_at > REFRESH_S:
                 shown_at = time.monotonic()
                 for job in executor.running:
-                    states[job.trial, job.seed] = read_run(job.folder, sweep.metric)
+                    states[job.trial, job.seed] = read_state(job.folder, sweep.metric)
                 show(build_rows(sweep, states, executor.running), executor.running)
             if ended or is_due:
                 wanted = find_jobs(sweep, states)
@@ -114,11 +114,11 @@ def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[Row], Colle
 
 def _finish_job(sweep: Sweep, job: Job, status: int, kills: Counter) -> RunState:
     """Return the state of a run after a job; without its result, it has failed, or was killed and is started again."""
-    state = read_run(job.folder, sweep.metric)
+    state = read_state(job.folder, sweep.metric)
     if state.value(job.epoch) is None:
         progress = job, *sorted(path.name for path in (job.folder / "checkpoints").glob("*"))
         kills[progress] += 1
         if status in (0, 1, 2) or kills[progress] == MAX_KILLS:
             record_failure(job, status)
-            return read_run(job.folder, sweep.metric)
+            return read_state(job.folder, sweep.metric)
     return state

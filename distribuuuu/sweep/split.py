@@ -46,7 +46,7 @@ class Images:
     classes: tuple[str, ...]
 
 
-def list_images(folder: Path) -> Images:
+def list_class_images(folder: Path) -> Images:
     """Return the images of a folder.
 
     Raises:
@@ -296,7 +296,7 @@ def plan_split(
     Raises:
         ConfigError: the folder cannot be split.
     """
-    images = list_images(folder)
+    images = list_class_images(folder)
     duplicates = find_duplicates(images)
     named = find_named_groups(images, pattern) if pattern else []
     groups = merge_groups(len(images.names), [*duplicates, *named])

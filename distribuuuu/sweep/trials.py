@@ -6,7 +6,7 @@
                             console.log  its output; failed.txt: its exit status, if it has failed
     OUT_DIR/sweep_results.json, best.yaml   the table and the best config, written at the end
 
-Nothing else is stored: `read_run` derives the state of a run from its checkpoints and its metrics.jsonl.
+Nothing else is stored: `read_state` derives the state of a run from its checkpoints and its metrics.jsonl.
 """
 
 import json
@@ -22,7 +22,8 @@ from distribuuuu.checkpoint.manager import CheckpointManager, position_of
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.untrusted import load_json, printable
-from distribuuuu.report.html.history import parse_record, read_lines
+from distribuuuu.report.html.history import read_lines
+from distribuuuu.report.record_files import parse_record
 
 SWEEP_FILE, RESULTS_FILE, BEST_FILE = "sweep.json", "sweep_results.json", "best.yaml"
 CONSOLE_FILE, FAILED_FILE = "console.log", "failed.txt"
@@ -149,7 +150,7 @@ class RunState:
 States = Mapping[tuple[int, int], RunState]
 
 
-def read_run(folder: Path, metric: str) -> RunState:
+def read_state(folder: Path, metric: str) -> RunState:
     """Return the state of a run from the files in its folder, which may not exist."""
     saved = CheckpointManager(folder).list()
     epochs = position_of(saved[-1])[0] if saved else 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distribuuuu.cli.compare import compare
-from distribuuuu.report.predictions import SCHEMA_VERSION, write_arrays
+from distribuuuu.report.predictions import SCHEMA_VERSION, write_npz
 
 CLASSES = ("cat", "<script>alert(1)</script>", "dog")
 
@@ -20,7 +20,7 @@ def make_run(folder: Path, num_right: int, num_images: int = 300, **config) -> P
     predicted = np.where(np.arange(num_images) < num_right, label, (label + 1) % 3)
     meta = {"schema": SCHEMA_VERSION, "weights": "raw", "epoch": 2, "folder": "/gone", "data": "imagefolder",
             "multilabel": False}  # fmt: skip
-    write_arrays(folder / "predictions.npz", {
+    write_npz(folder / "predictions.npz", {
         "meta": np.array(json.dumps(meta)), "classes": np.array(CLASSES), "label": label,
         "path": np.array([f"val/{index}.jpg" for index in range(num_images)]),
         "logits": 3 * np.eye(3, dtype=np.float32)[predicted], "loss": np.ones(num_images, np.float32),

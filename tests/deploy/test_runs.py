@@ -19,7 +19,7 @@ from distribuuuu.data.datasets.shapes import SHAPES
 from distribuuuu.data.loader import build_loader
 from distribuuuu.deploy import load_run
 from distribuuuu.deploy.export import open_evaluation_set
-from distribuuuu.deploy.probe import open_images
+from distribuuuu.deploy.probe import open_labeled_images
 from distribuuuu.deploy.runs import config_of
 from distribuuuu.engine.state import list_changes
 from distribuuuu.launch.detect import Launch
@@ -156,7 +156,7 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
     assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(SHAPES))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     for train in (False, True):
-        assert len(open_images(load_run(tmp_path / "foreign.pth.tar"), train))
+        assert len(open_labeled_images(load_run(tmp_path / "foreign.pth.tar"), train))
     assert len(open_evaluation_set(load_run(tmp_path / "foreign.pth.tar")))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
@@ -227,9 +227,9 @@ HOSTILE = {
     "flip": (1, "true"), "exif_rotate": (1, []),
 }  # fmt: skip
 HOSTILE_PUBLISHED = {
-    "mean": ("abc", [1, 2], ["a", "b", "c"], [1, 2, None], {}), "std": (1, [float("nan")] * 3, [True, 1, 1]),
+    "mean": ("abc", [1, 2], ["a", "b", "c"], [1, 2, None], {}), "std": (1, [True, 1, 1]),
     "input_size": ("3xy", [3, 64], [3, 64, "64"], [1, 64, 64], [3, 10**9, 10**9], [3, -64, -64], [3, 64, 64.5]),
-    "crop_pct": ("1", 0, -1, 1e-30, float("inf"), [1]), "interpolation": (3, ["bicubic"]), "crop_mode": (3, []),
+    "crop_pct": ("1", 0, -1, 1e-30, 1e300, [1]), "interpolation": (3, ["bicubic"]), "crop_mode": (3, []),
 }  # fmt: skip
 HOSTILE_OWN = {
     "config": ("x", [1]), "classes": ("xyz", [1, 2, 3], {"x": 1}, [None]), "weights": (3, ["raw"], {}),
@@ -252,7 +252,8 @@ def test_hostile_values_in_the_config_of_an_export_are_named(timm_folder):
         with pytest.raises(ConfigError, match=f"RUN: .*config.json: {key}: got .*; expected .*; fix: export it again"):
             load_run(timm_folder)
     texts = {"nested": json.dumps({**whole, "model_args": nested(100)}), "recursion": "[" * 10**5, "digits": "1" * 5000,
-             "cut": '{"a": 1', "bytes": "\udcff", "list": "[]", "empty": ""}  # fmt: skip
+             "cut": '{"a": 1', "bytes": "\udcff", "list": "[]", "empty": "",
+             "infinite": '{"crop_pct": Infinity}'}  # fmt: skip
     for name, text in texts.items():
         path.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(ConfigError, match="RUN: .*config.json(:| is not)") as caught:

@@ -22,7 +22,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.report import predictions
 from distribuuuu.report.html.analysis import list_figures
-from distribuuuu.report.predictions import Recorder, write_arrays
+from distribuuuu.report.predictions import Recorder, write_npz
 from distribuuuu.report.results import hash_config, read_results
 from distribuuuu.report.stored_predictions import read_predictions
 from distribuuuu.trainer import test_model as evaluate_run
@@ -156,7 +156,7 @@ def test_a_full_disk_does_not_end_a_run(small_cfg, tmp_path, monkeypatch, caplog
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(predictions, "write_arrays", fail)
+    monkeypatch.setattr(predictions, "write_npz", fail)
     monkeypatch.setattr("distribuuuu.report.run_log.logger.propagate", True)
     cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
     train_model(cfg)
@@ -193,7 +193,7 @@ def as_file(tmp_path, arrays, num_classes, multilabel=False):
     meta = {"schema": 1, "multilabel": multilabel}
     extra = {"meta": np.array(json.dumps(meta)), "classes": np.array([f"c{n}" for n in range(num_classes)])}
     path = np.array([f"image {n}" for n in range(len(arrays["loss"]))])
-    write_arrays(tmp_path / "predictions.npz", {**extra, "path": path, **arrays})
+    write_npz(tmp_path / "predictions.npz", {**extra, "path": path, **arrays})
     return read(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_pat
         recorder.eval_step(None, logits, targets)
     arrays = recorder.gather(CPU)
     path = np.array([f"val/n{number % 1000:08d}/ILSVRC2012_val_{number:08d}.JPEG" for number in range(50_000)])
-    write_arrays(tmp_path / "predictions.npz", {"path": path, **arrays})
+    write_npz(tmp_path / "predictions.npz", {"path": path, **arrays})
     assert (tmp_path / "predictions.npz").stat().st_size <= 110e6
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distribuuuu.config import ConfigError
-from distribuuuu.report.predictions import write_arrays
+from distribuuuu.report.predictions import write_npz
 from distribuuuu.report.stored_predictions import read_predictions
 
 META = {"schema": 1, "weights": "raw", "epoch": 2, "folder": "/data", "data": "imagefolder", "multilabel": False}
@@ -57,7 +57,7 @@ def refused(path) -> str:
 
 def test_other_arrays_are_neither_read_nor_allowed_to_be_objects(tmp_path):
     path = tmp_path / "predictions.npz"
-    write_arrays(path, arrays())
+    write_npz(path, arrays())
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("unused.npy", header((2**31,), "|u1") + bytes(2**26))
         archive.writestr("pickled.npy", npy(np.array([{}], dtype=object)))
@@ -75,7 +75,7 @@ def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(tmp_path
     path = tmp_path / "predictions.npz"
     content = arrays()
     descr = content.pop(name).dtype.str
-    write_arrays(path, content)
+    write_npz(path, content)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(f"{name}.npy", header(shape, descr) + bytes(2**24))
     tracemalloc.start()
@@ -89,7 +89,7 @@ def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(tmp_path
                                          ("path", np.full(NUM, "", "U65537"))])  # fmt: skip
 def test_a_bomb_that_keeps_to_its_header_allocates_nothing(tmp_path, name, array):
     path = tmp_path / "predictions.npz"
-    write_arrays(path, arrays(**{name: array}))
+    write_npz(path, arrays(**{name: array}))
     tracemalloc.start()
     refused(path)
     peak = tracemalloc.get_traced_memory()[1]
@@ -137,7 +137,7 @@ def test_columns_in_the_order_of_fortran_are_read(tmp_path):
 def test_entries_that_numpy_does_not_write(tmp_path, kind):
     path, content = tmp_path / "predictions.npz", arrays()
     loss = npy(content.pop("loss"))
-    write_arrays(path, content)
+    write_npz(path, content)
     entries = {
         "twice": [(loss, 0), (loss, 0)],
         "lzma": [(loss, zipfile.ZIP_LZMA)],
@@ -155,7 +155,7 @@ def test_entries_that_numpy_does_not_write(tmp_path, kind):
 def test_damaged_bytes_never_raise_another_error(tmp_path):
     """Fixed seed: flipped bits, other bytes, cut and repeated parts, at 400 places."""
     path, chance = tmp_path / "predictions.npz", random.Random(0)
-    write_arrays(path, arrays())
+    write_npz(path, arrays())
     whole, verdicts = path.read_bytes(), {"read": 0, "refused": 0}
     for _ in range(400):
         data, at = bytearray(whole), chance.randrange(len(whole))

@@ -13,12 +13,12 @@ from support.sweeps import make_sweep
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.sweep.asha import run_sweep
 from distribuuuu.sweep.page import build_sweep_page
-from distribuuuu.sweep.trials import FAILED, FAILED_FILE, RunState, build_rows, open_sweep, read_run
+from distribuuuu.sweep.trials import FAILED, FAILED_FILE, RunState, build_rows, open_sweep, read_state
 from distribuuuu.trainer import train_model
 
 
 def test_the_state_of_a_run_is_read_from_its_files_only(tmp_path):
-    assert read_run(tmp_path / "missing", "top1").epochs == 0
+    assert read_state(tmp_path / "missing", "top1").epochs == 0
     (tmp_path / "checkpoints").mkdir()
     for name in ("ckpt_ep_001.pth.tar", "ckpt_ep_001_step_000004.pth.tar", ".ckpt_ep_002.pth.tar.1.tmp"):
         (tmp_path / "checkpoints" / name).touch()
@@ -29,14 +29,14 @@ def test_the_state_of_a_run_is_read_from_its_files_only(tmp_path):
     hostile = ['{"kind": "eval", "epoch": 1, "top1": ' + value for value in ("", "9" * 500 + "}", "[" * 5000)]
     lines = [*map(json.dumps, [*records, other]), *hostile]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    state = read_run(tmp_path, "top1")
+    state = read_state(tmp_path, "top1")
     assert (state.epochs, state.values, state.failure) == (1, {1: 50.0}, ""), "epoch 2 is not in a checkpoint yet"
     assert state.value(1) == 50.0 and state.value(2) is None
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('\n{"kind": "eval_ema", "epoch": 1, "step": 4, "top1": 70.0}\n')
     (tmp_path / "console.log").write_bytes(b"Traceback\n\xffValueError: no\n\n")
     (tmp_path / FAILED_FILE).write_text("1\n")
-    state = read_run(tmp_path, "top1")
+    state = read_state(tmp_path, "top1")
     assert state.value(1) == 70.0 and state.value(2) != state.value(2) and state.failure.endswith("ValueError: no")
 
 
@@ -89,7 +89,7 @@ class InProcess:
             del words[stop : stop + 2]
         job.folder.mkdir(parents=True, exist_ok=True)
         cfg = load_cfg(None, words)
-        state = read_run(job.folder, "top1")
+        state = read_state(job.folder, "top1")
         try:
             if self.num_kills and job.epoch > state.epochs:
                 # After the last step of an epoch, before its evaluation; or after the evaluation.

@@ -6,18 +6,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.untrusted import parse_json, read_regular
+from distribuuuu.config.untrusted import read_regular
 from distribuuuu.report.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.report.html.page import html
 from distribuuuu.report.log_table import format_duration
+from distribuuuu.report.record_files import parse_record
 from distribuuuu.report.results import FILE_NAME, read_results
 
-# Bytes of metrics.jsonl, train.log and config.yaml, each; the value of a point of a curve, and a position, at most.
-MAX_TEXT, _MAX_VALUE, _MAX_POSITION = 1 << 28, 1e100, 1 << 31
+# Bytes of metrics.jsonl, train.log and config.yaml, each, and the value of a point of a curve, at most.
+MAX_TEXT, _MAX_VALUE = 1 << 28, 1e100
 _START = re.compile(r"distribuuuu \S+, torch ")
 _RESTART = re.compile(r"resumed from .*: epoch (\d{1,9}), step (\d{1,9})$")
 _ROLLBACK = re.compile(r"in epoch (\d{1,9}), by step (\d{1,9}): rollback \d+ of \d+")
@@ -60,7 +62,7 @@ def read_history(out_dir: Path) -> History:
     history = History()
     history.results = read_facts(out_dir / FILE_NAME, "training", history.notes)
     lines = read_lines(out_dir / "metrics.jsonl", history.notes)
-    records = [record for line in lines if (record := parse_record(line))]
+    records = [record for line in lines if (record := parse_figures(line))]
     if lost := len(lines) - len(records):
         history.notes.append(f"{out_dir / 'metrics.jsonl'}: {counted(lost, 'line')} left out: not a valid record")
     for record in records:
@@ -81,18 +83,12 @@ def read_history(out_dir: Path) -> History:
     return history
 
 
-def parse_record(line: str) -> dict[str, Any] | None:
-    """Return a line of metrics.jsonl whose values have the types that a run writes; None: it is not such a record."""
-    try:
-        record = parse_json(line)
-    except ValueError:
+def parse_figures(line: str) -> dict[str, Any] | None:
+    """Return a record of metrics.jsonl whose values have the types that a run writes; None: it is not such a line."""
+    record = parse_record(line)
+    if record is None or record["kind"] != "train" and not record["kind"].startswith("eval"):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    is_known = record["kind"] == "train" or record["kind"].startswith("eval")
-    has_position = all(type(record.get(key)) is int and 0 <= record[key] < _MAX_POSITION for key in ("epoch", "step"))
-    is_typed = all(record.get(key) is None or type(record[key]) in (int, float) for key in _NUMBERS)
-    return record if is_known and has_position and is_typed else None
+    return record if all(type(record.get(key)) in (int, float, NoneType) for key in _NUMBERS) else None
 
 
 def read_lines(path: Path, notes: list[str]) -> list[str]:

@@ -42,7 +42,7 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def open_images(content: Predictions, cfg) -> Any:
+def find_reader(content: Predictions, cfg) -> Any:
     """Return a function from the index of an evaluation image to its bytes or pixels.
 
     Raises:
@@ -109,7 +109,7 @@ def make_pictures(
         return pictures
     try:
         run = load_model(out_dir, content)
-        read = open_images(content, run.cfg)
+        read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
         pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")
         return pictures

@@ -11,10 +11,10 @@ from support.hostile import ODD_VALUES, list_changes
 
 from distribuuuu.report.html import run_report
 from distribuuuu.report.html.compare_page import build_compare_page, compare_runs, list_comparison
-from distribuuuu.report.html.history import MAX_TEXT, parse_record, read_facts, read_history
+from distribuuuu.report.html.history import MAX_TEXT, parse_figures, read_facts, read_history
 from distribuuuu.report.html.pictures import Pictures
 from distribuuuu.report.html.run_report import build_report, list_report, read_run
-from distribuuuu.report.predictions import write_arrays
+from distribuuuu.report.predictions import write_npz
 from distribuuuu.report.results import replace_nonfinite
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def make_run(folder: Path, epoch: int | None) -> Path:
     folder.mkdir()
     label = np.arange(12, dtype=np.int32) % 3
     meta = {"schema": 1, "weights": "raw", "epoch": epoch, "folder": "", "data": "dummy", "multilabel": False}
-    write_arrays(folder / "predictions.npz", {
+    write_npz(folder / "predictions.npz", {
         "meta": np.array(json.dumps(meta)), "classes": np.array(["a", "b", "c"]), "label": label,
         "path": np.array([f"image {index}" for index in range(12)]),
         "logits": np.eye(3, dtype=np.float32)[label[::-1]], "loss": np.ones(12, np.float32),
@@ -99,7 +99,7 @@ def test_every_value_of_a_record_of_another_type(run):
             records = [json.dumps(record) for record in (*RECORDS[:number], changed, *RECORDS[number + 1 :])]
             (run / "metrics.jsonl").write_text("\n".join(records))
             notes, _ = show(run)
-            lost = sum(parse_record(line) is None for line in records)
+            lost = sum(parse_figures(line) is None for line in records)
             assert notes == [f"{run / 'metrics.jsonl'}: {lost} line left out: not a valid record"] * lost
 
 

@@ -21,7 +21,7 @@ from distribuuuu.report.html.history import read_history
 from distribuuuu.report.html.page import percent, write_page
 from distribuuuu.report.html.pictures import is_within
 from distribuuuu.report.html.run_report import read_run
-from distribuuuu.report.predictions import write_arrays
+from distribuuuu.report.predictions import write_npz
 from distribuuuu.trainer import train_model
 
 HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
@@ -165,7 +165,7 @@ def test_images_that_were_moved_are_left_out_with_a_note(run, capsys):
     meta = {**content.meta, "folder": "/no/such/folder"}
     arrays = {"meta": np.array(json.dumps(meta)), "classes": np.array(content.classes), "path": content.path,
               "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
-    write_arrays(run / "predictions.npz", arrays)
+    write_npz(run / "predictions.npz", arrays)
     assert make(run, capsys)[0] == 0
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "<img" not in text and "moved or changed since in /no/such/folder" in text
@@ -244,7 +244,7 @@ def rewrite(run: Path, **changes) -> None:
     path = changes.pop("path", content.path)
     arrays = {"meta": np.array(json.dumps({**content.meta, **changes})), "classes": np.array(content.classes),
               "path": path, "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
-    write_arrays(run / "predictions.npz", arrays)
+    write_npz(run / "predictions.npz", arrays)
 
 
 @pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])
