@@ -9,6 +9,7 @@ import random
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +34,15 @@ def derive_seed(*parts: int) -> int:
     """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index)."""
     state = 0
     for part in parts:
-        state = (state + part + _STEP) & _MASK
-        state = ((state ^ (state >> 30)) * _MIX_1) & _MASK
-        state = ((state ^ (state >> 27)) * _MIX_2) & _MASK
-        state ^= state >> 31
+        state = _mix((state + part + _STEP) & _MASK)
     return state >> 1
+
+
+def _mix(state: Any) -> Any:
+    """Return the output of SplitMix64 for a state: an int below 2**64, or an array of uint64."""
+    state = (state ^ (state >> 30)) * _MIX_1 & _MASK
+    state = (state ^ (state >> 27)) * _MIX_2 & _MASK
+    return state ^ (state >> 31)
 
 
 class SampleRNG:
@@ -53,9 +58,7 @@ class SampleRNG:
     def uniform(self) -> float:
         """Return the next number in [0, 1)."""
         self._state = (self._state + _STEP) & _MASK
-        mixed = ((self._state ^ (self._state >> 30)) * _MIX_1) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
-        return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
+        return (_mix(self._state) >> 11) * 2.0**-53
 
     def seed(self) -> int:
         """Return a 53-bit integer to seed another generator with."""
@@ -70,10 +73,8 @@ class BatchRNG:
 
     def uniform(self) -> np.ndarray:
         """Return the next number of each sample."""
-        self._state = self._state + np.uint64(_STEP)
-        mixed = (self._state ^ (self._state >> np.uint64(30))) * np.uint64(_MIX_1)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
-        return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+        self._state = self._state + _STEP
+        return (_mix(self._state) >> 11) * 2.0**-53
 
     def seed(self) -> np.ndarray:
         """Return a 53-bit integer of each sample: int64 (N,)."""

@@ -78,13 +78,10 @@ def start_workers(
         batch_bytes: size of the images of the largest batch, for which processes share memory; 0: unknown.
     """
     sources = [one.samples for one in passes]
-    pool: Pool
-    if not num_workers:
-        pool = Pool(pin_memory)
-    elif kind == "thread":
-        pool = ThreadPool(num_workers, pin_memory)
+    if num_workers and kind == "process":
+        pool: Pool = ProcessPool(sources, num_workers, pin_memory, batch_bytes)
     else:
-        pool = ProcessPool(sources, num_workers, pin_memory, batch_bytes)
+        pool = ThreadPool(num_workers, pin_memory) if num_workers else Pool(pin_memory)
     workers = Workers(pool, sources)
     return [WorkerBatches(workers, one) for one in passes]
 
@@ -120,17 +117,13 @@ class Stream:
 
 
 class Workers:
-    """The readers of passes, which share a pool.
-
-    Args:
-        pool: makes the batches.
-        sources: the samples that the pool knows.
+    """A pool that makes the batches of several data sets, the `sources`, one pass after the other.
 
     Attributes:
         expected: the passes that probably follow the next one. At its end, the pool continues with them; if another
-            pass follows, their batches are discarded. Passes over samples that the pool does not know are skipped:
-            their loader has workers of its own. The iterable must not refer to the workers, which keep it.
-        stream: the batches that the pool makes; None: a pass starts anew.
+            pass follows, their batches are discarded. Passes over other data sets, whose loader has workers of its own,
+            are skipped. The iterable must not refer to the workers, which keep it.
+        stream: what the pool makes; None: a pass starts anew.
     """
 
     def __init__(self, pool: "Pool", sources: Sequence[Samples]):
@@ -230,12 +223,15 @@ class ThreadPool(Pool):
         torch.set_num_threads(num_threads)
 
     def submit(self, task: Task) -> None:
+        """Let a thread make a batch."""
         self._submitted.append(self._threads.submit(_make_batch, task, self._pin_memory))
 
     def take(self) -> Batch:
+        """Wait for the oldest batch and return it."""
         return self._submitted.popleft().result()
 
     def clear(self) -> None:
+        """Discard all batches, after those that are being made."""
         wait([future for future in self._submitted if not future.cancel()])
         super().clear()
 
@@ -279,22 +275,21 @@ class ProcessPool(Pool):
         atexit.register(weakref.finalize(self, running._shutdown_workers))
 
     def take(self) -> Batch:
-        if self._running is None:  # the same object as before; it sends the batches submitted so far
-            self._running = iter(self._batches)
+        """Wait for the oldest batch and return it; the batches submitted before are sent to the workers here."""
+        if self._running is None:
+            self._running = iter(self._batches)  # always the same object
         # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
         with torch.inference_mode(False):
-            return next(self._running)  # sends the batch submitted last
+            return next(self._running)
 
     def clear(self) -> None:
+        """Discard all batches; the DataLoader does so when it is iterated anew."""
         super().clear()
         self._running = None
 
 
 class _Sender:
-    """The batch sampler of a DataLoader: what the workers are sent for the batches submitted so far.
-
-    That is the number of the samples, the keys, and the slot of the memory for the images, or None.
-    """
+    """The batch sampler: of each batch submitted the number of its samples, its keys, and a slot of the memory."""
 
     def __init__(self, submitted: deque[Task], sources: Sequence[Samples], memory: BatchMemory | None):
         self._submitted, self._sources, self._memory = submitted, sources, memory
@@ -310,7 +305,7 @@ class _Sender:
 
 
 class _Maker(Dataset):
-    """The data set of a DataLoader, from which a worker selects a whole batch."""
+    """The data set, from which a worker selects a whole batch."""
 
     def __init__(self, sources: Sequence[Samples], memory: BatchMemory | None):
         self._sources, self._memory = sources, memory

@@ -19,9 +19,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
 from distribuuuu.config.untrusted import open_regular
-from distribuuuu.data.datasets.base import first_few, list_classes
+from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
 from distribuuuu.data.datasets.image_list import ImageList, csv_line
-from distribuuuu.data.datasets.imagefolder import walk_images
 from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
 from distribuuuu.sweep.new_folder import new_folder
 

@@ -24,6 +24,7 @@ import numpy as np
 from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
 from distribuuuu.config.untrusted import open_regular, parse_json
+from distribuuuu.data.datasets import base
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64
@@ -165,5 +166,4 @@ def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
 
 def name_at(arrays: Arrays, prefix: str, index: int) -> str:
     """Return name `index` of `pack_names` as text."""
-    start, end = arrays[f"{prefix}_offsets"][index : index + 2]
-    return os.fsdecode(arrays[f"{prefix}_bytes"][start:end].tobytes())
+    return base.name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 JUNK_FOLDERS = (
     "__macosx", "@eadir", "$recycle.bin", "lost+found", "system volume information", ".ipynb_checkpoints",
 )  # fmt: skip
+# Levels of folders that are searched for images.
+MAX_DEPTH = 1000
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -213,6 +215,28 @@ def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
         return tuple(sorted(entry.name for entry in entries if is_folder(entry) and is_class(entry.name)))
     return ()
+
+
+def walk_images(folder: str | os.PathLike, depth: int = MAX_DEPTH) -> Iterator[str]:
+    """Yield the images in a folder and in its sub-folders, `depth` levels in all, each folder once."""
+    waiting, seen = [(os.fspath(folder), 1)], set()
+    while waiting:
+        path, level = waiting.pop()
+        real = os.path.realpath(path)
+        if real in seen:  # a circular link
+            continue
+        seen.add(real)
+        with contextlib.suppress(OSError), os.scandir(real) as entries:
+            for entry in entries:
+                if is_image(entry.name) and not is_folder(entry):
+                    yield entry.path
+                elif level < depth and entry.name.lower() not in JUNK_FOLDERS and is_folder(entry):
+                    waiting.append((entry.path, level + 1))
+
+
+def name_at(text: Any, offsets: Any, index: int) -> str:
+    """Return name `index` of names whose bytes are concatenated, from `offsets[index]` to `offsets[index + 1]`."""
+    return os.fsdecode(bytes(text[offsets[index] : offsets[index + 1]]))
 
 
 def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.untrusted import open_regular
-from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few
+from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few, name_at
 from distribuuuu.data.datasets.layouts import missing_root
 
 if TYPE_CHECKING:
@@ -47,17 +47,17 @@ class Table:
 
     Attributes:
         names: the labels, sorted.
-        paths, path_ends: the paths of the images in UTF-8, concatenated, and the end of each.
-        labels, label_ends: indices into `names`, concatenated over the images, and the end of each image.
+        paths, path_offsets: the paths of the images in UTF-8, concatenated, and the start of each; see `name_at`.
+        labels, label_offsets: indices into `names`, concatenated over the images, and the start of each image.
         lines: the line of each image, from 1.
         problems: what is wrong with the file, as sentences.
     """
 
     names: tuple[str, ...] = ()
     paths: bytearray = field(default_factory=bytearray)
-    path_ends: array = field(default_factory=lambda: array("q"))
+    path_offsets: array = field(default_factory=lambda: array("q", [0]))
     labels: array = field(default_factory=lambda: array("i"))
-    label_ends: array = field(default_factory=lambda: array("q"))
+    label_offsets: array = field(default_factory=lambda: array("q", [0]))
     lines: array = field(default_factory=lambda: array("q"))
     problems: tuple[str, ...] = ()
 
@@ -66,12 +66,11 @@ class Table:
 
     def path(self, index: int) -> str:
         """Return the path of image `index` as in the CSV."""
-        start = self.path_ends[index - 1] if index else 0
-        return os.fsdecode(bytes(self.paths[start : self.path_ends[index]]))
+        return name_at(self.paths, self.path_offsets, index)
 
     def labels_of(self, index: int) -> array:
         """Return the labels of image `index` as indices into `names`."""
-        return self.labels[self.label_ends[index - 1] if index else 0 : self.label_ends[index]]
+        return self.labels[self.label_offsets[index] : self.label_offsets[index + 1]]
 
     def place(self, index: int, text: str) -> str:
         """Return the place of image `index` in the CSV for a message."""
@@ -80,9 +79,9 @@ class Table:
     def add(self, image: str, labels: Sequence[int], line: int) -> None:
         """Add an image."""
         self.paths += os.fsencode(image)
-        self.path_ends.append(len(self.paths))
+        self.path_offsets.append(len(self.paths))
         self.labels.extend(labels)
-        self.label_ends.append(len(self.labels))
+        self.label_offsets.append(len(self.labels))
         self.lines.append(line)
 
 

@@ -1,6 +1,5 @@
 """Folders of images, one sub-folder per class: ROOT/SPLIT/CLASS/IMAGE, at any depth below CLASS."""
 
-import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -9,15 +8,7 @@ from pathlib import Path
 
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import (
-    JUNK_FOLDERS,
-    ImageDataset,
-    SplitDataset,
-    first_few,
-    is_folder,
-    is_image,
-    list_classes,
-)
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, first_few, list_classes, walk_images
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
 from distribuuuu.data.datasets.layouts import describe_archives, missing_root, missing_split
 
@@ -133,22 +124,6 @@ class ImageFolder(SplitDataset):
         label = self.label(index)
         before = self._ends[label - 1] if label else 0
         return self._index.path(self._firsts[label] + index - before)
-
-
-def walk_images(folder: Path) -> Iterator[str]:
-    """Yield the images in a folder at any depth."""
-    waiting, seen = [os.fspath(folder)], set()
-    while waiting:
-        real = os.path.realpath(waiting.pop())
-        if real in seen:  # a circular link
-            continue
-        seen.add(real)
-        with contextlib.suppress(OSError), os.scandir(real) as entries:
-            for entry in entries:
-                if is_image(entry.name) and not is_folder(entry):
-                    yield entry.path
-                elif entry.name.lower() not in JUNK_FOLDERS and is_folder(entry):
-                    waiting.append(entry.path)
 
 
 def _count(images: Iterator[str], most: int) -> int:

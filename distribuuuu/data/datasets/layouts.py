@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.data.datasets.base import first_few, is_folder, is_image, list_classes
+from distribuuuu.data.datasets.base import MAX_DEPTH, first_few, is_folder, is_image, list_classes, walk_images
 
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
@@ -95,19 +95,9 @@ def split_command(folder: Path) -> str:
 # --------------------------------------------------------------------------- folders in class folders
 
 
-def holds_images(folder: Path, depth: int = 8) -> bool:
+def holds_images(folder: Path, depth: int = MAX_DEPTH) -> bool:
     """Return whether a folder has an image in itself or, up to `depth` levels below, in its sub-folders."""
-    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
-        if any(is_image(entry.name) and not is_folder(entry) for entry in entries):
-            return True
-    return depth > 1 and any(holds_images(folder / name, depth - 1) for name in list_classes(folder))
-
-
-def list_nested(folder: Path) -> tuple[str, ...]:
-    """Return the sub-folders of a class folder that hold images, if it has no image of its own."""
-    if holds_images(folder, depth=1):
-        return ()
-    return tuple(name for name in list_classes(folder) if holds_images(folder / name))
+    return any(True for _ in walk_images(folder, depth))
 
 
 def find_inner_root(root: Path) -> Path | None:

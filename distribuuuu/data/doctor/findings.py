@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset, first_few, list_classes
-from distribuuuu.data.datasets.layouts import find_inner_root, find_splits, list_nested, split_command
+from distribuuuu.data.datasets.layouts import find_inner_root, find_splits, holds_images, split_command
 from distribuuuu.data.decode import DecodeOptions
 from distribuuuu.data.doctor.duplicates import Group
 from distribuuuu.data.doctor.layout import ScannedFolder
@@ -133,6 +134,13 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
     yield from _name_findings({name: [*classes] for name, classes in counts.items()}, splits)
 
 
+def _list_nested(folder: Path) -> tuple[str, ...]:
+    """Return the sub-folders of a class folder that hold images, if it has no image of its own."""
+    if holds_images(folder, depth=1):
+        return ()
+    return tuple(name for name in list_classes(folder) if holds_images(folder / name))
+
+
 def _layout_findings(folders: dict[str, ScannedFolder], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     """Yield findings for folders that are probably one level above or below the data set, and for a missing split."""
     trained = next(iter(counts))
@@ -145,7 +153,7 @@ def _layout_findings(folders: dict[str, ScannedFolder], counts: dict[str, dict[s
         held = f", whose folder holds {first_few(list_classes(inner))}" if inner else ""
         fix = f"use {inner} in place of {root}" if inner else "add images of another class"
         yield Finding("one_class", PROBLEM, f"{trained}: the only class is {name!r}{held}", fix, [str(root / name)])
-    nested = {name: names for name in folders[trained].classes if (names := list_nested(root / name))}
+    nested = {name: names for name in folders[trained].classes if (names := _list_nested(root / name))}
     shared = sorted(name for name, num in Counter(chain.from_iterable(nested.values())).items() if num > 1)
     if splits := {name: found for name, names in nested.items() if (found := find_splits(names)) and not inner}:
         message = f"{counted(len(splits), 'class')} with sub-folders that look like splits: "

@@ -15,9 +15,9 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.data.datasets import folder_index
 from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import EXTENSIONS
+from distribuuuu.data.datasets.base import EXTENSIONS, walk_images
 from distribuuuu.data.datasets.folder_index import KIND, VERSION, FolderIndex, open_index
-from distribuuuu.data.datasets.imagefolder import ImageFolder, walk_images
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 
 FILES = [
     "b/2.jpg", "b/10.jpg", "b/1.JPEG", "b/sub/deep/er/x.png", "b/sub space/y.webp", "b/sub!/z.bmp", "b/sub.jpg/w.tif",

@@ -128,7 +128,7 @@ def test_a_label_of_a_list_may_contain_a_semicolon(tmp_path):
 def test_a_million_images_are_a_handful_of_objects(tmp_path):
     write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
     table = read_table(tmp_path / "train.csv", Multilabel.columns)
-    parts = (table.paths, table.path_ends, table.labels, table.label_ends, table.lines)
+    parts = (table.paths, table.path_offsets, table.labels, table.label_offsets, table.lines)
     assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
     assert read_table(tmp_path / "train.csv", Multilabel.columns) is table
     write_csv(tmp_path / "train.csv", ["0.jpg,a"])
