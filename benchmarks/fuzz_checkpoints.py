@@ -121,10 +121,10 @@ def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str,
 
 # Parts of names: files of a run, devices of Windows, schemes, and characters with a meaning for some file system.
 NAME_PARTS = (
-    *RUN_FILES, *COMMAND_FILES, "checkpoints.1", "ckpt_ep_001.pth.tar", "config.yaml", "con", "NUL", "com1", "~",
-    "~root", "s3:", "gs:", "hf:", "file:", "http:", "host:", "C:", "..", ".", "/", "//", "\\", " ", "", "a", "run 1",
-    "a" * 300, "\0", "\n", "\x7f", "\u202e", "\udce4", "\u017f", "\uff43heckpoints", "\u65e5\u672c", "*", "?",
-    "-x", ".yaml", ".tmp",
+    *RUN_FILES, *COMMAND_FILES, "best_ema.pth.tar", "checkpoints.1", "ckpt_ep_001.pth.tar", "config.yaml", "con", "NUL",
+    "com1", "~", "~root", "s3:", "gs:", "hf:", "file:", "http:", "host:", "C:", "..", ".", "/", "//", "\\", " ", "",
+    "a", "run 1", "a" * 300, "\0", "\n", "\x7f", "\u202e", "\udce4", "\u017f", "\uff43heckpoints", "\u65e5\u672c", "*",
+    "?", "-x", ".yaml", ".tmp",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from distribuuuu.checkpoint.best_weights import RAW, kind_of
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TEST_LOG, TRAIN_LOG
@@ -24,7 +25,7 @@ from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run import Run, expected_passes, is_evaluated
 from distribuuuu.engine.run_description import describe_end, describe_images, describe_model
 from distribuuuu.engine.run_results import RunResults, write_test_results
-from distribuuuu.engine.setup import Training, build_checkpoints, build_run, build_test_model, find_weights, open_run
+from distribuuuu.engine.setup import Training, build_run, build_test_model, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr
@@ -130,7 +131,7 @@ def compute_gradients(training: Training, batches: Iterator, step: int, all_redu
 
 @explain_out_of_memory("the evaluation", batch="test")
 def evaluate_epoch(run: Run) -> dict[str, dict]:
-    """Return count, loss and metrics of each kind of weights: "raw" and, with EMA.HALF_LIFE, "ema".
+    """Return count, loss and metrics of each kind of weights, see `best_weights.KINDS`.
 
     With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """
@@ -218,7 +219,7 @@ def test_model(cfg) -> dict:
         model = build_test_model(cfg, task, weights)
         describe_model(cfg, model, loader)
         describe_images(cfg, loader)
-        kind = "ema" if Path(weights) == build_checkpoints(cfg).bests["ema"] else "raw"
+        kind = kind_of(weights) if Path(weights).parent == Path(cfg.OUT_DIR) else RAW
         with recording(cfg, task, model, loader, kind) as task:
             result = evaluate_weights(cfg, task, model, loader)
         write_test_results(cfg, task, model, weights, {kind: result})

@@ -12,7 +12,7 @@ from support.processes import on_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distribuuuu.checkpoint import manager
+from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.rules import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
@@ -248,8 +248,8 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     task = build_task(cfg, loader.images.classes, device, precision)
     meter = Meter(task.train_metrics, len(task.classes), device)
     state = dataclasses.replace(state, model=state.model.to(device), precision=precision, meter=meter)
-    state.ema.model.to(device)
-    state.ema.pair_with(state.model)
+    state.averages["ema"].model.to(device)
+    state.averages["ema"].pair_with(state.model)
     state.optimizer = build_optimizer(cfg, state.model)
     task.prepare_training(loader.plan)
     checks = iter(range(1, num + 1))
@@ -317,13 +317,13 @@ def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch)
 
 
 def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
-    monkeypatch.setattr(manager, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
+    monkeypatch.setattr(snapshot, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
     for broken in (False, True):
         with monkeypatch.context() as patch, fake_cuda(patch) as timeline:
             if broken:
                 patch.setattr(Event, "synchronize", lambda self: None)
             weights = [torch.zeros(3, 4, device=CUDA) for _ in range(20)]
-            content = manager.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
+            content = snapshot.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
             assert timeline.waits == ([] if broken else ["event"]) and timeline.unpinned == []
             weights[0].add_(1)  # the next step
             copies = [*content["model"].values(), content["step"]]

@@ -1,4 +1,7 @@
-"""Loading a checkpoint: verify that it can be resumed, load its weights and its optimizer state."""
+"""Content of a checkpoint: its entries and their valid values; loading its weights and its optimizer state.
+
+A new entry is a row of _FIELDS, beside its writing and reading in engine/state.py.
+"""
 
 import math
 import os
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
@@ -52,11 +56,12 @@ def _is_optimizer(value: Any) -> bool:
 # The values that a checkpoint must hold under its keys to be resumed: a test, and its description.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("epoch", "best_epoch", "best_ema_epoch"), (lambda value: _is_integer(value, -1), "an integer from -1")
+        ("epoch", *(kind.epoch for kind in KINDS.values())),
+        (lambda value: _is_integer(value, -1), "an integer from -1"),
     ),
     "optimizer": (_is_optimizer, "the state dict of an optimizer"),
     **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
-    **dict.fromkeys(("best_acc1", "best_ema_acc1"), (_is_number, "a number")),
+    **{kind.value: (_is_number, "a number") for kind in KINDS.values()},
     "seconds": (_is_duration, "a number from 0"),
     "seed": (_is_integer, "an integer"),
     "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
@@ -66,13 +71,16 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),
         "lists of strings",
     ),
-    "ema_state_dict": (is_state_dict, "a dict of tensors"),
+    **{kind.tensors: (is_state_dict, "a dict of tensors") for kind in KINDS.values()},
     "timing": (_is_timing, "images, seconds and row_seconds, each a number from 0"),
     "peak_memory_mib": (lambda value: value is None or _is_duration(value), "a number from 0"),
     "meter": (lambda value: is_list_of(value, dict), "a list of counters"),
     "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "a dict of options"),
     "scaler": (_is_scaler, "the state dict of a gradient scaler"),
 }
+# Entries that files of best weights, which cannot be resumed, do not have.
+_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler",
+                   *(kind.tensors for kind in KINDS.values())}  # fmt: skip
 
 
 def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
@@ -83,6 +91,12 @@ def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
         if key in content and not is_valid(content[key]):
             got = reprlib.repr(content[key])[:80]
             raise CheckpointError(f"{path}: invalid checkpoint: `{key}` is {got}; expected {expected}")
+
+
+def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the content of a file of best weights of a kind, e.g. "raw"."""
+    weights = {key: value for key, value in content.items() if key not in _ONLY_TO_RESUME}
+    return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors]}
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.run_files import BESTS
 
 # Value of an option that selects the weights published by timm or torchvision instead of a file.
 PUBLISHED = "pretrained"
@@ -15,7 +15,7 @@ HUB_NAMES = ("model.safetensors", "pytorch_model.bin")
 def find_weights_file(path: str, ema: bool = True) -> Path:
     """Return the weights file at `path`, in the folder of a run there, or in one that huggingface_hub has downloaded.
 
-    Of a run, these are the best weights; with `ema`, those of the moving average if there are some.
+    Of a run, these are the best weights; with `ema`, those of an average if there are some.
     The folder holds `model.safetensors` or `pytorch_model.bin`, or it is a repository of the Hub's cache with them in
     `snapshots/REVISION`; of several revisions, the one that `refs/main` names is used.
 
@@ -29,14 +29,15 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         beside = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
         raise ConfigError(f"no such file or folder: {path}{did_you_mean(found.name, [*beside, PUBLISHED])}")
     snapshot = _find_snapshot(found)
-    bests = (BESTS["ema"], BESTS["raw"]) if ema else (BESTS["raw"], BESTS["ema"])
     for folder in (found, snapshot) if snapshot else (found,):
-        for name in (*bests, *HUB_NAMES):
+        if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
+            return best
+        for name in HUB_NAMES:
             if (folder / name).is_file():
                 return folder / name
     has = ", ".join(sorted(entry.name for entry in found.iterdir())[:5]) or "nothing"
     raise ConfigError(
-        f"{path} is a folder without {', '.join((BESTS['raw'], *HUB_NAMES))}; it has {has}; name the file"
+        f"{path} is a folder without {', '.join((KINDS[RAW].file_name, *HUB_NAMES))}; it has {has}; name the file"
     )
 
 

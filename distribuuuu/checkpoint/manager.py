@@ -1,37 +1,28 @@
-"""Checkpoint manager: best weights, saving in the background, finding the newest valid one, removal."""
+"""Checkpoint manager: saving in the background, finding the newest valid checkpoint, removing old ones."""
 
 import contextlib
 import logging
-import math
 import os
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from distribuuuu.checkpoint.background_writer import BackgroundWriter
+from distribuuuu.checkpoint.best_weights import best_paths
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.load import check_resumable
+from distribuuuu.checkpoint.load import check_resumable, weights_of
+from distribuuuu.checkpoint.snapshot import find_nonfinite, snapshot
 from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import FullStateDict
-from distribuuuu.launch.host import copy_to_host
-from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two attempts to write a checkpoint, and seconds of attempts for the last one of a run.
-RETRY_S = 5.0
+# Seconds of attempts to write the last checkpoint of a run.
 LAST_RETRIES_S = 10.0
-# The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
-YIELD_S = 1e-3
-# Seconds between two warnings about failed attempts.
-WARN_EVERY_S = 30.0
 
 # Returns why this run must not write to OUT_DIR any more; None if it may.
 FindLoss = Callable[[], str | None]
@@ -43,28 +34,6 @@ class OutDirLost(CheckpointError):
     """OUT_DIR is no longer this run's; raised on the main process, whose watchdog ends the others."""
 
 
-@dataclass
-class Best:
-    """The best evaluation so far: the value of the first metric, and the epoch, from 0.
-
-    The epoch is -1 before the first evaluation, and in checkpoints of the 2021 distribuuuu, which did not record it.
-    """
-
-    value: float = 0.0
-    epoch: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
-
-    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
-        """Record an evaluation if it is the best; return whether it is."""
-        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
-        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
-        if is_best:
-            self.value, self.epoch = value, epoch
-        return is_best
-
-
 class TrainingState(Protocol):
     """Training state to save: its position, and its content as a dict."""
 
@@ -74,6 +43,32 @@ class TrainingState(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; every process must call it."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A checkpoint to write, with what is done before and after.
+
+    Attributes:
+        path: the file.
+        content: its content.
+        bests: content of the files of best weights to write before, by kind of weights. A run that is killed in between
+            repeats the epoch, and writes the same ones.
+        first: called before anything is written.
+        superseded: the checkpoint to remove after: that of the steps of an epoch, after the one of its evaluation.
+        is_superseded: to be set to abandon the write of the checkpoint.
+    """
+
+    path: Path
+    content: dict[str, Any]
+    bests: dict[str, dict[str, Any]]
+    first: Callable[[], None]
+    superseded: Path | None
+    is_superseded: threading.Event = field(default_factory=threading.Event)
+
+    def find_nonfinite(self) -> str | None:
+        """Return the path of the first value that is not finite, or None; that of the loss is the task's affair."""
+        return find_nonfinite({key: value for key, value in self.content.items() if key != "meter"})
 
 
 class CheckpointManager:
@@ -95,23 +90,19 @@ class CheckpointManager:
         every_steps: int = 0,
         find_loss: FindLoss = lambda: None,
     ):
-        self._find_loss = find_loss
-        self._lost: OutDirLost | None = None
         self.folder = Path(out_dir) / run_files.CHECKPOINTS
-        self.bests = {kind: Path(out_dir) / name for kind, name in run_files.BESTS.items()}
+        self.bests = best_paths(out_dir)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.every_steps = every_steps
+        self._find_loss = find_loss
         self._writer = BackgroundWriter()
-        self._nonfinite: str | None = None
-        # Kept beyond their own save, which may fail and be replaced by a later one.
-        self._unwritten_bests: dict[str, dict[str, Any]] = {}
-        # The path that is being written, and whether its write may be abandoned.
-        self._writing: Path | None = None
-        self._is_superseded = threading.Event()
+        # The job in progress, or the one whose writes have failed so far.
+        self._job: SaveJob | None = None
+        # Why the last job has not written its checkpoint.
+        self._problem: CheckpointError | None = None
         # Names of the files that this run wrote, over all its starts: each checkpoint holds them as `checkpoints`.
         self._own: set[str] = set()
-        self._not_removable: set[str] = set()
         self._has_removed = False
 
     def is_due(self, step: int) -> bool:
@@ -138,7 +129,7 @@ class CheckpointManager:
 
         Args:
             state: the training state.
-            new_bests: the kinds of its weights, "raw" and "ema", that are the best so far.
+            new_bests: the kinds of its weights, see `best_weights.KINDS`, that are the best so far.
             first: called in the background on the main process, before the state is written.
 
         Raises:
@@ -146,23 +137,36 @@ class CheckpointManager:
         """
         path = self.folder / checkpoint_name(state.epoch, state.step)
         content = state.to_dict()
-        before = self.folder / checkpoint_name(*state.evaluated_at) if state.evaluated_at and not state.step else None
         if dist.is_main():
             content = snapshot(content)
-            if before and before == self._writing:
-                self._is_superseded.set()
-            self._writer.join_or_abandon()
-            if self._lost:
-                raise self._lost
-            self._is_superseded.clear()
-            self._writing = path
-            self._unwritten_bests |= {kind: weights_of(content, kind) for kind in new_bests}
+            evaluated_at = None if state.step else state.evaluated_at
+            superseded = self.folder / checkpoint_name(*evaluated_at) if evaluated_at else None
+            unwritten_bests = self._end_last_job(superseded)
             self._own &= {path.name for path in self.list()}
-            content["checkpoints"] = sorted(self._own | {path.name})
+            job = SaveJob(
+                path=path,
+                content={**content, "checkpoints": sorted(self._own | {path.name})},
+                bests={**unwritten_bests, **{kind: weights_of(content, kind) for kind in new_bests}},
+                first=first,
+                superseded=superseded,
+            )
             if loss := self._find_loss():
-                raise self._save_elsewhere(path, content, loss)
-            self._writer.start(lambda: self._write(path, content, before, first), f"checkpoint {path.name}")
+                raise self._save_elsewhere(job, loss)
+            self._job = job
+            self._writer.start(lambda: self._run(job), f"checkpoint {path.name}")
         return path
+
+    def _end_last_job(self, superseded: Path | None) -> dict[str, dict[str, Any]]:
+        """Return when the last job is done or abandoned; return best weights that it could not write, by kind."""
+        if superseded and (job := self._job) and job.path == superseded:
+            job.is_superseded.set()
+        self._writer.join()
+        self._raise_if_lost()
+        return self._job.bests if self._job else {}
+
+    def _raise_if_lost(self) -> None:
+        if isinstance(self._problem, OutDirLost):
+            raise self._problem
 
     def wait(self) -> None:
         """Return on every process when the last save is on disk.
@@ -172,14 +176,10 @@ class CheckpointManager:
         """
         problem = None
         if dist.is_main():
-            try:
-                self._writer.wait()
-                if self._lost:
-                    raise self._lost
-            except OutDirLost:
-                raise
-            except CheckpointError as error:
-                problem = f"{error}; the newest one is {next(reversed(self.list()), 'none')}"
+            if error := self._writer.join(LAST_RETRIES_S):
+                newest = next(reversed(self.list()), "none")
+                problem = f"the last checkpoint could not be written: {error}; the newest one is {newest}"
+            self._raise_if_lost()
         if problem := dist.broadcast_object(problem):
             raise CheckpointError(problem)
 
@@ -190,53 +190,54 @@ class CheckpointManager:
             CheckpointError: it cannot be written, or was not because the weights are not finite.
         """
         self.wait()
-        if problem := dist.broadcast_object(self._nonfinite):
+        if problem := dist.broadcast_object(str(self._problem) if self._problem else None):
             raise CheckpointError(problem)
 
     def join_or_abandon(self) -> None:
         """Return when the last save is on disk or its write has failed; unlike `wait`, on one process alone."""
-        self._writer.join_or_abandon()
+        self._writer.join()
 
-    def _save_elsewhere(self, path: Path, content: dict[str, Any], loss: str) -> OutDirLost:
-        """Write a checkpoint and unwritten best weights to a new folder beside OUT_DIR; return the error to raise."""
+    def _run(self, job: SaveJob) -> None:
+        """Do a job in the background; after an OSError it is done again."""
+        self._problem = self._write(job)
+        self._job = None
+
+    def _write(self, job: SaveJob) -> CheckpointError | None:
+        if loss := self._find_loss():  # since this write was requested, or since its last attempt
+            return self._save_elsewhere(job, loss)
+        job.first()
+        if name := job.find_nonfinite():
+            problem = f"the weights are not finite (first {name}): {job.path.name} was not written"
+            logger.error("%s", problem)
+            return CheckpointError(problem)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for kind, weights in job.bests.items():
+            write_atomically(self.bests[kind], weights)
+        if write_atomically(job.path, job.content, job.is_superseded.is_set):
+            if job.superseded:
+                with contextlib.suppress(OSError):
+                    job.superseded.unlink()
+            self._own.add(job.path.name)
+            self._remove_old(job.path)
+        return None
+
+    def _save_elsewhere(self, job: SaveJob, loss: str) -> OutDirLost:
+        """Write what a job writes to a new folder beside OUT_DIR; return the error to raise."""
         out_dir = self.folder.parent
         folder = next(new for number in range(1, 10**6) if not (new := Path(f"{out_dir}.{number}")).exists())
-        saved = f"its checkpoint is {folder / self.folder.name / path.name}; fix: resume it with OUT_DIR {folder}"
+        path = folder / self.folder.name / job.path.name
+        saved = f"its checkpoint is {path}; fix: resume it with OUT_DIR {folder}"
         try:
-            if name := find_nonfinite({key: value for key, value in content.items() if key != "meter"}):
+            if name := job.find_nonfinite():
                 saved = f"its weights are not finite (first {name}) and were not saved"
             else:
-                (folder / self.folder.name).mkdir(parents=True)
-                for kind, weights in self._unwritten_bests.items():
+                path.parent.mkdir(parents=True)
+                for kind, weights in job.bests.items():
                     write_atomically(folder / self.bests[kind].name, weights)
-                write_atomically(folder / self.folder.name / path.name, content)
+                write_atomically(path, job.content)
         except OSError as error:
             saved = f"{path.name} cannot be saved to {folder} either: {error.strerror or error}"
         return OutDirLost(f"{loss}; this training stops, and writes no more to it; {saved}")
-
-    def _write(self, path: Path, content: dict[str, Any], superseded: Path | None, first: Callable[[], None]) -> None:
-        if loss := self._find_loss():  # since this write was requested, or since its last attempt
-            self._lost = self._save_elsewhere(path, content, loss)
-            return
-        first()
-        weights = {key: value for key, value in content.items() if key != "meter"}  # a loss is checked by the task
-        if name := find_nonfinite(weights):
-            self._unwritten_bests = {}
-            self._nonfinite = f"the weights are not finite (first {name}): {path.name} was not written"
-            logger.error("%s", self._nonfinite)
-            return
-        self._nonfinite = None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in list(self._unwritten_bests):  # first: a run killed in between repeats the epoch and writes the same
-            write_atomically(self.bests[kind], self._unwritten_bests[kind])
-            del self._unwritten_bests[kind]
-        if not write_atomically(path, content, self._is_superseded.is_set):
-            return
-        if superseded:
-            with contextlib.suppress(OSError):
-                superseded.unlink()
-        self._own.add(path.name)
-        self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
         own = [path for path in self.list() if path.name in self._own]
@@ -254,9 +255,8 @@ class CheckpointManager:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            if path.name not in self._not_removable:
-                logger.warning("%s: cannot be removed: %s; fix: remove it by hand", path, error.strerror or error)
-            self._not_removable.add(path.name)
+            self._own.discard(path.name)  # one warning, and no other attempt
+            logger.warning("%s: cannot be removed: %s; fix: remove it by hand", path, error.strerror or error)
 
     def find_latest(self) -> Path | None:
         """Return the newest valid checkpoint on every process; invalid ones are renamed to *.broken, with a warning."""
@@ -306,13 +306,6 @@ class CheckpointManager:
         return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=position_of)
 
 
-def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the content of a file of best weights, "raw" or "ema", which cannot be resumed."""
-    left_out = ("optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "ema_state_dict")
-    weights = {key: value for key, value in content.items() if key not in left_out}
-    return {**weights, "weights": kind, "state_dict": content["ema_state_dict" if kind == "ema" else "state_dict"]}
-
-
 def checkpoint_name(epoch: int, step: int) -> str:
     """Return the file name of a checkpoint after `epoch` epochs and `step` steps."""
     return f"ckpt_ep_{epoch:03d}_step_{step:06d}.pth.tar" if step else f"ckpt_ep_{epoch:03d}.pth.tar"
@@ -323,118 +316,3 @@ def position_of(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)
-
-
-def snapshot(value: Any) -> Any:
-    """Return a copy of nested content with every tensor on the CPU, unaffected by later steps.
-
-    Tensors of a GPU are copied together, and the host waits for them once.
-    """
-    tensors = [tensor for _, tensor in _iter_tensors(value, "") if tensor.is_cuda]
-    copies = map(with_own_storage, copy_to_host(tensors)()) if tensors else ()
-    return _copy(value, dict(zip(map(id, tensors), copies, strict=True)))
-
-
-def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return a copy of nested content; `copies` are those of some tensors, by their `id`."""
-    if isinstance(value, FullStateDict):
-        return dict(value)
-    if isinstance(value, torch.Tensor):
-        return copies[id(value)] if id(value) in copies else value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(item, copies) for key, item in value.items()}
-    return type(value)(_copy(item, copies) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor in the same memory, whose storage is only that: torch saves storages, not tensors."""
-    start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    storage = tensor.untyped_storage()[start : start + size]
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
-
-
-def find_nonfinite(value: Any, name: str = "") -> str | None:
-    """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
-    for path, tensor in _iter_tensors(value, name):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            return path
-    return None
-
-
-def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _iter_tensors(item, f"{name}/{key}" if name else str(key))
-
-
-class BackgroundWriter:
-    """Thread that runs one job at a time. A job that fails with OSError is retried until a newer one replaces it.
-
-    It keeps the text of an error: the error's traceback would keep the content of the checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._write_error: str | None = None
-        self._is_replaced = threading.Event()
-        self._warned_at = float("-inf")
-        self._bug: BaseException | None = None
-
-    def start(self, job: Callable[[], None], name: str) -> None:
-        """Start a job after the previous one has ended; `name` is used in log lines."""
-        self.join_or_abandon()
-        self._is_replaced.clear()
-        self._thread = threading.Thread(target=self._work, args=(job, name), name=WRITER_NAME)
-        self._thread.start()
-
-    def join_or_abandon(self) -> None:
-        """Return when the last job is done, or abandon it if its write has failed."""
-        self._join(retries_s=0.0)
-
-    def wait(self) -> None:
-        """Return when the last job is done.
-
-        Raises:
-            CheckpointError: its writes failed for LAST_RETRIES_S seconds.
-        """
-        if error := self._join(retries_s=LAST_RETRIES_S):
-            raise CheckpointError(f"the last checkpoint could not be written: {error}")
-
-    def _join(self, retries_s: float) -> str | None:
-        """Wait for the last job, with retries for a limited time; return the error of the last attempt."""
-        thread = self._thread
-        if thread is None:
-            return None
-        deadline = time.monotonic() + retries_s
-        while thread.is_alive() and not (self._write_error and time.monotonic() > deadline):
-            thread.join(0.02 if self._write_error else 0.1)
-        self._is_replaced.set()
-        thread.join()
-        self._thread = None
-        if self._bug:
-            bug, self._bug = self._bug, None
-            raise bug
-        return self._write_error
-
-    def _work(self, job: Callable[[], None], name: str) -> None:
-        self._write_error = None
-        time.sleep(YIELD_S)
-        while True:
-            try:
-                job()
-                if self._write_error:
-                    logger.info("%s saved after retrying", name)
-                self._write_error = None
-                return
-            except OSError as error:
-                if time.monotonic() - self._warned_at >= WARN_EVERY_S:
-                    self._warned_at = time.monotonic()
-                    logger.warning("%s CANNOT BE WRITTEN: %s; training continues, and it is retried", name, str(error))
-                self._write_error = str(error)
-            except BaseException as error:  # a bug: raised again by the training thread
-                self._bug = error
-                return
-            if self._is_replaced.wait(RETRY_S):
-                return

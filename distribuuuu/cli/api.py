@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -77,20 +78,17 @@ def train(config: str | os.PathLike | Config | None = None, overrides: Overrides
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
         from distribuuuu.cli.main import resolve_batch_size
-        from distribuuuu.engine.setup import build_checkpoints
         from distribuuuu.models import check_model
         from distribuuuu.trainer import train_model
 
         check_model(cfg)
         cfg = resolve_batch_size(cfg)
         best = train_model(cfg)
-        files = build_checkpoints(cfg).bests
-        kind = next((kind for kind in ("ema", "raw") if kind in files and files[kind].exists()), None)
         results = _read_results(Path(cfg.OUT_DIR))
     accuracy = results.get("accuracy", {})
-    last = accuracy.get("ema", accuracy.get("raw", {})).get("last", {})
+    last = accuracy.get(next((kind for kind in KINDS if kind in accuracy), RAW), {}).get("last", {})
     metrics = {name: value for name, value in last.items() if name != "epoch"}
-    return TrainResult(Path(cfg.OUT_DIR), best, files[kind] if kind else None, _with_labels(metrics, cfg), results)
+    return TrainResult(Path(cfg.OUT_DIR), best, find_best(cfg.OUT_DIR), _with_labels(metrics, cfg), results)
 
 
 def evaluate(run: str | os.PathLike | Config | TrainResult | LoadedRun, overrides: Overrides = ()) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.cli.flag_hints import CommandParser
 from distribuuuu.cli.main import run_guarded
 from distribuuuu.config import ConfigError
@@ -89,7 +90,8 @@ def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
     """Return the result of an export in a few lines."""
     metric = "top1" if "top1" in record else "map"
     both = record[metric]
-    weights = {"ema": "averaged weights (EMA)", "raw": "raw weights"}.get(record["weights"], record["weights"])
+    averages = {name: f"averaged weights ({name.upper()})" for name in KINDS}
+    weights = {**averages, RAW: "raw weights"}.get(record["weights"], record["weights"])
     lines = [
         f"{out / record['file']}: {weights} of {record['source']}, float32",
         f"check: {counted(record['images'], 'image')} of {record['images_of_set']:,}; equal answers "

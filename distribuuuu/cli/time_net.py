@@ -127,8 +127,8 @@ class Step:
     def update(self, batches: Iterator) -> None:
         """Run a complete training step."""
         train_step(self.training, self._mark_steps(batches), 0)
-        if self.state.ema:
-            self.state.ema.update(self.state.global_batch, images_seen=self.state.global_batch)
+        for average in self.state.averages.values():
+            average.update(self.state.global_batch, images_seen=self.state.global_batch)
 
     @torch.inference_mode()
     def evaluate(self, images: torch.Tensor, targets: torch.Tensor) -> None:

@@ -9,18 +9,19 @@ from pathlib import Path
 from distribuuuu.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
-BESTS = {"raw": "best.pth.tar", "ema": "best_ema.pth.tar"}
 LOCK = ".lock"
 TRAIN_LOG, TEST_LOG = "train.log", "test.log"
 METRICS, PREDICTIONS = "metrics.jsonl", "predictions.npz"
 RESULTS, TEST_RESULTS = "results.json", "test_results.json"
 TENSORBOARD, STACKS = "tensorboard", "stacks"
 # What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
-RUN_FILES = (CHECKPOINTS, *BESTS.values(), LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
+RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
              TENSORBOARD, STACKS)  # fmt: skip
 # What commands write there: time, probe, report, sweep.
 COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
                  "sweep.html", "best.yaml", "console.log", "failed.txt")  # fmt: skip
+# Best weights of each kind.
+_BEST = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, damaged and temporary files, trials of a sweep; in lower case.
 _PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
 
@@ -35,7 +36,8 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:[/\\]")
 def is_run_file(name: str) -> bool:
     """Tell whether a run or a command writes a file or folder of this name to OUT_DIR, in any spelling of its case."""
     folded = unicodedata.normalize("NFKC", name).casefold()
-    return folded in (*RUN_FILES, *COMMAND_FILES) or _PATTERNS.fullmatch(folded) is not None
+    patterns = (_BEST, _PATTERNS)
+    return folded in (*RUN_FILES, *COMMAND_FILES) or any(pattern.fullmatch(folded) for pattern in patterns)
 
 
 def find_name_problem(name: str) -> str | None:
@@ -94,7 +96,8 @@ def check_out(flag: str, out: str | os.PathLike, own: Iterable[str] = ()) -> Non
     """
     problem = find_path_problem(out) or find_parent_problem(out)
     name = Path(out).name
-    if problem is None and name in {*RUN_FILES, "config.yaml"} - {*own} and os.path.lexists(out):
+    is_of_run = name in {*RUN_FILES, "config.yaml"} - {*own} or _BEST.fullmatch(name)
+    if problem is None and is_of_run and os.path.lexists(out):
         problem = f"got {out}, which is a file of a run; fix: choose another name"
     if problem:
         raise ConfigError(f"{flag}: {problem}")

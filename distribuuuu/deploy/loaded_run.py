@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
@@ -184,7 +185,8 @@ class LoadedRun:
 
     def describe(self) -> str:
         """Return a line about the model, its weights and the preprocessing of images."""
-        kind = {"ema": " (moving average of the weights)", "published": " (published weights)"}.get(self.weights, "")
+        averages = {name: f" ({kind.average} of the weights)" for name, kind in KINDS.items() if kind.average}
+        kind = {**averages, "published": " (published weights)"}.get(self.weights, "")
         sizes = f"images resized to {self.transform.crop.resize_to} px, cropped to {self.transform.crop.size} px"
         return f"model: {self.cfg.MODEL.ARCH}, {counted(len(self.classes), 'class')}; {self.source}{kind}; {sizes}"
 

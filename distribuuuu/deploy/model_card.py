@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.tree import iter_options
@@ -98,7 +99,8 @@ def _describe(run: LoadedRun, record: Mapping[str, Any]) -> str:
     data, training = results.get("data", {}), results.get("training", {})
     images = f"{data['num_train']:,} training and {data['num_val']:,} evaluation images" if data else "not recorded"
     epochs = f"{training['epochs_done']} of {training['epochs_planned']}" if training else "not recorded"
-    kind = {"ema": "moving average (EMA)", "raw": "as trained"}.get(run.weights, run.weights)
+    averages = {name: f"{kind.average} ({name.upper()})" for name, kind in KINDS.items() if kind.average}
+    kind = {**averages, RAW: "as trained"}.get(run.weights, run.weights)
     rows = {
         "architecture": f"`{run.cfg.MODEL.ARCH}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
         "data": f"{_data_name(run)}, {images}, {counted(len(run.classes), 'class')}",

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
 from distribuuuu.config import Config, ConfigError, get_cfg, load_cfg
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.rules import OPEN_SECTIONS
-from distribuuuu.config.run_files import BESTS, CHECKPOINTS
+from distribuuuu.config.run_files import CHECKPOINTS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.config.untrusted import load_json
 from distribuuuu.data.datasets.base import ImageDataset, first_few
@@ -33,8 +34,6 @@ from distribuuuu.models.constructor import find_architecture
 logger = logging.getLogger(__name__)
 
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
-# File names of the best weights in OUT_DIR; averaged weights take precedence, as in an evaluation of the run.
-_BEST = {kind: BESTS[kind] for kind in ("ema", "raw")}
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -86,23 +85,21 @@ def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) 
     own = folder / _CONFIG
     cfg_file = cfg_file or (str(own) if own.is_file() else None)
     cfg = load_cfg(cfg_file, overrides) if cfg_file else None
-    kinds = ("ema", "raw") if cfg is None or cfg.EMA.HALF_LIFE else ("raw",)
-    best = next((folder / _BEST[kind] for kind in kinds if (folder / _BEST[kind]).is_file()), None)
+    best = find_best(folder, build_kinds(cfg) if cfg else KINDS)
     if best is None:
         has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
         fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
-        raise ConfigError(f"RUN: {folder} holds no {_BEST['raw']}, but {has}{fix}")
+        raise ConfigError(f"RUN: {folder} holds no {KINDS[RAW].file_name}, but {has}{fix}")
     return _open_checkpoint(best, folder, cfg_file, overrides)
 
 
 def _open_checkpoint(path: Path, folder: Path | None, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
     """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
     content = _read_weights(path)
-    if folder is None and path.name in _BEST.values() and (path.parent / _CONFIG).is_file():
+    if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
         folder = path.parent
-    default = "ema" if path.name == _BEST["ema"] else "raw"
-    return _assemble(str(path), {"weights": default, **content}, folder, cfg_file, overrides)
+    return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg_file, overrides)
 
 
 def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
@@ -114,7 +111,7 @@ def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     entries = settings.get("distribuuuu")
     if entries is None:
         entries = _timm_entries(str(path), settings.get("architecture"), settings)
-    content = {"weights": "raw", **entries, "state_dict": _read_weights(weights)["state_dict"]}
+    content = {"weights": RAW, **entries, "state_dict": _read_weights(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, None, overrides)
 
 

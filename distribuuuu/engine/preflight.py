@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from distribuuuu.checkpoint.best_weights import RAW, best_paths, build_kinds, find_best
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.rules import AUTO, OPTIONAL_DECODERS, find_problems
-from distribuuuu.config.run_files import BESTS, CHECKPOINTS, find_parent_problem
+from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -116,11 +117,9 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
     """Yield a problem if an evaluation has no weights."""
-    best, averaged = (Path(cfg.OUT_DIR) / name for name in BESTS.values())
-    has_best = best.exists() or (cfg.EMA.HALF_LIFE and averaged.exists())
-    if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or has_best):
+    if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or find_best(cfg.OUT_DIR, build_kinds(cfg))):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
-        yield "MODEL.WEIGHTS", f"is not set, and {best} does not exist; fix: {remedy}"
+        yield "MODEL.WEIGHTS", f"is not set, and {best_paths(cfg.OUT_DIR)[RAW]} does not exist; fix: {remedy}"
 
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import RAW, best_paths, build_kinds, find_best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
@@ -37,7 +38,7 @@ from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch, is_restart
 from distribuuuu.models import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
-from distribuuuu.optim.ema import build_ema
+from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.report.log_table import format_duration
@@ -179,12 +180,12 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     if cfg.MODEL.SYNCBN:
         model = convert_sync_batchnorm(model)
     freeze_parts(cfg, model)
-    ema = build_ema(cfg, build_act_checkpoint(cfg, model))
+    averages = build_averages(cfg, build_act_checkpoint(cfg, model))
     parallelize = build_parallelize_fn(cfg, loader.device)
     parallelize(model)
-    if ema:
-        parallelize(ema.model)
-        ema.pair_with(model)
+    for average in averages.values():
+        parallelize(average.model)
+        average.pair_with(model)
     best_metric, higher_is_better = task.primary_metric
     mean, std = (tuple(values) for values in statistics_of(cfg, loader.images))
     return TrainState(
@@ -195,7 +196,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         classes=loader.images.classes,
         global_batch=loader.plan.global_batch,
         precision=precision,
-        ema=ema,
+        averages=averages,
         config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
@@ -231,12 +232,12 @@ def find_weights(cfg) -> str:
     Raises:
         CheckpointError: MODEL.WEIGHTS is not set, and neither the best weights of the run nor published ones exist.
     """
-    bests = build_checkpoints(cfg).bests
-    best = bests["ema"] if cfg.EMA.HALF_LIFE and bests["ema"].exists() else bests["raw"]
-    if cfg.MODEL.WEIGHTS or not best.exists() and cfg.MODEL.PRETRAINED:
+    best = find_best(cfg.OUT_DIR, build_kinds(cfg))
+    if cfg.MODEL.WEIGHTS or not best and cfg.MODEL.PRETRAINED:
         return cfg.MODEL.WEIGHTS or "pretrained"
-    if not best.exists():
-        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {best} does not exist; fix: set it to a checkpoint")
+    if not best:
+        missing = best_paths(cfg.OUT_DIR)[RAW]
+        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {missing} does not exist; fix: set it to a checkpoint")
     return str(best)
 
 

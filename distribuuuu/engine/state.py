@@ -7,6 +7,7 @@ A checkpoint is a dict:
 - `state_dict`, `optimizer`, `optimizer_names`: weights, optimizer state, names of its parameters by group.
 - `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
 - `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
+  So for any other average in `checkpoint.best_weights.KINDS`.
 - `scaler`: state of the gradient scaler; empty without one.
 - `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
   `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, Best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
 from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
-from distribuuuu.checkpoint.manager import Best
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
@@ -48,13 +49,12 @@ logger = logging.getLogger(__name__)
 class TrainState:
     """The content of a checkpoint.
 
-    There are two kinds of weights: "raw", the trained ones, and "ema", their moving average, if EMA.HALF_LIFE is set.
-
     Attributes:
         meter: loss and metrics of the training steps since the last row of metrics.
         epoch: number of finished epochs.
         step: number of steps since.
         config: every option by its key, e.g. "MODEL.ARCH".
+        averages: averages of the weights by kind, e.g. "ema".
         evaluated_at: the epoch and the step of the last evaluation; None before the first one.
     """
 
@@ -69,13 +69,13 @@ class TrainState:
     step: int = 0
     num_rollbacks: int = 0
     precision: Precision = field(default_factory=Precision)
-    ema: Ema | None = None
+    averages: dict[str, Ema] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     timing: StepTiming = field(default_factory=StepTiming)
     evaluated_at: tuple[int, int] | None = None
     best_metric: str = "top1"
     higher_is_better: bool = True
-    bests: dict[str, Best] = field(default_factory=lambda: {"raw": Best(), "ema": Best()})
+    bests: dict[str, Best] = field(default_factory=lambda: {kind: Best() for kind in KINDS})
 
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
@@ -99,18 +99,15 @@ class TrainState:
     @property
     def models(self) -> dict[str, nn.Module]:
         """The models to evaluate, by kind of weights."""
-        return {"raw": self.model, "ema": self.ema.model} if self.ema else {"raw": self.model}
+        return {RAW: self.model, **{kind: average.model for kind, average in self.averages.items()}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
-        ema_entries = {}
-        if self.ema:
-            best = self.bests["ema"]
-            ema_entries = {"ema_state_dict": full_state_dict(self.ema.model), "best_ema_acc1": best.value,
-                           "best_ema_epoch": best.epoch}  # fmt: skip
         return {
             **self._metadata(),
-            "state_dict": full_state_dict(self.model),
+            **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
+            **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
+            **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
             "step": self.step,
@@ -119,14 +116,11 @@ class TrainState:
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
-            **ema_entries,
         }
 
     def _metadata(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch - 1,
-            "best_acc1": self.bests["raw"].value,
-            "best_epoch": self.bests["raw"].epoch,
             "best_metric": self.best_metric,
             "seed": self.seed,
             "num_rollbacks": self.num_rollbacks,
@@ -137,7 +131,7 @@ class TrainState:
         }
 
     def load_weights(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        """Load only the weights of a checkpoint, into the model and its moving average.
+        """Load only the weights of a checkpoint, into the model and its averages.
 
         Raises:
             CheckpointError: the weights do not match the model.
@@ -165,11 +159,12 @@ class TrainState:
         seconds = max(self.seconds, float(content.get("seconds", 0.0)))
         self._seconds_before, self._started = seconds, time.perf_counter()
         self.precision.load_state_dict(content.get("scaler", {}))
-        if self.ema:
-            averaged = content.get("ema_state_dict")
-            load_state_dict(self.ema.model, averaged or content["state_dict"], path)
-            if not averaged:
-                logger.warning("%s has no moving average of the weights; it starts from the raw weights", path)
+        for kind, average in self.averages.items():
+            tensors = content.get(KINDS[kind].tensors)
+            load_state_dict(average.model, tensors or content["state_dict"], path)
+            if not tensors:
+                logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
+                               KINDS[kind].average)  # fmt: skip
         self.seed = int(content.get("seed", self.seed))
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
         self.evaluated_at = None
@@ -180,15 +175,14 @@ class TrainState:
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the best evaluations, unless another metric selected them. Without `best_metric`, it is the same."""
-        self.bests = {"raw": Best(), "ema": Best()}
+        self.bests = {kind: Best() for kind in KINDS}
         if (metric := content.get("best_metric", self.best_metric)) != self.best_metric:
             logger.warning("%s: best weights were selected by %s; selection restarts with %s", path, metric,
                            self.best_metric)  # fmt: skip
             return
         for kind, best in self.bests.items():
-            infix = "" if kind == "raw" else f"{kind}_"
-            best.value = float(content.get(f"best_{infix}acc1", 0.0))
-            best.epoch = int(content.get(f"best_{infix}epoch", -1))
+            best.value = float(content.get(KINDS[kind].value, 0.0))
+            best.epoch = int(content.get(KINDS[kind].epoch, -1))
 
     def reset_row(self) -> None:
         """Start a new row of metrics, without the steps before."""
@@ -237,11 +231,11 @@ class TrainState:
         return max(values) if self.higher_is_better else min(values)
 
     def finish_step(self, num_steps: int) -> None:
-        """Count a step of an epoch of `num_steps` as done, and update the moving average of the weights."""
+        """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
         self.step += 1
-        if self.ema:
+        for average in self.averages.values():
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
-            self.ema.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
+            average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
     def finish_epoch(self, values: dict[str, float] | None = None) -> list[str]:
         """Count the epoch as done, and evaluated if there are values; return the kinds of weights that are the best."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
@@ -23,8 +24,8 @@ Tensors = dict[str, torch.Tensor]
 
 # Prefixes that wrappers add to the names of tensors: DDP, lightning and others, detectors, torch.compile.
 PREFIXES = ("module.", "model.", "backbone.", "_orig_mod.")
-# Checkpoint keys of the moving average of the weights: this package's, timm's.
-EMA_KEYS = ("ema_state_dict", "state_dict_ema")
+# Checkpoint entries with an average of the weights: this package's, timm's.
+AVERAGES = (*(kind.tensors for kind in KINDS.values() if kind.average), "state_dict_ema")
 
 
 class IncompatibleWeightsError(ValueError):
@@ -113,7 +114,7 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
             content = read_checkpoint(path)
     except ConfigError as error:  # or a CheckpointError
         raise type(error)(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
-    averages = [content.get(name) for name in EMA_KEYS if settings.EMA]
+    averages = [content.get(name) for name in AVERAGES if settings.EMA]
     average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:

@@ -82,3 +82,9 @@ def build_ema(cfg, model: nn.Module) -> Ema | None:
     if not ema.HALF_LIFE:
         return None
     return Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)
+
+
+def build_averages(cfg, model: nn.Module) -> dict[str, Ema]:
+    """Return the averages of a run's weights by kind of weights, see `checkpoint.best_weights.KINDS`."""
+    averages = {"ema": build_ema(cfg, model)}
+    return {kind: average for kind, average in averages.items() if average}

@@ -154,7 +154,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
 
     Args:
         facts: entries that are constant over the run (`run_results.collect_metadata`).
-        evaluations: results of `evaluate` for each kind of weights, "raw" and optionally "ema".
+        evaluations: results of `evaluate` for each kind of weights, e.g. "raw" and "ema".
     """
     path = Path(out_dir) / FILE_NAME
     previous: dict = {}
@@ -273,7 +273,7 @@ def list_metrics(record: dict) -> dict[str, str]:
 def _build_schema(record: dict) -> dict[str, Any]:
     """Return the schema with the metrics and the kinds of weights of a record."""
     evaluation, accuracy = record.get("evaluation"), record.get("accuracy")
-    kinds = ("raw", "ema") if isinstance(accuracy, dict) and "ema" in accuracy else ("raw",)
+    kinds = tuple(accuracy) if isinstance(accuracy, dict) else ("raw",)
     expected = dict(SCHEMA["evaluation"])
     metrics: dict[str, Any] = {}
     if isinstance(evaluation, dict):
@@ -291,9 +291,8 @@ def _build_schema(record: dict) -> dict[str, Any]:
         same = {
             key: value for key, value in SCHEMA.items() if key not in ("finished", "seed", "training", "peak_memory")
         }
-        kinds = tuple(accuracy) if isinstance(accuracy, dict) else kinds
         return {**same, "weights": str, "data": data, "evaluation": expected, "accuracy": dict.fromkeys(kinds, result)}
-    results = dict.fromkeys(kinds, {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
+    results = dict.fromkeys(("raw", *kinds), {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
     return {**SCHEMA, "evaluation": expected, "accuracy": results}
 
 

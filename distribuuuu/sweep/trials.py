@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of
 from distribuuuu.config import ConfigError
 from distribuuuu.config.atomic_file import replacing
@@ -154,7 +155,7 @@ def read_state(folder: Path, metric: str) -> RunState:
     """Return the state of a run from the files in its folder, which may not exist."""
     saved = CheckpointManager(folder).list()
     epochs = position_of(saved[-1])[0] if saved else 0
-    values: dict[str, dict[int, float]] = {"eval": {}, "eval_ema": {}}
+    values: dict[str, dict[int, float]] = {"eval" if kind == RAW else f"eval_{kind}": {} for kind in reversed(KINDS)}
     for line in read_lines(folder / "metrics.jsonl", []):
         record = parse_record(line) if '"kind": "eval' in line else None
         if record and record["epoch"] <= epochs and record["kind"] in values:
@@ -165,7 +166,8 @@ def read_state(folder: Path, metric: str) -> RunState:
     if (folder / FAILED_FILE).exists():
         output = [line for line in read_lines(folder / CONSOLE_FILE, []) if line.strip()]
         failure = printable((output or ["no output"])[-1].strip().removeprefix("- "))
-    return RunState(epochs, values["eval"] | values["eval_ema"], failure)
+    by_precedence = {epoch: value for found in values.values() for epoch, value in found.items()}
+    return RunState(epochs, by_precedence, failure)
 
 
 def record_failure(job: Job, status: int) -> None:

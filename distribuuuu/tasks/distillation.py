@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import best_state_dict
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import ConfigError, Problem
@@ -72,7 +73,7 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
         raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     try:
         content = read_checkpoint(weights)
-        load_state_dict(teacher, content.get("ema_state_dict") or content["state_dict"], weights)
+        load_state_dict(teacher, best_state_dict(content), weights)
         if mismatch := find_class_mismatch(content, classes):
             remedy = "if they mean the same, use a file that holds only the state dict"
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}; fix: {remedy}")

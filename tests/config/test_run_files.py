@@ -30,7 +30,9 @@ def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", [*RUN_FILES, "best.yaml", "checkpoints.12", "ckpt.pth.tar.broken", "x.tmp"])
+@pytest.mark.parametrize(
+    "name", [*RUN_FILES, "best.pth.tar", "best_ema.pth.tar", "best.yaml", "checkpoints.12", "a.pth.tar.broken", "x.tmp"]
+)
 def test_no_spelling_of_a_file_of_the_run_is_a_name_of_the_config(name):
     for spelling in (name, name.upper(), name.title(), f"{name} ", f"{name}.", name.replace("s", "\u017f")):
         assert find_name_problem(spelling), spelling

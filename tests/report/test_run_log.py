@@ -20,7 +20,7 @@ import pytest
 from support.processes import on_processes
 from support.runs import ROOT, small_options
 
-from distribuuuu.checkpoint.manager import Best
+from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader

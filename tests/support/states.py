@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.manager import Best
+from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.config.reader import load_cfg
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu import __version__
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.untrusted import printable
@@ -112,7 +113,8 @@ def build_report(run: RunFiles) -> str:
     if not content.multilabel:
         sections.append(describe_calibration(content))
     sections.append(describe_provenance(run))
-    weights = "moving average of the weights" if content.meta.get("weights") == "ema" else "trained weights"
+    kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
+    weights = f"{kind.average} of the weights" if kind.average else "trained weights"
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
     arch = run.facts["model"]["arch"] if run.facts else "model"
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"

@@ -1,0 +1,94 @@
+"""Kinds of weights, the best weights of each kind, and their names in files. Imports no torch.
+
+A new kind, e.g. another average, is an entry of KINDS and of `build_averages` in optim/ema.py. Names of files, entries
+of checkpoints, records and reports follow.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config.tree import get_value
+
+RAW = "raw"
+
+
+@dataclass(frozen=True)
+class WeightsKind:
+    """A kind of weights.
+
+    Attributes:
+        file_name: the file of the best ones, in OUT_DIR.
+        tensors: the entry of a checkpoint with the state dict.
+        value: the entry with the best value of the first metric.
+        epoch: the entry with the epoch of that value.
+        average: the average that they are, in reports; "": they are the weights that the optimizer updates.
+        option: the option without which a run has none; "": every run has them.
+    """
+
+    file_name: str
+    tensors: str
+    value: str
+    epoch: str
+    average: str = ""
+    option: str = ""
+
+
+# By the name in records, in order of precedence: of several kinds, a reader of a run takes the first.
+KINDS = {
+    "ema": WeightsKind(
+        "best_ema.pth.tar", "ema_state_dict", "best_ema_acc1", "best_ema_epoch", "moving average", "EMA.HALF_LIFE"
+    ),
+    RAW: WeightsKind("best.pth.tar", "state_dict", "best_acc1", "best_epoch"),
+}
+
+
+@dataclass
+class Best:
+    """The best evaluation so far: the value of the first metric, and the epoch, from 0.
+
+    The epoch is -1 before the first evaluation, and in checkpoints of the 2021 distribuuuu, which did not record it.
+    """
+
+    value: float = 0.0
+    epoch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
+
+    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
+        """Record an evaluation if it is the best; return whether it is."""
+        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
+        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
+        if is_best:
+            self.value, self.epoch = value, epoch
+        return is_best
+
+
+def build_kinds(cfg) -> list[str]:
+    """Return the kinds of weights of a run, in order of precedence."""
+    return [name for name, kind in KINDS.items() if not kind.option or get_value(cfg, kind.option)]
+
+
+def best_paths(out_dir: str | os.PathLike) -> dict[str, Path]:
+    """Return the files of the best weights of a run by kind, in order of precedence."""
+    return {name: Path(out_dir) / kind.file_name for name, kind in KINDS.items()}
+
+
+def find_best(out_dir: str | os.PathLike, kinds: Iterable[str] = KINDS) -> Path | None:
+    """Return the file of the best weights of a run, of the first of the kinds that has one; None: there is none."""
+    paths = best_paths(out_dir)
+    return next((paths[kind] for kind in kinds if paths[kind].is_file()), None)
+
+
+def kind_of(path: str | os.PathLike) -> str:
+    """Return the kind of weights of a file by its name; "raw" for a name that is not one of best weights."""
+    return next((name for name, kind in KINDS.items() if kind.file_name == Path(path).name), RAW)
+
+
+def best_state_dict(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a checkpoint, of the first kind of weights that it has."""
+    return next(content[kind.tensors] for kind in KINDS.values() if content.get(kind.tensors))

@@ -1,0 +1,53 @@
+"""Copies of a training state on the CPU, and the search for values that are not finite."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from distribuuuu.distributed.fsdp import FullStateDict
+from distribuuuu.launch.host import copy_to_host
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy of nested content with every tensor on the CPU, unaffected by later steps.
+
+    Tensors of a GPU are copied together, and the host waits for them once.
+    """
+    tensors = [tensor for _, tensor in _iter_tensors(value, "") if tensor.is_cuda]
+    copies = map(with_own_storage, copy_to_host(tensors)()) if tensors else ()
+    return _copy(value, dict(zip(map(id, tensors), copies, strict=True)))
+
+
+def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return a copy of nested content; `copies` are those of some tensors, by their `id`."""
+    if isinstance(value, FullStateDict):
+        return dict(value)
+    if isinstance(value, torch.Tensor):
+        return copies[id(value)] if id(value) in copies else value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(item, copies) for key, item in value.items()}
+    return type(value)(_copy(item, copies) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor in the same memory, whose storage is only that: torch saves storages, not tensors."""
+    start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + size]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def find_nonfinite(value: Any, name: str = "") -> str | None:
+    """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
+    for path, tensor in _iter_tensors(value, name):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return path
+    return None
+
+
+def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _iter_tensors(item, f"{name}/{key}" if name else str(key))
