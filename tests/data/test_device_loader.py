@@ -7,6 +7,7 @@ from PIL import Image
 from support.batches import ALONE, CPU, assert_same_batches, batches_of
 from support.images import draw_folder, needs
 from support.runs import run_tool
+from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
@@ -49,15 +50,14 @@ def pixel_set(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("crop", ["pad", "resized"])
-@pytest.mark.parametrize("sizes", [(20, 20, 20), (16, 30, 24)])
-def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop, sizes, train):
-    train_size, resize_to, test_crop = sizes
-    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,
-             "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7)  # fmt: skip
-    host = batches_of(small_cfg(*words), train)
-    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
+def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop):
+    for train_size, resize_to, test_crop in ((20, 20, 20), (16, 30, 24)):
+        words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,
+                 "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7)  # fmt: skip
+        for train in (True, False):
+            host = batches_of(small_cfg(*words), train)
+            assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
 
 
 @pytest.mark.parametrize("mode", ["const", "pixel"])
@@ -98,12 +98,6 @@ def broken_words(tmp_path):
     return ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.LOADER", "device")
 
 
-def test_a_broken_image_of_a_set_on_the_device_is_named(small_cfg, broken_words):
-    loader = build_loader(small_cfg(*broken_words), ALONE, CPU, train=True)
-    with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
-        list(loader.batches_from(seed=5, epoch=0, first_step=0))
-
-
 def test_the_error_of_a_broken_image_keeps_no_frames_of_its_decoder_or_of_earlier_readers(small_cfg, broken_words):
     images = build_loader(small_cfg(*broken_words, "DATA.ON_BAD_IMAGE", "skip"), ALONE, CPU, train=True).images
     (index,) = images._errors
@@ -116,13 +110,17 @@ def test_the_error_of_a_broken_image_keeps_no_frames_of_its_decoder_or_of_earlie
     assert lengths == [2, 2, 2] and caught.value.__context__ is None
 
 
-def test_a_broken_image_of_a_set_on_the_device_is_replaced_as_by_workers(small_cfg, broken_words):
+def test_a_broken_image_of_a_set_on_the_device_is_named_or_replaced_as_by_workers(small_cfg, broken_words):
     words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
-    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
-    mine = list(loader.batches_from(seed=5, epoch=0, first_step=0))
-    assert loader.num_broken == 1
-    workers = build_loader(small_cfg(*words, "DATA.LOADER", "host"), ALONE, CPU, train=True)
-    assert_same_batches(mine, list(workers.batches_from(seed=5, epoch=0, first_step=0)))
+    strict, device, host = (
+        build_loader(small_cfg(*more), ALONE, CPU, train=True)
+        for more in (broken_words, words, (*words, "DATA.LOADER", "host"))
+    )
+    with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
+        list(strict.batches_from(seed=5, epoch=0, first_step=0))
+    mine, theirs = (list(loader.batches_from(seed=5, epoch=0, first_step=0)) for loader in (device, host))
+    assert_same_batches(mine, theirs)
+    assert device.num_broken == host.num_broken == 1
 
 
 def test_a_set_that_does_not_fit_is_a_clear_error(small_cfg, monkeypatch):
@@ -150,18 +148,12 @@ def folder_and_packs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("decoder", ["auto", "simplejpeg", "nvimgcodec"])
-@pytest.mark.parametrize("pack", ["files", "pixels"])
-def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder, train):
+@pytest.mark.parametrize("pack, decoder", pairwise(["files", "pixels"], ["auto", "simplejpeg", "nvimgcodec"]))
+def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder):
     needs(decoder)
     words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
-    folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)
     packed = ("TRAIN.DATASET", folder_and_packs / pack, "DATA.NAME", "packed", *words)
-    for more in (
-        (),
-        ("TRAIN.WORKERS", 2),
-        ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"),
-        ("DATA.LOADER", "device"),
-    ):
-        assert_same_batches(batches_of(small_cfg(*packed, *more), train), folder)
+    for train in (True, False):
+        folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)
+        for more in ((), ("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")):
+            assert_same_batches(batches_of(small_cfg(*packed, *more), train), folder)

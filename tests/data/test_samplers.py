@@ -8,8 +8,6 @@ import pytest
 import torch
 from support.batches import ALONE, CPU, assert_same_batches
 from support.images import draw_folder
-from support.processes import on_processes
-from support.runs import assert_close, assert_same_run, small_options, train_and_read, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
@@ -24,7 +22,6 @@ from distribuuuu.data.samplers import (
 )  # fmt: skip
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model
-from distribuuuu.trainer import train_model
 
 GROWING = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [1, 5], "TRAIN.IM_SIZE_MULTIPLE", 2)
 WAYS = [(), ("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")]
@@ -122,29 +119,12 @@ def test_uniform_is_the_permutation_it_was(small_cfg):
         small_cfg("DATA.SAMPLING", "balance")
 
 
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory):
-    root = tmp_path_factory.mktemp("uneven")
-    draw_folder(root, "train", {"ant": 30, "bee": 5, "cat": 1})
-    draw_folder(root, "val", {"ant": 3, "bee": 3, "cat": 3})
-    return root
-
-
-def test_runs_on_draws_resume_and_do_not_depend_on_workers_processes_or_the_loader(uneven, tmp_path, monkeypatch):
-    def config(name, *words):
-        shared = ("DATA.SAMPLING", "balanced", "TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1)
-        return load_cfg(None, small_options(uneven, tmp_path / name, *shared, "MODEL.KWARGS.norm", "group", *words))
-
-    whole = train_and_read(config("whole"))
-    train_and_stop(config("parts"), (0, 2), monkeypatch)
-    train_model(config("parts", "TRAIN.WORKERS", 2))
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    assert_close(on_processes(2, train_and_read, config("two"))[0], whole, 1e-5)
-    assert_close(train_and_read(config("device", "DATA.LOADER", "device")), whole, 1e-5)
-    loader = build_loader(config("labels"), detect_launch(), CPU, train=True)
-    labels = Counter(
-        label for epoch in range(20) for _, batch in loader.batches_from(3, epoch, 0) for label in batch.tolist()
-    )
+def test_batches_hold_the_classes_as_often_as_the_config_says(small_cfg, tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 30, "bee": 5, "cat": 1})
+    cfg = small_cfg("TRAIN.DATASET", tmp_path, "DATA.SAMPLING", "balanced")
+    loader = build_loader(cfg, detect_launch(), CPU, train=True)
+    batches = [batch for epoch in range(20) for _, batch in loader.batches_from(3, epoch, 0)]
+    labels = Counter(torch.cat(batches).tolist())
     assert all(abs(labels[label] - 240) < 60 for label in range(3)) and loader.num_steps == 3
 
 
@@ -200,25 +180,18 @@ def test_growth_that_cannot_be_is_an_error():
             load_cfg(None, words.split())
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (("MODEL.ARCH", "botnet50"), r"botnet50 has one fixed image size.*; fix: set TRAIN.IM_SIZE_START 0$"),
-        (("MODEL.ARCH", "torchvision/vit_b_16", "MODEL.KWARGS.image_size", 224), "its image_size"),
-        (("MODEL.ARCH", "timm/vit_tiny_patch16_224"), "IM_SIZE_START 0, or MODEL.KWARGS.dynamic_img_size True$"),
-    ],
-)
-def test_a_model_for_one_size_only_is_an_error(words, said):
-    growing = ("TRAIN.IM_SIZE_START", 128, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
-    for call in (check_model, build_model):
-        with pytest.raises(ConfigError, match=rf"^TRAIN.IM_SIZE_START \(command line\): .*{said}"):
-            call(load_cfg(None, [str(word) for word in (*growing, *words)]))
-
-
-def test_models_for_any_size_may_grow():
-    growing = ["TRAIN.IM_SIZE_START", "32", "TRAIN.IM_SIZE", "64", "TRAIN.IM_SIZE_EPOCHS", "[0, 5]"]
-    for words in (["MODEL.ARCH", "resnet18"],
-                  ["MODEL.ARCH", "timm/vit_tiny_patch16_224", "MODEL.KWARGS.dynamic_img_size", "True"]):  # fmt: skip
-        model = build_model(load_cfg(None, growing + words)).eval()
+def test_a_model_for_one_size_only_is_an_error_and_others_may_grow():
+    growing = "TRAIN.IM_SIZE_START 128 TRAIN.IM_SIZE_EPOCHS [0,5] MODEL.ARCH "
+    for words, said in {
+        "botnet50": r"botnet50 has one fixed image size.*; fix: set TRAIN.IM_SIZE_START 0$",
+        "torchvision/vit_b_16 MODEL.KWARGS.image_size 224": "its image_size",
+        "timm/vit_tiny_patch16_224": "IM_SIZE_START 0, or MODEL.KWARGS.dynamic_img_size True$",
+    }.items():
+        for call in (check_model, build_model):
+            with pytest.raises(ConfigError, match=rf"^TRAIN.IM_SIZE_START \(command line\): .*{said}"):
+                call(load_cfg(None, (growing + words).split()))
+    for words in ("resnet18", "timm/vit_tiny_patch16_224 MODEL.KWARGS.dynamic_img_size True"):
+        growing = "TRAIN.IM_SIZE_START 32 TRAIN.IM_SIZE 64 TRAIN.IM_SIZE_EPOCHS [0,5] MODEL.ARCH "
+        model = build_model(load_cfg(None, (growing + words).split())).eval()
         with torch.inference_mode():
             assert all(model(torch.zeros(1, 3, side, side)).shape == (1, 1000) for side in (32, 64))
