@@ -18,7 +18,8 @@ from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.decode import Box
 from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
-from distribuuuu.data.loader import Loader, Normalizer, TrainLoader, build_loader
+from distribuuuu.data.loader import Loader, TrainLoader, build_loader
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers

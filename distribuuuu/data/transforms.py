@@ -119,6 +119,8 @@ class PaddedCrop(BatchTransform):
         rows = span + top.astype(np.int64)[:, None]
         rows, columns = (copy_to_device(torch.from_numpy(at + self.padding), pixels.device) for at in (rows, columns))
         padded = pad(pixels, [self.padding] * 4)
+        # index (N, 1, 1), rows (N, size, 1) and columns (N, 1, size) together select (N, size, size) pixels, each of C
+        # adjacent values. A flip is a descending row of columns.
         index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
         return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
@@ -198,7 +200,13 @@ def to_uint8(values: torch.Tensor) -> torch.Tensor:
 
 
 def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Return float32 with `size` means along a dimension, each over an equal part, to which pixels count in part."""
+    """Return float32 with `size` means along a dimension, each over an equal part, to which pixels count in part.
+
+    E.g. from 5 pixels to 2 means, over [0, 2.5) and [2.5, 5): the pixels that each part may touch, and their shares.
+
+        index   0    1    2    3        shares  0.4  0.4  0.2  0
+                2    3    4    4 (5)            0.2  0.4  0.4  0
+    """
     num = values.shape[dim]
     edges = torch.arange(size + 1, dtype=torch.float64) * num / size
     first, last = edges[:-1, None], edges[1:, None]

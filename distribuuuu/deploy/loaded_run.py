@@ -18,7 +18,8 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
-from distribuuuu.data.loader import BadImageError, Normalizer, build_transform
+from distribuuuu.data.loader import BadImageError, build_transform
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.deploy.chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind

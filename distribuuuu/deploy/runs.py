@@ -27,7 +27,8 @@ from distribuuuu.config.tree import iter_options
 from distribuuuu.config.untrusted import load_json
 from distribuuuu.data.datasets.base import ImageDataset, first_few
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.loader import build_images, statistics_of
+from distribuuuu.data.loader import build_images
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.deploy.loaded_run import LoadedRun
 from distribuuuu.models.constructor import find_architecture
 

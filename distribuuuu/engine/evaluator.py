@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.loader import Loader, pad_batch
+from distribuuuu.data.loader import Loader
+from distribuuuu.data.normalize import pad_batch
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.tasks.base import Task

@@ -15,7 +15,8 @@ from distribuuuu import __version__
 from distribuuuu.config.errors import counted
 from distribuuuu.config.rules import AUTO, find_unused_options
 from distribuuuu.config.tree import get_value
-from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
+from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run

@@ -20,7 +20,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
 from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.imagenet_labels import read_classes
-from distribuuuu.data.loader import Loader, TrainLoader, statistics_of
+from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint

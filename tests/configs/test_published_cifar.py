@@ -17,7 +17,8 @@ from torch import nn
 
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.datasets.torchvision_sets import Cifar10
-from distribuuuu.data.loader import build_loader, statistics_of
+from distribuuuu.data.loader import build_loader
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.transforms import PaddedCrop
 from distribuuuu.engine.setup import build_run
 from distribuuuu.launch.detect import detect_launch

@@ -41,7 +41,7 @@ from torchvision.transforms import InterpolationMode
 
 from distribuuuu.data.augment import ERASED_AREA, ERASED_RATIO
 from distribuuuu.data.datasets.base import get_dataset
-from distribuuuu.data.loader import statistics_of
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.tasks.losses import build_loss
 
 DEIT = ("deit_tiny", "deit_small", "deit_base")

@@ -31,8 +31,8 @@ from torch import nn
 from distribuuuu.data import randaugment
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.datasets.base import get_dataset
-from distribuuuu.data.loader import Normalizer, statistics_of
 from distribuuuu.data.mixup import MixParams, PairMixer, build_mixer
+from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.tasks.losses import build_loss
 
 NAME = "imagenet/plain_vit_small"

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage, build_decode_options
-from distribuuuu.data.loader import statistics_of
+from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import ResizedCrop, random_resized_box
 

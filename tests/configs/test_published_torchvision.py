@@ -38,8 +38,8 @@ from torchvision.transforms import v2
 
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.loader import Normalizer
 from distribuuuu.data.mixup import build_mixer
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.optim.ema import build_ema

@@ -27,7 +27,8 @@ from distribuuuu.data.augment import (
     pca_noise,
 )
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.loader import Normalizer, build_loader
+from distribuuuu.data.loader import build_loader
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 

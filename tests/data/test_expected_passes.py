@@ -14,7 +14,8 @@ from support.runs import assert_same_run
 from distribuuuu.data import workers
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import Loader, Normalizer
+from distribuuuu.data.loader import Loader
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop

@@ -22,7 +22,8 @@ from support.tiers import pairwise
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data import workers
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError, Normalizer, build_loader
+from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop

@@ -7,7 +7,8 @@ import torch
 from support.fake_cuda import CUDA, fake_cuda
 from torch import nn
 
-from distribuuuu.data.loader import Loader, Normalizer, build_loader, pad_batch
+from distribuuuu.data.loader import Loader, build_loader
+from distribuuuu.data.normalize import Normalizer, pad_batch
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.engine.evaluator import PaddedModel, evaluate
 from distribuuuu.launch.detect import Launch
