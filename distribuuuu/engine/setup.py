@@ -37,7 +37,7 @@ from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch, is_restart
-from distribuuuu.models import build_model, select_outputs
+from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer

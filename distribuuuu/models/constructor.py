@@ -25,6 +25,7 @@ from distribuuuu.config.model_names import (
 from distribuuuu.config.registry import MODELS
 
 Constructor = Callable[..., nn.Module]
+Parameters = dict[str, inspect.Parameter]
 
 # Names of the image-size parameter in this package, timm and torchvision.
 SIZE_NAMES = ("im_size", "img_size", "image_size")
@@ -76,9 +77,6 @@ class ModelSpec:
             keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
             return model if keeps_heads else remove_auxiliary_heads(model)
         except self._errors_of_values() as error:
-            # An image size of the wrong type cannot come from the config.
-            if not self.kwargs and (isinstance(error, TypeError) or not self.im_size):
-                raise
             raise self._rejection(error) from error
 
     def build_on_meta(self) -> nn.Module | None:
@@ -93,8 +91,10 @@ class ModelSpec:
 
     def _errors_of_values(self) -> tuple[type[Exception], ...]:
         """Return the errors that a value may cause; timm and torchvision check few values, some with assertions."""
+        if not self.kwargs:  # an image size has the right type
+            return (ValueError, AssertionError) if self.im_size else ()
         known = (TypeError, ValueError, AssertionError)
-        if self.arch.is_plug_in or not self.kwargs:
+        if self.arch.is_plug_in:
             return known
         return (*known, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
 
@@ -193,6 +193,18 @@ _SOURCES: dict[str, tuple[Callable[[str], Constructor | None], Callable[[], Name
 }
 
 
+def build_model_spec(cfg) -> ModelSpec:
+    """Return the specification of MODEL.ARCH; errors as those of `find_architecture` and `make_model_spec`."""
+    arch = find_architecture(cfg.MODEL.ARCH)
+    kwargs, train = _to_plain_dict(cfg.MODEL.KWARGS), cfg.TRAIN
+    return make_model_spec(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
+
+
+def _to_plain_dict(value: Any) -> Any:
+    """Convert config nodes, which are frozen, to dicts."""
+    return {key: _to_plain_dict(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def make_model_spec(
     arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int, size_grows: bool = False
 ) -> ModelSpec:
@@ -203,6 +215,18 @@ def make_model_spec(
             size grows (TRAIN.IM_SIZE_START) and the model has one fixed size.
     """
     parameters, is_open = find_keywords(arch.constructor, num_classes)
+    _check_names(arch, kwargs, parameters, is_open)
+    size_name = next((name for name in SIZE_NAMES if name in parameters), None)
+    if size_grows and size_name and not kwargs.get(DYNAMIC_SIZE):
+        remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
+        message = f"{arch.name} has one fixed image size, its {size_name}; fix: set TRAIN.IM_SIZE_START 0{remedy}"
+        raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
+    is_set = not kwargs.keys().isdisjoint(SIZE_NAMES)
+    return ModelSpec(arch, num_classes, kwargs, {size_name: im_size} if size_name and not is_set else {})
+
+
+def _check_names(arch: Architecture, kwargs: dict[str, Any], parameters: Parameters, is_open: bool) -> None:
+    """Raise ConfigError for names in `kwargs` that read files or the network, else for unknown ones."""
     # A parameter without a default is not the user's: the entry function passes it.
     optional = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
     problems = [Problem(key, message) for key, message in find_reading_keywords("MODEL.KWARGS", kwargs)]
@@ -211,17 +235,6 @@ def make_model_spec(
             problems.append(Problem(f"MODEL.KWARGS.{name}", what))
     if problems:
         raise ConfigError(problems)
-    size_names = [name for name in SIZE_NAMES if name in parameters]
-    if size_grows and size_names and not kwargs.get(DYNAMIC_SIZE):
-        remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
-        message = f"{arch.name} has one fixed image size, its {size_names[0]}; fix: set TRAIN.IM_SIZE_START 0{remedy}"
-        raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
-    if set(SIZE_NAMES) & set(kwargs):
-        size_names = []
-    return ModelSpec(arch, num_classes, kwargs, dict.fromkeys(size_names[:1], im_size))
-
-
-Parameters = dict[str, inspect.Parameter]
 
 
 def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:

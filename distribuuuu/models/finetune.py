@@ -15,8 +15,9 @@ from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models import as_finetune_problems, build_model, count_parameters, find_head
+from distribuuuu.models.build import as_finetune_problems, build_model, count_parameters
 from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.models.head import find_head, layer_of, replace_layers
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,10 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
     except ConfigError as error:
         raise ConfigError(as_finetune_problems(error), cfg.origins) from error
     if cfg.FINETUNE.HEAD_RESET:
-        initial, layers = build_model(cfg, pretrained=False).state_dict(), find_head(cfg, model)
-        head = {name: tensor for name, tensor in initial.items() if _is_in(name, layers)}
-        model.load_state_dict(head, strict=False)
-        logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(list(head)))
+        head = find_head(cfg, model)
+        replace_layers(model, build_model(cfg, pretrained=False), head)
+        names = [name for name in model.state_dict() if layer_of(name) in head]
+        logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(names))
     return model
 
 
@@ -146,47 +147,45 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
         IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
     """
     own = model.state_dict()
-    backbone = [name for name in own if not _is_in(name, head)]
-    matched, unused = match_tensors(own, state_dict)
+    theirs = rename_tensors(state_dict, own)
+    matched, unmatched = match_tensors(own, theirs)
+    backbone = [name for name in own if layer_of(name) not in head]
     if any(name not in matched for name in backbone):
-        converted = match_tensors(own, convert_by_timm(model, _rename(state_dict, own)))
-        if len(converted[0]) > len(matched):
-            matched, unused = converted
-    missing = {name.rpartition(".")[0] for name in own if name not in matched}
-    dropped = [name for name in matched if _is_in(name, head) and (reset_head or _is_in(name, missing))]
-    loaded = {name: tensor for name, tensor in matched.items() if name not in dropped}
+        converted = match_tensors(own, rename_tensors(convert_by_timm(model, theirs), own))
+        matched, unmatched = max((matched, unmatched), converted, key=lambda match: len(match[0]))
+
+    skipped = {layer_of(name) for name in own if reset_head or name not in matched} & {*head}
+    loaded = {name: tensor for name, tensor in matched.items() if layer_of(name) not in skipped}
     kernels = [name for name in backbone if own[name].ndim > 1]
     for names in (backbone, kernels):  # vectors match by chance: those of norms even between ResNet-50 and ResNet-18
-        mismatches = [name for name in names if name not in loaded]
-        if 2 * len(mismatches) > len(names):
-            raise IncompatibleWeightsError(_describe_mismatches(mismatches, own, state_dict, len(names)))
+        missing = [name for name in names if name not in loaded]
+        if 2 * len(missing) > len(names):
+            raise IncompatibleWeightsError(_describe_mismatches(missing, own, theirs, len(names)))
     model.load_state_dict(loaded, strict=False)
-    initialized = [name for name in own if name not in loaded]
-    num_missing = sum(name in backbone for name in initialized)
-    return LoadReport(list(loaded), initialized, [*dropped, *unused], num_missing)
 
-
-def _is_in(name: str, layers: Collection[str]) -> bool:
-    return name.rpartition(".")[0] in layers
+    return LoadReport(
+        loaded=list(loaded),
+        initialized=[name for name in own if name not in loaded],
+        unused=[name for name in matched if name not in loaded] + unmatched,
+        num_missing=sum(name not in loaded for name in backbone),
+    )
 
 
 def _describe_mismatches(names: list[str], own: Tensors, other: Tensors, num: int) -> str:
-    renamed = _rename(other, own)
-    shapes = {name: tuple(renamed[name].shape) if name in renamed else "missing" for name in names[:2]}
+    shapes = {name: tuple(other[name].shape) if name in other else "missing" for name in names[:2]}
     examples = ", ".join(f"{name}: expected {tuple(own[name].shape)}, got {shape}" for name, shape in shapes.items())
-    unknown = [name for name in renamed if name not in own][:2]
+    unknown = [name for name in other if name not in own][:2]
     more = f"; the file has {', '.join(unknown)}, ..." if unknown else ""
     return f"{len(names)} of {counted(num, 'tensor')} of the backbone do not match, e.g. {examples}{more}"
 
 
 def match_tensors(own: Tensors, other: Tensors) -> tuple[Tensors, list[str]]:
     """Return the tensors of `other` that match `own` by name and shape, in its order, and the names of the rest."""
-    renamed = _rename(other, own)
-    matched = {name: renamed[name] for name in own if name in renamed and renamed[name].shape == own[name].shape}
-    return matched, [name for name in renamed if name not in matched]
+    matched = {name: other[name] for name in own if name in other and other[name].shape == own[name].shape}
+    return matched, [name for name in other if name not in matched]
 
 
-def _rename(tensors: Tensors, known: Collection[str]) -> Tensors:
+def rename_tensors(tensors: Tensors, known: Collection[str]) -> Tensors:
     """Return tensors under the known names that equal theirs up to prefixes; the others without prefixes."""
     by_core = {_core(name): name for name in known}
     renamed = {name: tensor for name, tensor in tensors.items() if name in known}

@@ -12,6 +12,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import without_unsafe_advice
 from distribuuuu.models.constructor import Architecture, ModelSpec
+from distribuuuu.models.head import find_resized_layers, replace_layers
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,9 @@ def build_pretrained(spec: ModelSpec) -> nn.Module:
     model = _load(spec, published, num_classes)
     initialized = _reset_by_timm(model, spec.num_classes) if spec.arch.source == "timm" else []
     if num_classes != spec.num_classes:
-        initialized = replace_head(model, spec.build())
+        initial = spec.build()
+        initialized = find_resized_layers(model, initial)
+        replace_layers(model, initial, initialized)
     note = f"; randomly initialized: {', '.join(initialized)}" if initialized else ""
     logger.info("pretrained weights: %s%s", published.source, note)
     return model
@@ -99,29 +102,6 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
 def _one_line(error: BaseException | None, max_length: int = 300) -> str:
     text = " ".join(without_unsafe_advice(str(error)).split())
     return text if len(text) <= max_length else f"{text[:max_length]} ..."
-
-
-def replace_head(model: nn.Module, other: nn.Module) -> list[str]:
-    """Replace the layers whose shapes depend on the number of classes by those of `other`; return their names.
-
-    `other` is the same model for another number of classes. All other layers and attributes of `model` are kept.
-    """
-    donors = dict(other.named_modules())
-    names = find_resized_layers(model, other)
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, donors[name])
-    return names
-
-
-def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
-    """Return the names of the layers whose own parameters have other shapes in `other`, the same model resized."""
-    others = dict(other.named_modules())
-    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others[name])]
-
-
-def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
 
 
 def _reset_by_timm(model: Any, num_classes: int) -> list[str]:

@@ -13,7 +13,7 @@ from support import recipe_semantics as semantics
 from support.tiers import slow
 from torch import nn
 
-from distribuuuu.models import initialize
+from distribuuuu.models.build import initialize
 
 # Group width, and the smallest model of each family, whose weights are as quickly drawn as compared.
 REGNETS = {"regnetx_160": 128, "regnety_160": 112, "regnety_320": 232}

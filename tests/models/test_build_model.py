@@ -379,7 +379,7 @@ def test_initial_weights_are_the_constructors_by_default():
 
 def test_published_weights_are_not_initialized_again(monkeypatch):
     published = torchvision.models.resnet18(num_classes=9)
-    monkeypatch.setattr("distribuuuu.models.build_pretrained", lambda spec: published)
+    monkeypatch.setattr("distribuuuu.models.build.build_pretrained", lambda spec: published)
     cfg = make_cfg("resnet18", 9, pretrained=True)
     cfg.MODEL.INIT = "fan_out"
     before = published.fc.weight.clone()

@@ -21,9 +21,10 @@ from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.locate import find_weights_file
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine.precise_bn import compute_precise_statistics
-from distribuuuu.models import build_model, find_head
+from distribuuuu.models import build_model
 from distribuuuu.models.finetune import IncompatibleWeightsError, build_initial_model, freeze_parts, load_backbone
 from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.models.head import find_head
 from distribuuuu.trainer import train_model
 
 CLASSES = ("ant", "bee", "cat")

@@ -1,0 +1,110 @@
+"""Models of a config: MODEL.ARCH, its arguments, published or random weights."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.locate import PUBLISHED
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.models.constructor import Architecture, build_model_spec
+from distribuuuu.models.freeze import freeze
+from distribuuuu.models.pretrained import build_pretrained, find_published
+from distribuuuu.optim.param_groups import exempt_parameters, lr_multipliers
+
+
+def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
+    """Return the model of MODEL.ARCH: images (N, 3, IM_SIZE, IM_SIZE) -> logits (N, NUM_CLASSES).
+
+    The constructor gets MODEL.KWARGS, and TRAIN.IM_SIZE if it has an image-size parameter that they do not set. With
+    `pretrained` (None: MODEL.PRETRAINED) the model has the published weights; its head is randomly initialized if the
+    classes differ.
+
+    Raises:
+        ConfigError: an unknown name or keyword, a value that the constructor rejects, or weights that do not exist or
+            cannot be downloaded.
+    """
+    try:
+        spec = build_model_spec(cfg)
+        pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
+        model = build_pretrained(spec) if pretrained else spec.build()
+        if cfg.MODEL.INIT != "own" and not pretrained:
+            initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
+    except ConfigError as error:
+        raise ConfigError(error.problems, cfg.origins) from error
+    return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
+
+
+def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) -> None:
+    """Restrict the logits (N, num_classes) of a model to some columns, on its device; other outputs are unchanged."""
+
+    def select(_module: nn.Module, _inputs: Any, logits: Any) -> Any:
+        return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
+
+    model.register_forward_hook(select)
+
+
+def initialize(model: nn.Module, keep_norms: bool = False) -> None:
+    """Initialize as pycls does (models/blocks.py): N(0, 2 / fan-out) and N(0, 0.01) for linear layers, scales of 1.
+
+    The groups of a convolution do not divide its fan-out, unlike in timm since 0.6. Biases of convolutions start as in
+    torch. With `keep_norms`, norms keep their scales: timm's regnet.py before 0.6 had zeros at the ends of blocks.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.BatchNorm2d) and not keep_norms):
+            layer.reset_parameters()
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+
+
+def check_model(cfg) -> None:
+    """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
+
+    Raises:
+        ConfigError: as `build_model`; or a pattern does not match the model (FINETUNE.FREEZE, FINETUNE.LR_MULT,
+            OPTIM.NO_WEIGHT_DECAY).
+    """
+    try:
+        spec = build_model_spec(cfg)
+        model = spec.build_on_meta()
+        if cfg.MODEL.PRETRAINED:
+            find_published(spec.arch)
+    except ConfigError as error:
+        raise ConfigError(error.problems, cfg.origins) from error
+    problems = list(_finetune_problems(cfg, spec.arch, model))
+    if problems:
+        raise ConfigError(problems, cfg.origins)
+
+
+def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[Problem]:
+    try:
+        if cfg.FINETUNE.WEIGHTS == PUBLISHED:
+            find_published(arch)
+    except ConfigError as error:
+        yield from as_finetune_problems(error)
+    checks = ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT),
+              (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
+    for check, patterns in checks:
+        try:
+            if model is not None:
+                check(model, patterns)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def as_finetune_problems(error: ConfigError) -> list[Problem]:
+    """Return problems of MODEL.PRETRAINED as problems of FINETUNE.WEIGHTS, which asked for the same weights."""
+    return [
+        replace(problem, key="FINETUNE.WEIGHTS") if problem.key == "MODEL.PRETRAINED" else problem
+        for problem in error.problems
+    ]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters, trainable or not."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,39 @@
+"""The head of a model: the layers whose shapes depend on the number of classes."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from distribuuuu.models.constructor import build_model_spec
+
+
+def find_head(cfg, model: nn.Module) -> list[str]:
+    """Return the names of the layers of the head."""
+    other = replace(build_model_spec(cfg), num_classes=cfg.MODEL.NUM_CLASSES + 1)
+    with torch.random.fork_rng(devices=[]):
+        resized = other.build_on_meta()
+        return find_resized_layers(model, other.build() if resized is None else resized)
+
+
+def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
+    """Return the names of the layers whose own parameters have other shapes in `other`, the same model resized."""
+    others = dict(other.named_modules())
+    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others[name])]
+
+
+def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
+
+
+def replace_layers(model: nn.Module, other: nn.Module, names: Collection[str]) -> None:
+    """Replace some layers of a model by those of `other`; all other layers and attributes are kept."""
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, other.get_submodule(name))
+
+
+def layer_of(tensor: str) -> str:
+    """Return the name of the layer that has a tensor."""
+    return tensor.rpartition(".")[0]
