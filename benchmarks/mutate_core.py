@@ -16,6 +16,7 @@ is `caught` if a test fails that passes without the mutation, or if no test ends
 import argparse
 import ast
 import collections
+import contextlib
 import copy
 import json
 import os
@@ -43,6 +44,8 @@ COMPARISONS = {
 }  # fmt: skip
 # Rooms in which a file with this text is part of the core, because it registers an entry.
 REGISTERING = (".register", ("models", "data", "optim", "tasks"))
+# Tests of whole runs; those that a tree does not have are left out.
+TRAINER_TESTS = ("test_trainer.py", "test_resume.py", "test_all_features.py")
 # Calls whose results are texts for people.
 LOGGING = ("logger.", "logging.", "warnings.", "print(")
 
@@ -134,7 +137,10 @@ def find_place(tree: Path, place: Place) -> list[tuple[Path, ast.AST]]:
     """Return the files and nodes of the package at which a place is found."""
     found = []
     for path in sorted((tree / "distribuuuu").rglob("*.py")):
-        for function, definition in functions_of(path.read_text(encoding="utf-8")):
+        source = path.read_text(encoding="utf-8")
+        for function, definition in (
+            functions_of(source) if f"def {place.function.rpartition('.')[2]}(" in source else ()
+        ):
             nodes = [node for body in definition.body for node in (body, *walk(body))] * (function == place.function)
             same = [node for node in nodes if hasattr(node, "lineno") and ast.unparse(node) == place.source]
             found += [(path, node) for node in same[place.occurrence : place.occurrence + 1]]
@@ -190,7 +196,8 @@ def tests_of(tree: Path, path: Path) -> list[str]:
     parts = path.relative_to(tree).parts
     room = tree / "tests" / parts[1]
     own = sorted(room.rglob(f"test_{path.stem}.py")) if len(parts) > 2 and room.is_dir() else []
-    paths = [*own, *([room] if len(parts) > 2 and room.is_dir() else []), tree / "tests" / "test_trainer.py"]
+    trainer = [path for name in TRAINER_TESTS if (path := tree / "tests" / name).exists()]
+    paths = [*own, *([room] if len(parts) > 2 and room.is_dir() else []), *trainer]
     return [str(path.relative_to(tree)) for path in paths]
 
 
@@ -203,17 +210,22 @@ def run_tests(tree: Path, arguments: list[str], silence: float) -> tuple[bool, s
     pid = os.fork()  # with torch and timm imported, which takes longer than most tests
     if pid == 0:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         run_pytest(tree, arguments, output)
     size, last, status = 0, time.monotonic(), None
-    while status is None and time.monotonic() - last < silence:
-        time.sleep(0.2)
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        status = os.waitstatus_to_exitcode(code) if ended else None
-        if output.stat().st_size != size:
-            size, last = output.stat().st_size, time.monotonic()
+    try:
+        while status is None and time.monotonic() - last < silence:
+            time.sleep(0.2)
+            ended, code = os.waitpid(pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if ended else None
+            if output.stat().st_size != size:
+                size, last = output.stat().st_size, time.monotonic()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # and what the tests have left running
+        if status is None:
+            os.waitpid(pid, 0)
     if status is None:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         return False, next((line.partition(" ")[0] for line in reversed(lines) if "::" in line), "")
     failed = tree / ".pytest_cache" / "v" / "cache" / "lastfailed"
@@ -313,6 +325,7 @@ def main() -> None:
         places = draw_places(args.tree, args.seed, args.num)
         args.places.write_text("".join(json.dumps(place._asdict()) + "\n" for place in places), encoding="utf-8")
     os.nice(15)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     known = {place_of(record) for record in read_lines(args.results)}
     places = [place for place in map(place_of, read_lines(args.places)) if place not in known]
     for place in places:

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.launch.signals import SignalState
+from distribuuuu.trainer import train_model
 
 # Forked processes must not inherit a thread pool, and small tensors are faster without one.
 torch.set_num_threads(1)
@@ -78,3 +80,17 @@ def small_cfg(image_folder, tmp_path) -> Callable:
         return load_cfg(None, small_options(image_folder, tmp_path / "out", *overrides))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(image_folder, tmp_path_factory) -> Path:
+    """OUT_DIR of a finished run of the config of `small_cfg`; tests do not change it."""
+    out_dir = tmp_path_factory.mktemp("finished")
+    train_model(load_cfg(None, small_options(image_folder, out_dir)))
+    return out_dir
+
+
+@pytest.fixture
+def copied_run(finished_run, tmp_path) -> Path:
+    """A copy of `finished_run` in the OUT_DIR of `small_cfg`."""
+    return Path(shutil.copytree(finished_run, tmp_path / "out"))

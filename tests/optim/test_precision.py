@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from support.tiers import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -75,21 +74,6 @@ def test_the_scale_is_saved_and_restored():
     other.load_state_dict({})  # a run in float32 goes on in float16
     assert Precision().state_dict() == {}
     Precision("bf16").load_state_dict(precision.state_dict())
-
-
-@pytest.mark.parametrize("name", [slow("bf16"), "fp16"])
-def test_a_run_in_half_precision_resumes_bitwise(small_cfg, tmp_path, monkeypatch, name):
-    from support.runs import assert_same_run, newest, train_and_stop
-
-    words = ("TRAIN.AMP", name, "CHECKPOINT.EVERY_STEPS", 1)
-    whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
-    train_model(whole)
-    train_and_stop(small_cfg(*words), (1, 2), monkeypatch)
-    train_model(small_cfg(*words))
-    assert_same_run(tmp_path / "out", tmp_path / "whole")
-    one, other = newest(tmp_path / "out"), newest(tmp_path / "whole")
-    assert one["scaler"] == other["scaler"] and bool(one["scaler"]) == (name == "fp16")
-    assert one["state_dict"]["fc.weight"].dtype == torch.float32
 
 
 def test_half_precision_changes_the_numbers_a_little(small_cfg, tmp_path):

@@ -76,7 +76,7 @@ def timeless(out_dir: Path | str) -> list[dict]:
     return [{key: value for key, value in entry.items() if key not in timed} for entry in records(out_dir)]
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Simulates the death of the process at an exact step."""
 
 
@@ -88,11 +88,11 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
         save(self, state, *args)
         if (state.epoch, state.step) == place:
             self.wait()
-            raise _Stopped
+            raise Stopped
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointManager, "save_in_background", save_and_stop)
-        with pytest.raises(_Stopped):
+        with pytest.raises(Stopped):
             train_model(cfg)
 
 

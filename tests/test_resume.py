@@ -1,0 +1,226 @@
+"""Runs that stop and resume, or share their batches among processes, compared with one process that runs through."""
+
+import itertools
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import on_processes
+from support.runs import (
+    GROUP_NORM,
+    Stopped,
+    assert_close,
+    newest,
+    records,
+    small_options,
+    timeless,
+    train_and_kill,
+    train_and_read,
+    train_and_stop,
+)
+from support.tiers import slow
+
+from distribuuuu import trainer
+from distribuuuu.config import load_cfg
+from distribuuuu.launch.signals import RunStopped
+from distribuuuu.trainer import train_model
+
+EVERYTHING = (
+    "OPTIM.NAME", "adamw", "OPTIM.BASE_LR", 0.002, "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.CLIP_NORM", 0.5,
+    "OPTIM.LR_UPDATE", "step", "OPTIM.LR_SCALE", "sqrt", "EMA.HALF_LIFE", 40, "EMA.EVERY_STEPS", 2,
+    "EMA.START_EPOCH", 1, "LOSS.NAME", "bce", "LOSS.LABEL_SMOOTHING", 0.1, "AUG.POLICY", "rand-m7-mstd0.5-inc1",
+    "AUG.COLOR_JITTER", "(0.3,)", "AUG.ERASING", 0.5, "AUG.MIXUP", 0.4, "AUG.CUTMIX", 1.0, "AUG.MIX_GROUP", 8,
+    "DATA.REPEATS", 2, "DATA.SAMPLING", "balanced", "TRAIN.IM_SIZE_START", 12, "TRAIN.IM_SIZE_EPOCHS", "(0, 1)",
+    "TRAIN.IM_SIZE_MULTIPLE", 4, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 2,
+    "TEST.FLIP", True, "FINETUNE.LR_MULT.stem", 0.5,
+)  # fmt: skip
+BATCH_NORM = ("MODEL.PRECISE_BN", 24, "TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True)
+TINY_VIT = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
+LAYER_DECAY = ("OPTIM.BASE_LR", 0.001, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.CLIP_NORM", 0.5,
+               "OPTIM.BIAS_WEIGHT_DECAY", 0, "OPTIM.LAYER_DECAY", 0.7, "OPTIM.LR_UPDATE", "step")  # fmt: skip
+# Options with random numbers or state of their own: add a row for a new one.
+OPTIONS = {
+    "default": (),
+    "rows of 3 steps": ("TRAIN.PRINT_FREQ", 3),
+    "dropout": (*TINY_VIT, "MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2),
+    "adamw": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "adamw"),
+    "lamb": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "lamb"),
+    "muon": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "muon"),
+    "lr factors": ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5),
+    "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"),
+    "fp16": ("TRAIN.AMP", "fp16"),
+    "everything": (*EVERYTHING, *BATCH_NORM),
+}
+PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
+DEFAULT_TIER = [
+    ("default", "killed", (0, 3)), ("default", "killed", (0, 4)), ("default", "killed", (1, 0)),
+    ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)), ("rows of 3 steps", "killed", (0, 2)),
+    ("dropout", "killed", (0, 3)), ("adamw", "killed", (0, 3)), ("lr factors", "killed", (0, 3)),
+    ("frozen", "killed", (0, 3)), ("fp16", "killed", (1, 2)), ("everything", "killed", (1, 0)),
+]  # fmt: skip
+SLOW_TIER = [
+    *((name, "killed", place) for name in ("default", "everything") for place in PLACES),
+    *((name, way, (1, 4)) for name in OPTIONS for way in ("killed", "signal", "evaluation")),
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(image_folder, tmp_path_factory):
+    """Return the overrides that select a teacher trained for one epoch."""
+    out_dir = tmp_path_factory.mktemp("teacher")
+    train_model(load_cfg(None, small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)))
+    return ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", out_dir / "best.pth.tar", "DISTILL.TEMPERATURE", 2)
+
+
+@pytest.fixture(scope="module")
+def options_of(teacher):
+    """Return a function from a row of OPTIONS to its overrides."""
+    return lambda name: (*OPTIONS[name], *(teacher if name == "everything" else ()))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(image_folder, tmp_path_factory, options_of):
+    """Return a function from a row of OPTIONS to the folder of its uninterrupted run, which is trained once."""
+    folders: dict[str, Path] = {}
+
+    def train(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("uninterrupted")
+            train_model(load_cfg(None, small_options(image_folder, folders[name], *options_of(name))))
+        return folders[name]
+
+    return train
+
+
+def stop_run(cfg, way: str, place: tuple[int, int], monkeypatch) -> None:
+    """Train up to a place: killed after its checkpoint, stopped by a signal, or killed in the evaluation after it."""
+    if way == "killed":
+        train_and_stop(cfg, place, monkeypatch)
+        return
+    set_lr, evaluate, num_steps = trainer.set_lr, trainer.evaluate, itertools.count(1)
+
+    def set_lr_or_signal(optimizer, lr):
+        if way == "signal" and next(num_steps) == 4 * place[0] + place[1]:
+            signal.raise_signal(signal.SIGTERM)
+        set_lr(optimizer, lr)
+
+    def evaluate_or_die(*args):
+        if way == "evaluation" and (Path(cfg.OUT_DIR) / "best.pth.tar").exists() == bool(place[0]):
+            raise Stopped
+        return evaluate(*args)
+
+    with monkeypatch.context() as patch, pytest.raises((RunStopped, Stopped)) as stopped:
+        patch.setattr(trainer, "set_lr", set_lr_or_signal)
+        patch.setattr(trainer, "evaluate", evaluate_or_die)
+        train_model(cfg)
+    assert way == "evaluation" or stopped.value.status == 128 + signal.SIGTERM
+    for thread in threading.enumerate():  # a save in progress, for which the interpreter waits before it exits
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+
+
+def assert_equal(one, other) -> None:
+    """Compare nested contents bit by bit, tensors in them too."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_equal(list(one.values()), list(other.values()))
+    elif isinstance(one, (list, tuple)):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert one == other
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    """Compare the newest checkpoints of two runs, but for the times, the folder and the number of workers."""
+    # `checkpoints` lists the checkpoints in the folder: a stopped run has one more.
+    left_out = {"seconds", "timing", "peak_memory_mib", "config", "checkpoints", "meter"}
+    contents = [{key: value for key, value in newest(out).items() if key not in left_out} for out in (one, other)]
+    assert_equal(*contents)
+
+
+@pytest.mark.parametrize(
+    "name, way, place", [*DEFAULT_TIER, *(slow(*case) for case in dict.fromkeys(SLOW_TIER) if case not in DEFAULT_TIER)]
+)
+def test_a_resumed_run_equals_the_uninterrupted_run(
+    uninterrupted, options_of, small_cfg, tmp_path, monkeypatch, name, way, place
+):
+    words = (*options_of(name), "CHECKPOINT.EVERY_STEPS", 1)
+    stop_run(small_cfg(*words), way, place, monkeypatch)
+    train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
+    log = (tmp_path / "out" / "train.log").read_text()
+    assert f": epoch {place[0] + 1}, step {place[1]}\n" in log and ("SIGTERM: stopped" in log) == (way == "signal")
+    assert_same_checkpoint(tmp_path / "out", uninterrupted(name))
+    assert timeless(tmp_path / "out") == timeless(uninterrupted(name))
+
+
+def test_the_state_of_an_option_is_in_the_checkpoint(uninterrupted):
+    assert newest(uninterrupted("fp16"))["scaler"] and not newest(uninterrupted("default"))["scaler"]
+    scales = {group["lr_scale"] for group in newest(uninterrupted("adamw"))["optimizer"]["param_groups"]}
+    assert len(scales) > 3 and max(scales) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num, place, words", [
+    (2, (1, 1), (*EVERYTHING, *BATCH_NORM, "MODEL.SYNCBN", True)), (2, (0, 2), ("TRAIN.PRINT_FREQ", 3)),
+    (3, (0, 2), ()), (3, (1, 4), ()),
+])  # fmt: skip
+def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words):
+    words = (*words, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    on_processes(num, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    on_processes(num, train_and_kill, small_cfg(*words), place)
+    on_processes(num, train_and_read, small_cfg(*words))
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+
+
+def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
+    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, *GROUP_NORM)
+    alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
+    train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
+    assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_row_of_metrics_that_two_processes_began_is_finished_by_one(small_cfg, tmp_path):
+    words = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
+    train_model(small_cfg(*words))
+    assert [entry["count"] for entry in timeless(tmp_path / "out")] == [36, 12, 37] * 2
+
+
+def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
+    cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
+    train_and_stop(cfg, (0, 2), monkeypatch)
+    seed = newest(cfg.OUT_DIR)["seed"]
+    assert train_and_read(cfg)["seed"] == seed
+
+
+@pytest.mark.parametrize("num", [2, slow(3)])
+def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, teacher, num):
+    # Not AdamW: it normalizes gradients, so the rounding of gradients close to zero would decide the sign of steps.
+    overrides = (*EVERYTHING, *GROUP_NORM, *teacher, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 0.01)
+    alone = train_and_read(small_cfg(*overrides, "OUT_DIR", tmp_path / "alone"))
+    shared = on_processes(num, train_and_read, small_cfg(*overrides))[0]
+    assert_close(shared, alone, 1e-5)
+    averages = ({"state_dict": content["ema_state_dict"]} for content in (shared, alone))
+    assert_close(*averages, 1e-5)
+    for kind in ("eval", "eval_ema"):
+        one, other = ([e for e in records(tmp_path / out) if e["kind"] == kind] for out in ("alone", "out"))
+        assert [(e["count"], e["top1"]) for e in one] == [(e["count"], e["top1"]) for e in other]
+        assert one[0]["count"] == 37
+        assert [e["loss"] for e in one] == pytest.approx([e["loss"] for e in other], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_kind_of_workers_does_not_change_the_weights(small_cfg, tmp_path):
+    for name, how in (("alone", ("TRAIN.WORKERS", 0)), ("threads", ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")),
+                      ("processes", ("TRAIN.WORKERS", 2))):  # fmt: skip
+        train_model(small_cfg(*EVERYTHING, "OPTIM.MAX_EPOCH", 1, *how, "OUT_DIR", tmp_path / name))
+    assert_same_checkpoint(tmp_path / "threads", tmp_path / "alone")
+    assert_same_checkpoint(tmp_path / "processes", tmp_path / "alone")
