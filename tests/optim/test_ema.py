@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.runs import newest, records, train_and_read
 from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -87,8 +88,6 @@ EMA = ("EMA.HALF_LIFE", 30, "EMA.RAMP_UP", 0)
 
 
 def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cfg, tmp_path):
-    from support.runs import newest, records
-
     cfg = small_cfg(*EMA)
     best = train_model(cfg)
     content, log = newest(cfg.OUT_DIR), (tmp_path / "out" / "train.log").read_text()
@@ -104,15 +103,11 @@ def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cf
     assert "optimizer" not in averaged and "ema_state_dict" not in averaged
 
 
-def test_a_run_without_an_average_may_go_on_with_one_and_the_other_way_round(small_cfg, tmp_path):
-    from support.runs import newest
-
-    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
-    train_model(small_cfg(*EMA))
-    assert "the weights; it starts from the raw weights" in (tmp_path / "out" / "train.log").read_text()
-    assert "ema_state_dict" in newest(tmp_path / "out")
-    train_model(small_cfg("OPTIM.MAX_EPOCH", 3))
-    assert "ema_state_dict" not in newest(tmp_path / "out")
+def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_run, small_cfg):
+    train_model(small_cfg(*EMA, "OPTIM.MAX_EPOCH", 3))
+    assert "the weights; it starts from the raw weights" in (copied_run / "train.log").read_text()
+    assert "ema_state_dict" in newest(copied_run)
+    assert "ema_state_dict" not in train_and_read(small_cfg("OPTIM.MAX_EPOCH", 4))
 
 
 def test_the_average_starts_as_a_copy_that_shares_nothing():

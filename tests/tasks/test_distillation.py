@@ -1,10 +1,9 @@
 """Distillation losses compared with their definitions, and errors of the teacher."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
+from support.runs import records
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -56,24 +55,17 @@ def prepared(cfg, classes) -> Distillation:
     return task
 
 
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_the_soft_loss_matches_its_definition(temperature):
+@pytest.mark.parametrize("kind, temperature", [("soft", 1.0), ("soft", 4.0), ("hard", 1.0)])
+def test_the_loss_matches_its_definition(kind, temperature):
     images, logits, labels = batch()
     student, teacher = logits.numpy().astype(np.float64), Teacher().eval()(images).detach().numpy().astype(np.float64)
-    p, q = softmax(student / temperature), softmax(teacher / temperature)
     own = -np.log(softmax(student))[np.arange(5), labels].mean()
-    expected = 0.7 * own + 0.3 * temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
-    loss = distillation_from(Teacher(), "soft", 0.3, temperature).compute_loss(images, logits, labels)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_hard_loss_matches_its_definition():
-    images, logits, labels = batch()
-    predicted = Teacher().eval()(images).argmax(1).numpy()
-    log_p = np.log(softmax(logits.numpy().astype(np.float64)))
-    expected = 0.5 * -log_p[np.arange(5), labels].mean() + 0.5 * -log_p[np.arange(5), predicted].mean()
-    loss = distillation_from(Teacher(), "hard", 0.5).compute_loss(images, logits, labels)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    p, q = softmax(student / temperature), softmax(teacher / temperature)
+    of_teacher = temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
+    if kind == "hard":
+        of_teacher = -np.log(softmax(student))[np.arange(5), teacher.argmax(1)].mean()
+    loss = distillation_from(Teacher(), kind, 0.3, temperature).compute_loss(images, logits, labels)
+    assert loss.item() == pytest.approx(0.7 * own + 0.3 * of_teacher, rel=1e-5)
 
 
 def test_the_teacher_is_in_evaluation_mode_and_gets_no_gradient():
@@ -87,33 +79,27 @@ def test_the_teacher_is_in_evaluation_mode_and_gets_no_gradient():
     assert same.item() == pytest.approx(0, abs=1e-6), "the loss is zero if the outputs are those of the teacher"
 
 
-def test_a_run_distills_the_weights_of_another_run(small_cfg, tmp_path):
-    from support.runs import records
-
-    train_model(small_cfg("EMA.HALF_LIFE", 20, "OUT_DIR", tmp_path / "teacher"))
-    teacher = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "teacher" / "best_ema.pth.tar")
-    losses = {}
+def test_a_run_distills_the_weights_of_another_run(finished_run, small_cfg, tmp_path):
+    teacher = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", finished_run / "best.pth.tar")
+    losses = []
     for alpha in (0.0, 0.9):
         out_dir = tmp_path / f"student_{alpha}"
-        train_model(small_cfg(*teacher, "DISTILL.ALPHA", alpha, "OUT_DIR", out_dir, "OPTIM.MAX_EPOCH", 1))
-        losses[alpha] = [entry["loss"] for entry in records(out_dir) if entry["kind"] == "train"]
-    train_model(small_cfg("OUT_DIR", tmp_path / "plain", "OPTIM.MAX_EPOCH", 1))
-    plain = [entry["loss"] for entry in records(tmp_path / "plain") if entry["kind"] == "train"]
-    assert losses[0.0] == plain and losses[0.9] != plain
+        train_model(small_cfg(*teacher, "DISTILL.ALPHA", alpha, "OUT_DIR", out_dir, "OPTIM.MAX_EPOCH", 2))
+        losses.append([entry["loss"] for entry in records(out_dir) if entry["kind"] == "train"])
+    plain = [entry["loss"] for entry in records(finished_run) if entry["kind"] == "train"]
+    assert losses[0] == plain and losses[1] != plain
 
 
-def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_path):
-    weights = tmp_path / "weights.pth"
-    torch.save({"w": torch.ones(1)}, weights)
-    given = ("DISTILL.WEIGHTS", weights)
-    with pytest.raises(ConfigError, match=r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"):
-        prepared(small_cfg("DISTILL.TEACHER", "resnet88", *given), ())
-    with pytest.raises(ConfigError, match=r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"):
-        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.KWARGS.widht", 8, *given), ())
-    with pytest.raises(ConfigError, match=r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"):
-        prepared(small_cfg("DISTILL.TEACHER", "resnet8", *given), ())
-    with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*resnet8 has no published weights"):
-        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "pretrained"), ())
+@pytest.mark.parametrize("words, said", [
+    (("DISTILL.TEACHER", "resnet88"), r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"),
+    (("DISTILL.KWARGS.widht", 8), r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"),
+    ((), r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"),
+    (("DISTILL.WEIGHTS", "pretrained"), "^DISTILL.WEIGHTS .*resnet8 has no published weights"),
+])  # fmt: skip
+def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_path, words, said):
+    torch.save({"w": torch.ones(1)}, tmp_path / "weights.pth")
+    with pytest.raises(ConfigError, match=said):
+        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "weights.pth", *words), ())
 
 
 def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
@@ -128,11 +114,9 @@ def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
     prepared(cfg, ("ant", "bee", "cat"))
 
 
-def test_teacher_and_weights_must_be_set_together():
-    for overrides, problem in (
-        (["DISTILL.TEACHER", "resnet18"], "DISTILL.WEIGHTS: is not set"),
-        (["DISTILL.WEIGHTS", "pretrained"], "DISTILL.TEACHER: is not set"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            load_cfg(None, overrides)
-    assert math.isclose(load_cfg(None, ["DISTILL.ALPHA", "1"]).DISTILL.ALPHA, 1.0)
+@pytest.mark.parametrize(
+    "given, missing", [("DISTILL.TEACHER", "DISTILL.WEIGHTS"), ("DISTILL.WEIGHTS", "DISTILL.TEACHER")]
+)
+def test_teacher_and_weights_must_be_set_together(given, missing):
+    with pytest.raises(ConfigError, match=f"{missing}: is not set"):
+        load_cfg(None, [given, "resnet18"])

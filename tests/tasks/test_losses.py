@@ -1,13 +1,13 @@
 """Losses compared with plain float64 implementations of their formulas."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.runs import small_options
+from support.runs import records
+from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss
@@ -21,11 +21,9 @@ OPTIONS = {
     "bce": [{"threshold": at, "sum_classes": total} for at in (None, 0.0, 0.2) for total in (False, True)],
     "focal": [{"gamma": gamma} for gamma in (0.0, 0.5, 2.0)],
 }
-CASES = [
-    (name, {"smoothing": smoothing, "weights": weights, **options})
-    for name, rows in OPTIONS.items()
-    for options, smoothing, weights in itertools.product(rows, (0.0, 0.1), ((), WEIGHTS))
-]
+ROWS = [(name, options) for name, rows in OPTIONS.items() for options in rows]
+# Smoothing, weights, soft targets.
+COLUMNS = list(itertools.product((0.0, 0.1), ((), WEIGHTS), (False, True)))
 
 
 def batch(soft: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,33 +55,23 @@ def naive(name, logits, targets, smoothing, weights, threshold=None, sum_classes
     return total / len(logits)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_each_loss_matches_its_formula(name, options, soft):
+@pytest.mark.parametrize("row, column", pairwise(ROWS, COLUMNS))
+def test_each_loss_matches_its_formula_and_its_gradients_are_right_in_any_micro_batches(row, column):
+    (name, own), (smoothing, weights, soft) = row, column
+    options = {"smoothing": smoothing, "weights": weights, **own}
     criterion = LOSSES.get(name)(**options)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
         logits, targets = batch(soft, dtype)
         loss = criterion(logits, targets)
         assert (loss.shape, loss.dtype) == ((), torch.promote_types(dtype, torch.float32))
         assert loss.item() == pytest.approx(naive(name, logits, targets, **options), rel=tolerance)
-
-
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_micro_batches_give_the_gradient_of_the_full_batch(name, options, soft):
-    criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
+    logits, targets = batch(soft)
     whole, parts = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     criterion(whole, targets).backward()
     for part, target in zip(parts.chunk(4), targets.chunk(4), strict=True):
         (criterion(part, target) / 4).backward()
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_gradients_match_finite_differences(name, options, soft):
-    criterion, (logits, targets) = LOSSES.get(name)(**options), batch(soft)
-    assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), logits.requires_grad_())
+    assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), whole)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0, 2.0])
@@ -150,33 +138,25 @@ def test_the_evaluation_loss_is_plain_cross_entropy_for_any_training_loss():
     assert (type(plain), plain.smoothing, plain.weights) == (CrossEntropy, 0.0, None)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
-        (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
-        (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "needs LOSS.NAME bce, but it is cross_entropy")),
-        (
-            ("LOSS.NAME", "focal", "LOSS.BCE_TARGET_THRESHOLD", 0.2),
-            ("LOSS.BCE_TARGET_THRESHOLD", "this option to null"),
-        ),
-        (("LOSS.LABEL_SMOOTHING", 1.1), ("LOSS.LABEL_SMOOTHING", "0 to 1")),
-        (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 or more")),
-        (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
-        (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
-        (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
-        (("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 1), ("LOSS.BCE_TARGET_THRESHOLD", "0 and 1")),
-        (("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", "high"), ("LOSS.BCE_TARGET_THRESHOLD", "number or null")),
-        (
-            ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 0.02, "LOSS.LABEL_SMOOTHING", 0.3),
-            ("LOSS.BCE_TARGET_THRESHOLD", "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3"),
-        ),
-        (  # every target would be 1
-            ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", 0, "LOSS.LABEL_SMOOTHING", 0.1),
-            ("LOSS.BCE_TARGET_THRESHOLD", "got 0; expected null, or between 0.0333333"),
-        ),
-    ],
-)
+THRESHOLD = ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD")
+
+
+@pytest.mark.parametrize("overrides, parts", [
+    (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
+    (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
+    (("LOSS.BCE_REDUCTION", "sum"), ("LOSS.BCE_REDUCTION", "needs LOSS.NAME bce, but it is cross_entropy")),
+    (("LOSS.NAME", "focal", *THRESHOLD[2:], 0.2), (THRESHOLD[2], "this option to null")),
+    (("LOSS.LABEL_SMOOTHING", 1.1), ("LOSS.LABEL_SMOOTHING", "0 to 1")),
+    (("LOSS.FOCAL_GAMMA", -1), ("LOSS.FOCAL_GAMMA", "0 or more")),
+    (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
+    (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
+    (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
+    ((*THRESHOLD, 1), (THRESHOLD[2], "0 and 1")),
+    ((*THRESHOLD, "high"), (THRESHOLD[2], "number or null")),
+    ((*THRESHOLD, 0.02, "LOSS.LABEL_SMOOTHING", 0.3), (THRESHOLD[2], "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3")),
+    # Every target would be 1.
+    ((*THRESHOLD, 0, "LOSS.LABEL_SMOOTHING", 0.1), (THRESHOLD[2], "got 0; expected null, or between 0.0333333")),
+])  # fmt: skip
 def test_invalid_loss_options_are_reported_before_the_run(overrides, parts):
     with pytest.raises(ConfigError) as raised:
         configured(*overrides)
@@ -184,32 +164,25 @@ def test_invalid_loss_options_are_reported_before_the_run(overrides, parts):
     assert all(part in str(raised.value) for part in parts), raised.value
 
 
-def records(out_dir, kind: str) -> list[dict]:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return [entry for entry in lines if entry["kind"] == kind]
+def losses_of(out_dir, kind: str) -> list[float]:
+    return [entry["loss"] for entry in records(out_dir) if entry["kind"] == kind]
 
 
 def test_a_run_trains_with_its_loss_and_evaluates_with_cross_entropy(small_cfg, tmp_path):
     cfg = small_cfg("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.LABEL_SMOOTHING", 0.1)
     train_model(cfg)
-    trained, evaluated = (records(tmp_path / "out", kind) for kind in ("train", "eval"))
+    trained, evaluated = (losses_of(cfg.OUT_DIR, kind) for kind in ("train", "eval"))
     # At initialization, the sum of three binary cross-entropies exceeds the cross-entropy of three classes.
-    assert trained[0]["loss"] > 1.7
-    assert len(evaluated) == 2 and evaluated[0]["loss"] < 1.7
-    # The weights of the last epoch, with a config that has the default loss.
+    assert trained[0] > 1.7 > evaluated[0] and len(evaluated) == 2
     last = sorted((tmp_path / "out" / "checkpoints").glob("*.pth.tar"))[-1]
-    plain = load_cfg(None, small_options(cfg.TRAIN.DATASET, tmp_path / "test", "MODEL.WEIGHTS", last))
-    assert evaluate_run(plain)["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
-    # The same weights, with a config that has another loss.
-    known = small_options(cfg.TRAIN.DATASET, tmp_path / "known", "MODEL.WEIGHTS", last, "LOSS.NAME", "focal")
-    assert evaluate_run(load_cfg(None, known))["loss"] == pytest.approx(evaluated[-1]["loss"], abs=1e-12)
+    for name in ("cross_entropy", "focal"):
+        words = ("MODEL.WEIGHTS", last, "LOSS.NAME", name, "OUT_DIR", tmp_path / name)
+        assert evaluate_run(small_cfg(*words))["loss"] == pytest.approx(evaluated[-1], abs=1e-12)
 
 
-def test_class_weights_give_the_same_run_for_any_number_of_micro_batches(image_folder, tmp_path):
-    overrides = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
-                 "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
+def test_class_weights_give_the_same_run_for_any_number_of_micro_batches(small_cfg, tmp_path):
+    words = ("MODEL.KWARGS.norm", "group", "LOSS.CLASS_WEIGHTS", "[5, 1, 0.2]", "OPTIM.MAX_EPOCH", 1,
+             "TRAIN.GLOBAL_BATCH_SIZE", 24)  # fmt: skip
     for size in (24, 6):
-        options = small_options(image_folder, tmp_path / str(size), *overrides, "TRAIN.BATCH_SIZE", size)
-        train_model(load_cfg(None, options))
-    whole, parts = (records(tmp_path / size, "train") for size in ("24", "6"))
-    assert [entry["loss"] for entry in parts] == pytest.approx([entry["loss"] for entry in whole], rel=1e-4)
+        train_model(small_cfg(*words, "TRAIN.BATCH_SIZE", size, "OUT_DIR", tmp_path / str(size)))
+    assert losses_of(tmp_path / "6", "train") == pytest.approx(losses_of(tmp_path / "24", "train"), rel=1e-4)
