@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
-# Copied to distribuuuu/files/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
+# Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
 SHIPPED = ("configs/**/*.yaml", "tools/slurm/*.sbatch", "benchmarks/reported.yaml")
 
 
@@ -22,7 +22,7 @@ class BuildWithFiles(build_py):
         super().run()
         if self.editable_mode:
             return
-        target = Path(self.build_lib, "distribuuuu", "files")
+        target = Path(self.build_lib, "distribuuuu", "shipped")
         shutil.rmtree(target, ignore_errors=True)  # of an earlier build
         for path in (path for pattern in SHIPPED for path in sorted(HERE.glob(pattern))):
             copy = target / path.relative_to(HERE)
@@ -40,7 +40,7 @@ setup(
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
     package_data={"distribuuuu": ["**/templates/*"]},
     cmdclass={"build_py": BuildWithFiles},
-    entry_points={"console_scripts": ["distribuuuu = distribuuuu.cli.commands:main"]},
+    entry_points={"console_scripts": ["distribuuuu = distribuuuu.commands.main:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

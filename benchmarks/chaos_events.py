@@ -116,27 +116,34 @@ class Progress:
         """Return the two newest readable checkpoints, oldest first."""
         found: list[Path] = []
         for path in reversed(self._checkpoints.list()):
-            try:
-                read_checkpoint(path)
-            except CheckpointError:
-                continue
-            found.insert(0, path)
+            if _read(path):
+                found.insert(0, path)
             if len(found) == 2:
                 break
         return found
 
     def saved(self) -> int:
         """Return the position of the newest valid checkpoint."""
-        return self.of_file(self.valid()[-1]) if self.valid() else 0
+        found = self.valid()
+        return self.of_file(found[-1]) if found else 0
 
     def find_problem_of_best(self) -> str | None:
         """Return the problem if the best weights are older than the newest valid checkpoint says."""
-        if not self.valid():
+        content = next(filter(None, map(_read, reversed(self._checkpoints.list()))), None)
+        if content is None:
             return None
-        known = read_checkpoint(self.valid()[-1])["best_epoch"]
+        known = content["best_epoch"]
         best = self._checkpoints.bests["raw"]
         saved = read_checkpoint(best)["epoch"] if best.exists() else -1
         return f"best.pth.tar is of epoch {saved + 1}, expected {known + 1}" if saved < known else None
+
+
+def _read(path: Path) -> dict | None:
+    """Return the content of a checkpoint; None if it is damaged, or if a living run has removed it meanwhile."""
+    try:
+        return read_checkpoint(path)
+    except CheckpointError:
+        return None
 
 
 def inject(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from machine import describe_run
 
+from distribuuuu.commands.doctor.findings import examine
+from distribuuuu.commands.doctor.layout import open_folder
+from distribuuuu.commands.scan.duplicates import RADIUS, find_groups, find_near_pairs
+from distribuuuu.commands.scan.scan import BITS, RECORD, Scan, scan_images
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS
-from distribuuuu.data.doctor.duplicates import RADIUS, find_groups, find_near_pairs
-from distribuuuu.data.doctor.findings import examine
-from distribuuuu.data.doctor.layout import open_folder
-from distribuuuu.data.doctor.scan import BITS, RECORD, Scan, scan_images
 
 MIN_IMAGES_PER_S, MAX_SEARCH_S, MAX_BYTES = 700, 60, 100
 # Dimensions of the space that correlated hashes are projected from.

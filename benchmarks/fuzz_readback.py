@@ -37,25 +37,25 @@ from mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_
 from PIL import Image
 
 from distribuuuu.checkpoint.locate import find_weights_file
-from distribuuuu.cli.make_table import read_reported, write_block
+from distribuuuu.commands.pack.packer import inspect_pack
+from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
+from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+from distribuuuu.commands.table.table import read_reported, write_block
+from distribuuuu.commands.table.tables import Run, format_table, group_runs, make_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.image_list import Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.packed import Packed
 from distribuuuu.data.datasets.shapes import draw_shapes
-from distribuuuu.data.packing.pack import inspect_pack
-from distribuuuu.data.packing.packed_format import INDEX
-from distribuuuu.data.packing.writer import PackWriter, Record, find_changed_shard, find_conflicts
-from distribuuuu.data.remote import pack as remote_pack
-from distribuuuu.data.remote import transport
-from distribuuuu.report.html.run_report import build_report, list_report, read_run
-from distribuuuu.report.predictions import write_npz as save_arrays
-from distribuuuu.report.record_files import drop_records_after
-from distribuuuu.report.results import read_results, replace_nonfinite
-from distribuuuu.report.stored_predictions import read_predictions
-from distribuuuu.report.tables import Run, format_table, group_runs, make_row
+from distribuuuu.data.packed import remote as remote_pack
+from distribuuuu.data.packed import transport
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.data.packed.format import INDEX
+from distribuuuu.records.metric_writers import drop_records_after
+from distribuuuu.records.predictions import write_npz as save_arrays
+from distribuuuu.records.results import read_results, replace_nonfinite
+from distribuuuu.records.stored_predictions import read_predictions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, Attack, RangeServer
@@ -396,8 +396,8 @@ def write_exports(folder: Path) -> list[Path]:
     """Write a small model in our format and in that of timm; return the paths of config.json."""
     import torch
 
-    from distribuuuu.deploy.export import write_safetensors, write_timm
-    from distribuuuu.deploy.loaded_run import LoadedRun
+    from distribuuuu.commands.export.exporter import write_safetensors, write_timm
+    from distribuuuu.inference.loaded_run import LoadedRun
     from distribuuuu.models import build_model
 
     paths = []
@@ -445,7 +445,7 @@ def craft_export(whole: bytes, chance: random.Random) -> bytes:
 
 def run_export_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
     """Damage the config.json of exported models and load them; yield the file, the mutation and the verdict."""
-    from distribuuuu.deploy import load_run
+    from distribuuuu import load_run
 
     chance, paths = random.Random(seed), write_exports(folder)
     subjects = [

@@ -59,11 +59,11 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.setup import build_training
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
-from distribuuuu.report.run_log import close_logging, set_up_logging
+from distribuuuu.records.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import train_epoch
 

@@ -180,7 +180,7 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
     }.items():
         subprocess.run([*tool, str(folder / name), *flags, *source], check=True, capture_output=True)
     from distribuuuu.config import load_cfg
-    from distribuuuu.data.datasets.packed import Packed
+    from distribuuuu.data.packed.dataset import Packed
 
     packed = Packed.from_cfg(load_cfg(None, ["TRAIN.DATASET", str(folder / "raw256")]), train=True)
     np.savez(folder / "pixels.npz", **{str(index): packed.read(index) for index in range(len(packed))})

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from distribuuuu.report.environment import get_cpu_name
+from distribuuuu.records.environment import get_cpu_name
 
 
 def describe_run() -> str:

@@ -17,17 +17,17 @@ import torch
 from loader_images import make_jpegs
 from machine import describe_run, show_spread
 
+from distribuuuu.commands.predict.journal import Journal
+from distribuuuu.commands.predict.prediction import format_rows, list_columns
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets.image_list import csv_line
 from distribuuuu.data.decode import open_image
 from distribuuuu.data.loader import build_loader
-from distribuuuu.deploy.chunks import list_spans
-from distribuuuu.deploy.images import list_images
-from distribuuuu.deploy.journal import Journal
-from distribuuuu.deploy.loaded_run import LoadedRun, Selection
-from distribuuuu.deploy.predict import format_rows, list_columns
-from distribuuuu.deploy.runs import load_run
 from distribuuuu.engine.evaluator import evaluate
+from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.image_arguments import list_images
+from distribuuuu.inference.load_run import load_run
+from distribuuuu.inference.loaded_run import LoadedRun, Selection
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 

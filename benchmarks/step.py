@@ -42,13 +42,13 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
-from distribuuuu.engine.stop import StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
-from distribuuuu.report.run_log import RunLog, close_logging, set_up_logging
+from distribuuuu.records.run_log import RunLog, close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch

@@ -10,10 +10,10 @@ __version__ = "0.1.0"
 
 # Imported on first use, because they import torch.
 _MODULE_OF = {
-    "train": "distribuuuu.cli.api",
-    "evaluate": "distribuuuu.cli.api",
-    "predict": "distribuuuu.cli.api",
-    "load_run": "distribuuuu.deploy",
+    "train": "distribuuuu.api",
+    "evaluate": "distribuuuu.api",
+    "predict": "distribuuuu.api",
+    "load_run": "distribuuuu.inference.load_run",
     "ConfigError": "distribuuuu.config",
     "RunStopped": "distribuuuu.launch.signals",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from distribuuuu.cli.commands import main
+from distribuuuu.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

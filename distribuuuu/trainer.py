@@ -22,16 +22,16 @@ from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.run import Run, expected_passes, is_evaluated
+from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.run_description import describe_end, describe_images, describe_model
-from distribuuuu.engine.run_results import RunResults, write_test_results
+from distribuuuu.engine.run_objects import Run, expected_passes, is_evaluated
 from distribuuuu.engine.setup import Training, build_run, build_test_model, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.optim.precision import build_precision
-from distribuuuu.report.predictions import recording
-from distribuuuu.report.run_log import evaluation_bar
+from distribuuuu.records.predictions import recording
+from distribuuuu.records.run_log import evaluation_bar
 from distribuuuu.tasks.base import StepKey, Task, build_task
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
 

@@ -13,22 +13,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import snapshot
-from distribuuuu.config.rules import INTERPOLATIONS
+from distribuuuu.commands.probe import feature_probe as probe
+from distribuuuu.config.conflicts import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.decode import Box
-from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
+from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers
-from distribuuuu.deploy import loaded_run, probe
-from distribuuuu.deploy.chunks import one_behind
-from distribuuuu.deploy.loaded_run import Selection, start_selection
 from distribuuuu.distributed import ddp
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.setup import build_state, build_training, set_backends
+from distribuuuu.inference import loaded_run
+from distribuuuu.inference.forward_chunks import one_behind
+from distribuuuu.inference.loaded_run import Selection, start_selection
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 from distribuuuu.models import build_model

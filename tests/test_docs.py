@@ -12,27 +12,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from support.commands import OPTIONAL_COMMANDS
 from support.core_lines import count_core_lines
 from support.images import draw_folder
 from support.runs import ROOT
 
 import distribuuuu
-from distribuuuu.cli import doctor, make_table, pack_dataset, plan, sweep
-from distribuuuu.cli.commands import COMMANDS as CONSOLE_COMMANDS
-from distribuuuu.cli.flag_hints import parse_flags
-from distribuuuu.cli.main import parse_args
+from distribuuuu.commands.arguments import parse_args
+from distribuuuu.commands.flag_hints import parse_flags
+from distribuuuu.commands.main import find_commands
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
-from distribuuuu.sweep.space import parse_space
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.
@@ -108,27 +108,43 @@ def parse_command(command: str) -> None:
         assert name in OTHER_PROGRAMS or name.startswith("python"), f"unknown program: {name}"
         return
     assert program == "distribuuuu" or (ROOT / program).exists(), f"no such file: {program}"
+    if program == "distribuuuu" and name == "--help" or name in OPTIONAL_COMMANDS and name not in find_commands():
+        return
+    assert not name or name in find_commands(), f"no such command: {name}"
     if name in ("train", "test", "time"):
         parse_args("", [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
-    elif name == "table":
-        parsed = make_table.build_parser("", ROOT / "benchmarks" / "reported.yaml").parse_args(args)
-        assert not make_table.read_configs(parsed.configs, problems := []) or not problems, problems
-    elif name == "pack":
-        _, rest = pack_dataset.build_parser("").parse_known_args(args)
-        assert not read_cfg(None, rest[1:])[1]
-    elif name == "sweep":
-        flags, words, problems = parse_flags(sweep.build_parser(""), args)
-        fixed, space, found = parse_space(words)
-        values = {key: dimension.at(0.0) for key, dimension in space.items()}
-        assert not [*problems, *found, *sweep.read_trials(flags.cfg, fixed, [values])[1]]
-    elif name == "doctor":
-        doctor.parse_args(None, args)
-    elif name == "plan":
-        assert not plan.parse_flags_and_cfg(None, args)[2]
-    elif program == "distribuuuu" and name != "--help":
-        assert name in CONSOLE_COMMANDS, f"no such command: {name}"
-        module = importlib.import_module(f"distribuuuu.cli.{CONSOLE_COMMANDS[name][0]}")
-        module.build_parser(name).parse_args(args)
+    elif name:
+        module = importlib.import_module(find_commands()[name].module)
+        PARSE_WITH.get(name, parse_with_parser)(module, args)
+
+
+def parse_with_parser(module: ModuleType, args: list[str]) -> None:
+    module.build_parser("").parse_args(args)
+
+
+def parse_table(module: ModuleType, args: list[str]) -> None:
+    assert not module.read_configs(module.build_parser("").parse_args(args).configs, problems := []) or not problems
+
+
+def parse_pack(module: ModuleType, args: list[str]) -> None:
+    assert not read_cfg(None, module.build_parser("").parse_known_args(args)[1][1:])[1]
+
+
+def parse_sweep(module: ModuleType, args: list[str]) -> None:
+    flags, words, problems = parse_flags(module.build_parser(""), args)
+    fixed, space, found = module.parse_space(words)
+    values = {key: dimension.at(0.0) for key, dimension in space.items()}
+    assert not [*problems, *found, *module.read_trials(flags.cfg, fixed, [values])[1]]
+
+
+# For commands whose arguments are more than flags.
+PARSE_WITH = {
+    "table": parse_table,
+    "pack": parse_pack,
+    "sweep": parse_sweep,
+    "doctor": lambda module, args: module.parse_args(None, args),
+    "plan": lambda module, args: module.parse_flags_and_cfg(None, args),
+}
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}:{command[:60]}" for page, command in COMMANDS])
@@ -347,7 +363,7 @@ def test_the_page_of_the_models_lists_the_registered_ones():
 
 def test_the_page_of_the_commands_lists_all_of_them():
     names = re.findall(r"^\| `distribuuuu (\w+)` \|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
-    assert names == list(CONSOLE_COMMANDS)
+    assert [name for name in names if name not in OPTIONAL_COMMANDS or name in find_commands()] == [*find_commands()]
 
 
 def test_the_pages_name_a_folder_for_each_training():

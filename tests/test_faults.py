@@ -15,7 +15,7 @@ from distribuuuu.checkpoint.background_writer import BackgroundWriter
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.snapshot import find_nonfinite, snapshot
-from distribuuuu.report.record_files import RecordFile
+from distribuuuu.records.metric_writers import RecordFile
 
 if sys.platform != "linux":
     pytest.skip("limits the files of another process", allow_module_level=True)

@@ -18,7 +18,7 @@ SMALL = "--device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps
 
 # Each step is logged, like the first one of a block that begins more than 15 seconds after the last block.
 START = (
-    "import runpy, sys; sys.path.insert(0, {!r}); from distribuuuu.report import run_log; run_log.LOG_INTERVAL_S = 0"
+    "import runpy, sys; sys.path.insert(0, {!r}); from distribuuuu.records import run_log; run_log.LOG_INTERVAL_S = 0"
 )
 
 

@@ -14,15 +14,15 @@ from support.images import find_data
 from support.runs import ROOT, small_options
 from support.saved_runs import torch_predict
 
-from distribuuuu.cli.commands import dispatch
+from distribuuuu import load_run
+from distribuuuu.commands.doctor.findings import examine
+from distribuuuu.commands.doctor.layout import open_folder
+from distribuuuu.commands.main import dispatch
+from distribuuuu.commands.scan.duplicates import find_groups
+from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import load_cfg
 from distribuuuu.data.decode import DEFAULTS, open_lazy_image
-from distribuuuu.data.doctor.duplicates import find_groups
-from distribuuuu.data.doctor.findings import examine
-from distribuuuu.data.doctor.layout import open_folder
-from distribuuuu.data.doctor.scan import scan_images
 from distribuuuu.data.loader import build_images, build_loader
-from distribuuuu.deploy import load_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 

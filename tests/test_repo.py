@@ -1,68 +1,58 @@
 """The rules of the house: what imports what, how long things are, and that nothing is dead or undocumented."""
 
 import ast
-import functools
 import re
 import statistics
 import subprocess
 import sys
 
 import pytest
-from support.core_lines import count_core_lines
+from support.core_lines import count_core_lines, imports_of, module_of
 from support.runs import ROOT
 
-from distribuuuu.cli.main import documented_options
+from distribuuuu.commands.arguments import documented_options
 from distribuuuu.config import get_cfg
-from distribuuuu.config.tree import iter_options
+from distribuuuu.config.config_node import iter_options
 
 PACKAGE = ROOT / "distribuuuu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A package imports packages of strictly lower layers; inside a package, files import each other without a cycle.
+# A room imports rooms of strictly lower layers, in functions too; inside a room, files import without a cycle.
 LAYERS = (
+    ("files",),
     ("config",),
     ("launch",),
     ("distributed",),
-    ("data", "optim", "checkpoint", "report"),
+    ("data", "optim", "checkpoint", "records"),
     ("models",),
     ("tasks",),
     ("engine",),
     ("trainer",),
-    ("deploy",),
-    ("report.html",),
-    ("sweep",),
-    ("cli",),
+    ("inference",),
+    ("api",),
+    # What several commands share, then the commands, each of which is a room of its own.
+    ("commands.main", "commands.terminal", "commands.flag_hints", "commands.html", "commands.scan", "commands.measure"),
+    ("commands.arguments",),
+    ("commands",),
     ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 
-def module_of(path) -> str:
-    """Return the dotted name of a file of the package."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def room_of(module: str) -> str:
-    """Return the package, or the file, right below `distribuuuu` that a dotted name belongs to, or `report.html`."""
-    return "report.html" if module.startswith("distribuuuu.report.html") else module.split(".")[1]
+    """Return the package, the file or the command that a dotted name belongs to."""
+    parts = module.split(".")
+    return ".".join(parts[1:3]) if parts[1] == "commands" and parts[2:] else parts[1]
 
 
-@functools.cache
-def imports_of(path) -> set[str]:
-    """Return the modules of this package that a file imports anywhere in it, as dotted names."""
-    names, found = {module_of(other) for other in MODULES}, set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distribuuuu"):
-            parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= parts & names | ({node.module} if parts - names else set())
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("distribuuuu")}
-    return found - {"distribuuuu"}
+def layer_of(room: str) -> int:
+    return LAYER_OF.get(room, LAYER_OF["commands"])
 
 
 def test_the_package_has_these_rooms():
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms == {*LAYER_OF, "__init__"} - {"report.html"}
+    assert rooms == {name for name in LAYER_OF if "." not in name} | {"__init__"}
+    assert {name for name in LAYER_OF if "." in name} <= {room_of(module_of(path)) for path in MODULES[1:]}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -70,7 +60,7 @@ def test_imports_go_down_only(path):
     own = module_of(path)
     for name in imports_of(path) if own != "distribuuuu" else ():
         if room_of(name) != room_of(own):
-            assert LAYER_OF[room_of(name)] < LAYER_OF[room_of(own)], f"{own} imports {name}, which is not below it"
+            assert layer_of(room_of(name)) < layer_of(room_of(own)), f"{own} imports {name}, which is not below it"
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -87,7 +77,7 @@ def test_only_one_package_knows_torch_distributed():
     assert {room_of(module_of(path)) for path in users} <= {"distributed", "launch"}
 
 
-@pytest.mark.parametrize("room", ["config", "launch"])
+@pytest.mark.parametrize("room", ["files", "config", "launch"])
 def test_these_packages_import_without_torch(room):
     modules = [module_of(path) for path in MODULES if path.is_relative_to(PACKAGE / room)]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
@@ -95,8 +85,10 @@ def test_these_packages_import_without_torch(room):
 
 
 def test_the_config_stops_at_the_builders():
-    paths = [path for room in ("distributed", "checkpoint") for path in (PACKAGE / room).rglob("*.py")]
-    leaf = ("report/run_log", "report/record_files", "engine/state", "engine/stop", "data/seeding", "launch/signals")
+    paths = [
+        path for room in ("distributed", "checkpoint", "files", "launch") for path in (PACKAGE / room).rglob("*.py")
+    ]
+    leaf = ("records/run_log", "records/metric_writers", "engine/train_state", "engine/graceful_stop", "data/seeding")
     for path in paths + [PACKAGE / f"{name}.py" for name in leaf]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith(("build_", "parallelize_")):
@@ -120,7 +112,7 @@ def test_files_and_functions_are_short():
     assert statistics.median(lengths.values()) <= 12
 
 
-MAX_CORE_LINES = 16_250
+MAX_CORE_LINES = 19_200
 
 
 def test_the_core_does_not_grow():

@@ -31,7 +31,7 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.engine.stop import StopRequest
+from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -127,7 +127,9 @@ def test_a_corrupt_evaluation_image_loses_no_training_step(finished_run, image_f
 
 def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeypatch):
     exchanges = []
-    monkeypatch.setattr("distribuuuu.engine.stop.dist.all_reduce_max", lambda values: exchanges.append(0) or values)
+    monkeypatch.setattr(
+        "distribuuuu.engine.graceful_stop.dist.all_reduce_max", lambda values: exchanges.append(0) or values
+    )
     stop = StopRequest()
     for _ in range(40):
         stop.check("a step")
@@ -139,9 +141,9 @@ def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeyp
 
 def test_stop_requests_are_exchanged_in_every_epoch_however_short_and_in_every_long_call(monkeypatch):
     now, exchanged_at = 0.0, []
-    monkeypatch.setattr("distribuuuu.engine.stop.time.monotonic", lambda: now)
+    monkeypatch.setattr("distribuuuu.engine.graceful_stop.time.monotonic", lambda: now)
     monkeypatch.setattr(
-        "distribuuuu.engine.stop.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values
+        "distribuuuu.engine.graceful_stop.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values
     )
     stop = StopRequest()
     for _ in range(20):

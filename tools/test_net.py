@@ -9,6 +9,6 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
-    from distribuuuu.cli.commands import start_command
+    from distribuuuu.commands.main import start_command
 
     sys.exit(start_command("test", "test_net.py", sys.argv[1:]))

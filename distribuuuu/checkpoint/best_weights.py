@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.tree import get_value
+from distribuuuu.config.config_node import get_value
 
 RAW = "raw"
 

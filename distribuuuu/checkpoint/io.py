@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.atomic_file import replacing, sync_folder
 from distribuuuu.config.errors import without_unsafe_advice
+from distribuuuu.files.atomic_file import replacing, sync_folder
 
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000

@@ -1,6 +1,6 @@
 """Content of a checkpoint: its entries and their valid values; loading its weights and its optimizer state.
 
-A new entry is a row of _FIELDS, beside its writing and reading in engine/state.py.
+A new entry is a row of _FIELDS, beside its writing and reading in engine/train_state.py.
 """
 
 import math

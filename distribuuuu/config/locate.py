@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 def shipped_file(name: str) -> Path:
     """Return a file or folder of the repository, e.g. 'configs': in the package of a wheel, else in the checkout."""
-    in_wheel = _PACKAGE / "files"
+    in_wheel = _PACKAGE / "shipped"
     return (in_wheel if in_wheel.is_dir() else _PACKAGE.parent) / name
 
 

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.files.atomic_file import replacing
 
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")

@@ -2,7 +2,7 @@
 
     cfg = load_cfg("configs/imagenet/resnet50.yaml", ["OPTIM.BASE_LR", "0.4"])
 
-The options, with their defaults and meaning, are in defaults.py.
+The options, with their defaults and meaning, are in options.py.
 """
 
 import ast
@@ -19,12 +19,12 @@ from typing import Any
 import yaml
 
 from distribuuuu.config import yaml_file
-from distribuuuu.config.defaults import _C
+from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_options
+from distribuuuu.config.conflicts import AUTO, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.foreign_names import describe_missing, suggest_keys
 from distribuuuu.config.locate import find_config, suggest_configs
-from distribuuuu.config.rules import AUTO, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
-from distribuuuu.config.tree import Config, get_cfg, get_value, iter_options
+from distribuuuu.config.options import _C
 
 # The origin of options that are set on the command line.
 COMMAND_LINE = "command line"
@@ -77,7 +77,7 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
 
 
 def _inherit_test_dataset(cfg: Config, folder_of_file: str) -> None:
-    """Set TEST.DATASET to TRAIN.DATASET unless it was set to another folder; defaults.py states the rule.
+    """Set TEST.DATASET to TRAIN.DATASET unless it was set to another folder; options.py states the rule.
 
     Args:
         cfg: the merged tree.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.tree import Config
 
 
 class UnknownNameError(LookupError):
@@ -16,7 +16,7 @@ class UnknownNameError(LookupError):
 
 
 class Registry:
-    """A table of one kind of entry, filled by the modules of `package` that use `@NAME.register`.
+    """A table of one kind of entry, filled by the modules below `package` that use `@NAME.register`.
 
     The modules are imported when one of their entries is first looked up; modules without entries, which may be slow
     to import, never are. A new entry is one new file in the package with a decorated function or class:
@@ -52,13 +52,14 @@ class Registry:
         return function
 
     def _sources(self) -> Iterator[tuple[str, str]]:
-        """Yield (module, source) of the modules of the package that register an entry, without importing them."""
+        """Yield (module, source) of the modules below the package that register an entry, without importing them."""
         spec = importlib.util.find_spec(self.package)
         folders = (spec.submodule_search_locations if spec else None) or []
-        for path in sorted(path for folder in folders for path in Path(folder).glob("*.py")):
-            source = path.read_text(encoding="utf-8")
-            if f"{self.name}.register" in source and path.stem != "__init__":
-                yield f"{self.package}.{path.stem}", source
+        for folder in map(Path, folders):
+            for path in sorted(folder.rglob("*.py")):
+                source = path.read_text(encoding="utf-8")
+                if f"{self.name}.register" in source and path.stem != "__init__":
+                    yield ".".join((self.package, *path.relative_to(folder).with_suffix("").parts)), source
 
     def _read_declarations(self) -> Iterator[str]:
         """Yield the names in decorators, read from the source; a module with computed names is imported instead."""
@@ -95,7 +96,7 @@ class Registry:
 
 
 MODELS = Registry("MODELS", "model", "distribuuuu.models")
-DATASETS = Registry("DATASETS", "data set", "distribuuuu.data.datasets")
+DATASETS = Registry("DATASETS", "data set", "distribuuuu.data")
 SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "distribuuuu.optim")
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "distribuuuu.optim")
 LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.conflicts import AUTO, GRAPH_MODES
 from distribuuuu.config.errors import counted
-from distribuuuu.config.rules import AUTO, GRAPH_MODES
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any, Literal, overload
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.rules import AUTO
+from distribuuuu.config.conflicts import AUTO
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.decode import LazyImage, build_decode_options
-from distribuuuu.data.device_loader import DeviceDataset, DeviceLoader
+from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
 from distribuuuu.data.samples import Batch, Samples
@@ -290,7 +290,7 @@ def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> Eva
     balance, im_size_at = build_class_balance(cfg, images), build_im_size(cfg)
     blocks = None
     if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
-        from distribuuuu.data.packing.block_order import BlockShuffle
+        from distribuuuu.data.packed.block_order import BlockShuffle
 
         blocks = BlockShuffle(images)
     return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance, blocks)

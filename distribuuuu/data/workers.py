@@ -22,9 +22,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.batch_memory import BatchMemory
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
 from distribuuuu.data.samples import Batch, Samples
+from distribuuuu.data.shared_batches import BatchMemory
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import set_up_worker_signals

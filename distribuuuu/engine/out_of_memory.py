@@ -10,7 +10,7 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.distributed import comm as dist
-from distribuuuu.report.environment import address_space_limit, list_memory_limits, read_sizes
+from distribuuuu.records.environment import address_space_limit, list_memory_limits, read_sizes
 
 # Messages of torch's plain RuntimeErrors: the CPU allocator, MPS, the CUDA runtime and its libraries, oneDNN.
 _MESSAGES = re.compile(r"CPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED|create a primitive(?! desc)")

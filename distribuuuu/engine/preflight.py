@@ -10,10 +10,10 @@ from pathlib import Path
 from distribuuuu.checkpoint.best_weights import RAW, best_paths, build_kinds, find_best
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
+from distribuuuu.config.conflicts import AUTO, OPTIONAL_DECODERS, find_problems
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.rules import AUTO, OPTIONAL_DECODERS, find_problems
 from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch

@@ -12,19 +12,19 @@ import torchvision
 from torch import nn
 
 from distribuuuu import __version__
+from distribuuuu.config.config_node import get_value
+from distribuuuu.config.conflicts import AUTO, find_unused_options
 from distribuuuu.config.errors import counted
-from distribuuuu.config.rules import AUTO, find_unused_options
-from distribuuuu.config.tree import get_value
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run import Run
-from distribuuuu.engine.state import TrainState
+from distribuuuu.engine.run_objects import Run
+from distribuuuu.engine.train_state import TrainState
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.optimizer import describe_lr
-from distribuuuu.report.log_table import format_duration
+from distribuuuu.records.log_table import format_duration
 
 logger = logging.getLogger(__name__)
 

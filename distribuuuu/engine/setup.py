@@ -15,10 +15,9 @@ from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
 from distribuuuu.config import ConfigError
-from distribuuuu.config.atomic_file import replacing
+from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
-from distribuuuu.config.tree import iter_options
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
@@ -30,21 +29,22 @@ from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 from distribuuuu.engine.dry_run import dry_run
+from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
-from distribuuuu.engine.state import TrainState, list_changes
-from distribuuuu.engine.stop import StopRequest
+from distribuuuu.engine.run_objects import Run, Training
+from distribuuuu.engine.train_state import TrainState, list_changes
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
-from distribuuuu.report.log_table import format_duration
-from distribuuuu.report.results import SPEED_ONLY
-from distribuuuu.report.run_log import RunLog, append_to_log, logging_to
+from distribuuuu.records.log_table import format_duration
+from distribuuuu.records.results import SPEED_ONLY
+from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import display_names

@@ -25,19 +25,19 @@ from support.states import make_state, original_checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import check_resumable, load_optimizer
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
-from distribuuuu.cli.make_table import read_reported
+from distribuuuu.commands.table.table import read_reported
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
-from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.packing.packed_format import read_index
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.data.packed.format import read_index
 from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.setup import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.report.record_files import drop_records_after
-from distribuuuu.report.results import read_results
+from distribuuuu.records.metric_writers import drop_records_after
+from distribuuuu.records.results import read_results
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

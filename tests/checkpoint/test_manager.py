@@ -25,8 +25,8 @@ from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.snapshot import with_own_storage
 from distribuuuu.config import load_cfg
-from distribuuuu.config.atomic_file import replacing
-from distribuuuu.engine.state import TrainState, list_changes
+from distribuuuu.engine.train_state import TrainState, list_changes
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.host import copy_into_buffer
 from distribuuuu.optim.optimizer import build_optimizer
 
@@ -119,7 +119,7 @@ def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
 
 def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("distribuuuu.report.step_timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("distribuuuu.records.step_timing.time.perf_counter", lambda: now[0])
     state, other = make_state(), make_state(epoch=0, step=3)
     state.timing.begin(now[0])
     now[0] += 2

@@ -8,7 +8,7 @@ from support.runs import ROOT
 
 from distribuuuu.config import ConfigError, load_cfg, locate
 from distribuuuu.config.locate import find_config, shipped_file, suggest_configs
-from distribuuuu.report.results import config_name
+from distribuuuu.records.results import config_name
 
 SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")
 
@@ -87,6 +87,6 @@ def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
     assert shipped_file("configs") == ROOT / "configs"
     write("package/files/configs/shapes/resnet14.yaml")
     monkeypatch.setattr(locate, "_PACKAGE", tmp_path / "package")
-    assert shipped_file("benchmarks/reported.yaml") == tmp_path / "package" / "files" / "benchmarks" / "reported.yaml"
+    assert shipped_file("benchmarks/reported.yaml") == tmp_path / "package" / "shipped" / "benchmarks" / "reported.yaml"
     assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
     assert suggest_configs("shapes/resnet41") == "; did you mean shapes/resnet14.yaml?"

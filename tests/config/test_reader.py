@@ -9,10 +9,10 @@ import pytest
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 from support.runs import ROOT
 
-from distribuuuu.cli.main import documented_options, dump_with_origins
+from distribuuuu.commands.arguments import documented_options, dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
-from distribuuuu.config.rules import OPEN_SECTIONS
-from distribuuuu.config.tree import iter_options
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.conflicts import OPEN_SECTIONS
 
 
 def write(path: Path, text: str) -> str:

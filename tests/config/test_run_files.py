@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from distribuuuu.cli.commands import dispatch
+from distribuuuu.commands.main import dispatch
 from distribuuuu.config import run_files
 from distribuuuu.config.run_files import (
     RUN_FILES,
@@ -111,7 +111,7 @@ def test_no_command_creates_the_folder_before_a_parent(capsys, monkeypatch, tmp_
 
 def test_a_wrong_path_is_reported_without_torch(tmp_path):
     code = (
-        "import sys; from distribuuuu.cli.commands import dispatch; "
+        "import sys; from distribuuuu.commands.main import dispatch; "
         "words = ['OUT_DIR', 's3://b/x', 'CFG_DEST', 'Best.pth.tar', 'MODEL.DUMMY_INPUT', 'True']; "
         "status = dispatch('d', ['train', *words]); "
         "print(status, 'torch' in sys.modules)"

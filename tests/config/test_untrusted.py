@@ -5,9 +5,10 @@ import os
 
 import pytest
 
-from distribuuuu.cli.main import report
+from distribuuuu.commands.arguments import report
 from distribuuuu.config import ConfigError
-from distribuuuu.config.untrusted import load_json, open_regular, printable, read_regular
+from distribuuuu.config.json_file import load_json
+from distribuuuu.files.untrusted import open_regular, printable, read_regular
 
 
 @pytest.fixture(params=["pipe", "device", "folder"])

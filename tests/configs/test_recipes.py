@@ -10,7 +10,7 @@ from support.runs import ROOT
 from support.tiers import slow
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.tree import get_value
+from distribuuuu.config.config_node import get_value
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.setup import build_run
 from distribuuuu.launch.detect import detect_launch

@@ -15,8 +15,8 @@ from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 from distribuuuu.models.cifar_resnet import CifarResNet
 from distribuuuu.optim.precision import Precision
-from distribuuuu.report import predictions
-from distribuuuu.report.predictions import Recorder, build_recorder
+from distribuuuu.records import predictions
+from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
 

@@ -8,7 +8,7 @@ import torch
 from support.baselines import FILES as RECIPES
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.tree import get_value
+from distribuuuu.config.config_node import get_value
 from distribuuuu.data.datasets.base import ImageDataset, get_dataset
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.engine.run_description import describe_training

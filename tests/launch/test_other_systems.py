@@ -20,7 +20,7 @@ import distribuuuu
 for module in pkgutil.walk_packages(distribuuuu.__path__, "distribuuuu."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from distribuuuu.sweep.local import LocalExecutor, is_locked
+from distribuuuu.commands.sweep.local_executor import LocalExecutor, is_locked
 from pathlib import Path
 
 LocalExecutor(1)

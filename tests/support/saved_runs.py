@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from distribuuuu.config.tree import iter_options
+from distribuuuu.config.config_node import iter_options
 from distribuuuu.engine.setup import make_out_dir, write_config
 from distribuuuu.models import build_model
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.config.reader import load_cfg
-from distribuuuu.engine.state import TrainState
+from distribuuuu.engine.train_state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.meter import Meter
 

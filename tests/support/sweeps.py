@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distribuuuu.sweep.asha import plan_rungs
-from distribuuuu.sweep.trials import Sweep, Trial
+from distribuuuu.commands.sweep.asha import plan_rungs
+from distribuuuu.commands.sweep.trials import Sweep, Trial
 
 
 def make_sweep(

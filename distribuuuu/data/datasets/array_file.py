@@ -21,10 +21,10 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from distribuuuu.config.atomic_file import replacing
 from distribuuuu.config.errors import counted
-from distribuuuu.config.untrusted import open_regular, parse_json
 from distribuuuu.data.datasets import base
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.untrusted import open_regular, parse_json
 
 MAGIC = b"DUARRAYS"
 ALIGNMENT = 64

@@ -259,3 +259,8 @@ def read_file(path: str) -> bytearray:
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]
     return data
+
+
+def is_file(image: object) -> bool:
+    """Return whether `ImageDataset.read` returned the bytes of an image file rather than pixels."""
+    return isinstance(image, (bytes, bytearray, memoryview))

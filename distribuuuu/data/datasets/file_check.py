@@ -13,11 +13,11 @@ from pathlib import Path
 
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, open_nonblocking, read_file
-from distribuuuu.data.datasets.file_lock import take_turn
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, check_size, decode, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.samples import reason_of
+from distribuuuu.files.locks import take_turn
 
 KIND, VERSION = "checked files", 1
 # Seconds after which the rest is left to the next run.

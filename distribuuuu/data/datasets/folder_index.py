@@ -30,7 +30,7 @@ from distribuuuu.data.datasets.array_file import (
     write_arrays,
 )
 from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, is_class, is_folder, is_image
-from distribuuuu.data.datasets.file_lock import take_turn
+from distribuuuu.files.locks import take_turn
 
 KIND, VERSION = "folder index", 2
 # More than the cores: on a network disk the threads wait for replies.

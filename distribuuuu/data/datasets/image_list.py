@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.config.untrusted import open_regular
 from distribuuuu.data.datasets.base import SplitDataset, file_stamp, first_few, name_at
 from distribuuuu.data.datasets.layouts import missing_root
+from distribuuuu.files.untrusted import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ from pathlib import Path
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.datasets.file_lock import take_turn
+from distribuuuu.files.locks import take_turn
 
 # Seconds to wait for another process that downloads.
 DOWNLOAD_WAIT_S = 3600

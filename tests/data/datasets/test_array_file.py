@@ -9,12 +9,12 @@ import fuzz_readback
 import numpy as np
 import pytest
 
+from distribuuuu.commands.pack.packer import inspect_pack
+from distribuuuu.commands.pack.writer import find_conflicts
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets import array_file
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
-from distribuuuu.data.datasets.packed import Packed
-from distribuuuu.data.packing.pack import inspect_pack
-from distribuuuu.data.packing.writer import find_conflicts
+from distribuuuu.data.packed.dataset import Packed
 
 KIND, VERSION = "packed images", 1
 

@@ -19,13 +19,13 @@ from support.runs import (
     train_and_stop,
 )
 
-from distribuuuu.cli.make_table import run_table_tool
+from distribuuuu.commands.table.table import table
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import image_list
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.report.results import read_results
+from distribuuuu.records.results import read_results
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -244,7 +244,7 @@ def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     record = read_results(reference / "results.json")
     assert record["accuracy"]["raw"]["last"] == {"epoch": 2, "map": raw[1], "loss": evaluations[-2]["loss"]}
     assert record["accuracy"]["raw"]["best"]["map"] == max(raw) and record["evaluation"]["multilabel"] is True
-    assert run_table_tool("", Path("benchmarks/reported.yaml"), [str(reference)]) == 0
+    assert table("table", [str(reference)]) == 0
     header, _, row = capsys.readouterr().out.splitlines()[:3]
     cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     ema = record["accuracy"]["ema"]["last"]["map"]

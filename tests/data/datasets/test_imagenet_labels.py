@@ -14,12 +14,12 @@ from support.saved_runs import save_run
 from timm.data import ImageNetInfo, RealLabelsImagenet
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.config.rules import find_problems
 from distribuuuu.data.datasets import imagenet_labels
 from distribuuuu.data.loader import build_images
-from distribuuuu.deploy.loaded_run import build_eval_transform
-from distribuuuu.report.stored_predictions import read_predictions
+from distribuuuu.inference.loaded_run import build_eval_transform
+from distribuuuu.records.stored_predictions import read_predictions
 from distribuuuu.trainer import test_model as evaluate_run
 
 SYNSETS = ImageNetInfo().label_names()

@@ -11,11 +11,11 @@ import pytest
 from support.images import draw_folder
 from support.runs import small_options
 
-from distribuuuu.cli import doctor
-from distribuuuu.cli.split import split
+from distribuuuu.commands.doctor import doctor
+from distribuuuu.commands.doctor.layout import open_folder
+from distribuuuu.commands.split.split import split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.layouts import find_inner_root, missing_split
-from distribuuuu.data.doctor.layout import open_folder
 from distribuuuu.engine.preflight import find_run_problems
 
 FILES = {
@@ -47,7 +47,7 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys, name, message):
         found = errors_of(path, tmp_path, "DATA.NAME", dataset)
         assert f"TRAIN.DATASET (command line): {path} {message}" in found and "no such folder" not in found
     assert split("distribuuuu split", [str(path), "--val", "0.2", "--out", str(tmp_path / "lists")]) == 2
-    assert doctor.run("distribuuuu doctor", [str(path)]) == 2
+    assert doctor.doctor("distribuuuu doctor", [str(path)]) == 2
     assert capsys.readouterr().err.count(f"FOLDER: {path} {message}") == 2
 
 
@@ -78,7 +78,7 @@ def test_an_archive_in_the_folder_is_named(tmp_path, capsys):
     hint = f"it holds images.zip, a ZIP archive; fix: python -m zipfile -e {tmp_path / 'data' / 'images.zip'}"
     assert hint in errors_of(tmp_path / "data", tmp_path)
     assert split("distribuuuu split", [str(tmp_path / "data"), "--val", "0.2", "--out", str(tmp_path / "l")]) == 2
-    assert doctor.run("distribuuuu doctor", [str(tmp_path / "data")]) == 2
+    assert doctor.doctor("distribuuuu doctor", [str(tmp_path / "data")]) == 2
     assert capsys.readouterr().err.count(hint) == 2
 
 

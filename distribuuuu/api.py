@@ -1,0 +1,317 @@
+"""The Python API, for notebooks and programs that continue after a run: `train`, `evaluate` and `predict`.
+
+Errors are exceptions, nothing exits the process, and a run leaves the state of the process as it was: random numbers,
+signal handlers, loggers, settings of torch.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import random
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
+
+if TYPE_CHECKING:
+    from distribuuuu.inference.loaded_run import Prediction
+
+Overrides = Mapping[str, Any] | Sequence[Any]
+
+# A process has one default process group, one log and one set of random number generators.
+_ACTIVE_RUN = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """The results of a training.
+
+    Attributes:
+        out_dir: OUT_DIR, which `evaluate` and `load_run` accept.
+        best: the best value of the first metric, in percent.
+        weights: the file of the best weights, of the moving average if there is one; None: no epoch was evaluated.
+        metrics: loss and metrics of the last epoch, e.g. {"loss": 0.1, "top1": 98.4}; of the same kind of weights.
+        results: the content of results.json; it and `metrics` are empty on processes other than the first.
+    """
+
+    out_dir: Path
+    best: float
+    weights: Path | None
+    metrics: dict[str, float]
+    results: dict[str, Any] = dataclasses.field(repr=False)
+
+
+class LoadedRun(Protocol):
+    """A trained model, as `load_run` returns it: its config, and the file of its weights or a published name."""
+
+    cfg: Config
+    source: str
+
+
+def train(config: str | os.PathLike | Config | None = None, overrides: Overrides = ()) -> TrainResult:
+    """Train a model, or resume the run in OUT_DIR, like the command `distribuuuu train`.
+
+    In the main thread, the first Ctrl-C stops the run after the current step with a checkpoint; a second one stops it
+    at once. The same call resumes the run. In another thread, signals are not handled.
+
+    Args:
+        config: a file or name as for --cfg, or a config; None: the defaults.
+        overrides: options that take precedence: {"OPTIM.BASE_LR": 0.4} or ["OPTIM.BASE_LR", 0.4].
+
+    Raises:
+        ConfigError: everything that the user has to change, found before the start where possible.
+        KeyboardInterrupt: stopped by Ctrl-C.
+        RunStopped: stopped, with a checkpoint, by another signal or CHECKPOINT.MAX_HOURS.
+    """
+    source = os.fspath(config) if isinstance(config, os.PathLike) else config
+    with _run_of_program():
+        cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
+
+        from distribuuuu.engine.micro_batch import resolve_batch_size
+        from distribuuuu.models import check_model
+        from distribuuuu.trainer import train_model, train_step
+
+        check_model(cfg)
+        cfg = resolve_batch_size(cfg, train_step)
+        best = train_model(cfg)
+        results = _read_results(Path(cfg.OUT_DIR))
+    accuracy = results.get("accuracy", {})
+    last = accuracy.get(next((kind for kind in KINDS if kind in accuracy), RAW), {}).get("last", {})
+    metrics = {name: value for name, value in last.items() if name != "epoch"}
+    return TrainResult(Path(cfg.OUT_DIR), best, find_best(cfg.OUT_DIR), _with_labels(metrics, cfg), results)
+
+
+def evaluate(run: str | os.PathLike | Config | TrainResult | LoadedRun, overrides: Overrides = ()) -> dict[str, float]:
+    """Return loss, metrics in percent and the number of images of an evaluation, like the command `distribuuuu test`.
+
+    Args:
+        run: the OUT_DIR of a run, the result of `train`, a checkpoint below OUT_DIR, what `load_run` has returned, or a
+            config as for `train`, which names the weights.
+        overrides: as for `train`, e.g. {"TEST.DATASET": "other_images"}.
+
+    Raises:
+        ConfigError: everything that the user has to change, e.g. there are no weights.
+    """
+    source, own_overrides = _find_config(run)
+    with _run_of_program():
+        cfg = _load_checked(source, [*own_overrides, *_as_pairs(overrides)], is_training=False)
+
+        from distribuuuu.models import check_model
+        from distribuuuu.trainer import test_model
+
+        check_model(cfg)
+        return _with_labels(test_model(cfg), cfg)
+
+
+def predict(
+    run: str | os.PathLike | TrainResult | LoadedRun,
+    images: Any,
+    topk: int | None = None,
+    threshold: float | None = None,
+    skip_bad: bool = False,
+) -> "list[Prediction]":
+    """Return the prediction of each image, in order, like the command `distribuuuu predict`.
+
+    Args:
+        run: as for `evaluate`, but no config; or an exported folder, or `timm/NAME` for published weights. What
+            `load_run` has returned is read and built once for many calls.
+        images: an image or several ones: paths of files or folders, PIL images, uint8 pixels (H, W, 3) or (H, W).
+        topk: the number of classes (5), for a model with one label per image.
+        threshold: the least probability of a label (0.5), for a model with several labels per image.
+        skip_bad: return a prediction with `error` for an image that cannot be read.
+
+    Raises:
+        ConfigError: there is no model, a path does not exist, or `topk` or `threshold` does not suit the model.
+        BadImageError: an image cannot be read, and `skip_bad` is False.
+    """
+    from distribuuuu.inference.load_run import load_run
+
+    source: Any = run.out_dir if isinstance(run, TrainResult) else run
+    loaded: Any = run if hasattr(run, "predict") else load_run(source)
+    return loaded.predict(images, topk, threshold, skip_bad)
+
+
+# -------------------------------------------------------------------------------------------- config
+
+
+def _as_pairs(overrides: Overrides) -> list[str]:
+    """Return the texts of a command line for overrides from Python."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: got the text {overrides!r}; expected a dict or a list, e.g. ['OUT_DIR', 'exp']")
+    items = [item for pair in overrides.items() for item in pair] if isinstance(overrides, Mapping) else overrides
+    return [os.fspath(item) if isinstance(item, os.PathLike) else str(item) for item in items]
+
+
+def _load_checked(source: str | Config | None, pairs: list[str], is_training: bool) -> Config:
+    """Return the frozen config with its number of classes.
+
+    Raises:
+        ConfigError: with every problem of the options, the file, the paths and the data folders.
+    """
+    cfg, problems = read_cfg(source, pairs)
+    problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems))
+    if problems:
+        raise ConfigError([_renamed(problem) for problem in problems])
+    return resolve_num_classes(cfg)
+
+
+def _renamed(problem: Problem) -> Problem:
+    """Return a problem whose options were set in Python, not on a command line."""
+    origins = {key: origin.replace(COMMAND_LINE, "overrides") for key, origin in problem.origins.items()}
+    key = "overrides" if problem.key == COMMAND_LINE else problem.key
+    return dataclasses.replace(problem, key=key, origins=origins)
+
+
+def _find_config(run: Any) -> tuple[str | Config, list[str]]:
+    """Return the config that evaluates a run, and overrides that name its OUT_DIR and its weights.
+
+    Raises:
+        ConfigError: no run of this config is there.
+    """
+    if isinstance(run, Config):
+        return run, []
+    if hasattr(run, "cfg"):
+        is_file = os.path.isfile(run.source)
+        return run.cfg, ["MODEL.WEIGHTS", run.source] if is_file else ["MODEL.PRETRAINED", "True"]
+    path = Path(run.out_dir if isinstance(run, TrainResult) else run)
+    if not path.is_dir() and (path.suffix in (".yaml", ".yml") or not path.is_file()):
+        return str(path), []
+    folders = [path] if path.is_dir() else [path.parent, path.parent.parent]
+    name = get_cfg().CFG_DEST
+    folder = next((folder for folder in folders if (folder / name).is_file()), None)
+    if folder is None:
+        fix = "pass the OUT_DIR of a run, or a config and {'MODEL.WEIGHTS': FILE}"
+        raise ConfigError(f"{path}: {folders[0] / name} does not exist; fix: {fix}")
+    return str(folder / name), ["OUT_DIR", str(folder), "MODEL.WEIGHTS", "None" if path.is_dir() else str(path)]
+
+
+# ------------------------------------------------------------------------------------------- results
+
+
+def _read_results(out_dir: Path) -> dict[str, Any]:
+    """Return the content of results.json; {} if there is none, or on processes other than the first."""
+    from distribuuuu.records.results import FILE_NAME, read_results
+
+    path = out_dir / FILE_NAME
+    return read_results(path) if is_first_process() and path.exists() else {}
+
+
+def _with_labels(values: dict[str, float], cfg: Config) -> dict[str, float]:
+    """Return metrics under their display names, e.g. 'top5' for 'topk'."""
+    from distribuuuu.tasks.metrics import METRICS
+
+    def label(name: str) -> str:
+        return METRICS.get(name)(cfg.MODEL.NUM_CLASSES, cfg.TRAIN.TOPK).label(name) if name in METRICS else name
+
+    return {label(name): value for name, value in values.items()}
+
+
+# ------------------------------------------------------------------------------- state of the process
+
+
+@contextlib.contextmanager
+def _run_of_program() -> Iterator[None]:
+    """Let a run in the block raise exceptions instead of exiting, and restore the state of the process afterwards.
+
+    Raises:
+        ConfigError: another run is active in this process.
+    """
+    if not _ACTIVE_RUN.acquire(blocking=False):
+        raise ConfigError("a run is active in this process; fix: wait for its end, or start another process")
+    try:
+        _import_torch()
+        with _preserved_settings(), _preserved_random_state():
+            SignalState.on_second_signal = _interrupt_main_thread
+            try:
+                yield
+            except Exception:
+                if SignalState.is_ending:  # of several processes: the launcher ends this one soon
+                    traceback.print_exc()
+                raise
+    except (ConfigError, RunStopped, KeyboardInterrupt) as error:
+        traceback.clear_frames(error.__traceback__)  # a notebook keeps the traceback, and with it model and workers
+        if isinstance(error, RunStopped) and str(error) == "SIGINT":
+            raise KeyboardInterrupt("stopped; a checkpoint was saved, and the same call resumes the run") from None
+        raise
+    finally:
+        gc.collect()  # ends the loader workers: the bars of a notebook have reference cycles
+        _ACTIVE_RUN.release()
+
+
+def _interrupt_main_thread(signum: int) -> None:
+    """Raise KeyboardInterrupt in the main thread; called from the thread that receives signals."""
+    main = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
+
+
+def _import_torch() -> None:
+    """Import torch with threads that do not spin while they wait, as loader workers need the cores."""
+    is_set = "OMP_WAIT_POLICY" in os.environ
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch  # noqa: F401
+
+    if not is_set:
+        del os.environ["OMP_WAIT_POLICY"]
+
+
+@contextlib.contextmanager
+def _preserved_settings() -> Iterator[None]:
+    """Restore the settings of torch, PIL, threading, logging and of this package that a run changes."""
+    import PIL.Image
+    import torch
+
+    from distribuuuu.distributed.comm import GroupState
+
+    cudnn, logger = torch.backends.cudnn, logging.getLogger("distribuuuu")
+    places: list[tuple[Any, str]] = [
+        *((cudnn, name) for name in ("benchmark", "deterministic")),
+        *((SignalState, name) for name in ("has_begun", "is_ending", "stacks_file", "on_second_signal")),
+        *((logger, name) for name in ("handlers", "propagate")),
+        *((GroupState, "local_rank"), (PIL.Image, "MAX_IMAGE_PIXELS"), (threading, "excepthook")),
+    ]
+    values = [getattr(owner, name) for owner, name in places]
+    on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, level, workspace = torch.get_float32_matmul_precision(), logger.level, "CUBLAS_WORKSPACE_CONFIG"
+    has_workspace = workspace in os.environ
+    logger.handlers = []  # a run closes the handlers that it finds
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(places, values, strict=True):
+            setattr(owner, name, value)
+        torch.use_deterministic_algorithms(on, warn_only=warns)
+        torch.set_float32_matmul_precision(precision)
+        logger.setLevel(level)
+        if not has_workspace:
+            os.environ.pop(workspace, None)
+
+
+@contextlib.contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    """Restore the random number generators of Python, numpy and torch, and the current GPU."""
+    import numpy as np
+    import torch
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for gpu in gpus:
+            torch.cuda.set_device(gpu)
+        if torch.cuda.is_initialized() and not gpus:  # as at the first use of CUDA
+            torch.cuda.manual_seed_all(torch.initial_seed())

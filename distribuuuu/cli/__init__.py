@@ -1,1 +1,0 @@
-"""The console commands. They import torch only when a command needs it."""

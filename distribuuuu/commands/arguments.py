@@ -1,0 +1,259 @@
+"""The command line of training and evaluation: --cfg FILE, KEY VALUE arguments, and errors without a traceback."""
+
+import argparse
+import contextlib
+import inspect
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.terminal import ending_with_reader, open_standard_streams
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg
+from distribuuuu.config import options as defaults
+from distribuuuu.config.config_node import get_value, iter_options
+from distribuuuu.config.conflicts import REGISTERED
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
+from distribuuuu.launch.host import tune_malloc
+from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
+from distribuuuu.launch.signals import (
+    STATUS_OF,
+    RunStopped,
+    SignalState,
+    die_with_parent,
+    end_process,
+    exit_now,
+    handled_by,
+    is_first_process,
+    print_stacks_on_quit,
+)
+
+
+def run_on_config(prog: str, args: Sequence[str], description: str, start: Callable[..., object], train: bool) -> int:
+    """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg), with --nproc in several processes.
+
+    Args:
+        prog: the name in the usage text.
+        args: the arguments of the command.
+        description: text of --help.
+        start: called with the checked config, and with `stop_epoch` if --stop-epoch is given.
+        train: check for training; else for an evaluation.
+
+    Returns:
+        The exit status, see `run_guarded`.
+    """
+
+    def run() -> int:
+        cfg, flags = parse_args(description, args, train, prog)
+        options = {"stop_epoch": flags.stop_epoch} if flags.stop_epoch else {}
+        if options and "stop_epoch" not in inspect.signature(start).parameters:
+            raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
+        if flags.nproc > 1:
+            return run_processes(flags.nproc, without_nproc(own_command()))
+        if cfg is not None:
+            tune_malloc()
+            start(cfg, **options)
+        return 0
+
+    return run_guarded(run)
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Call a function that returns an exit status; handle signals, and print the errors that the user can fix.
+
+    Returns:
+        The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
+        SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
+    """
+    open_standard_streams()
+    print_stacks_on_quit()
+    # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
+    # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if was_launched():  # a killed launcher leaves no process behind
+        die_with_parent(signal.SIGTERM)
+        if has_lost_launcher():  # before the line above
+            return STATUS_OF[signal.SIGTERM]
+    with handled_by(exit_now):
+        try:
+            return run()
+        except ConfigError as error:
+            report(error)
+            if SignalState.is_ending:  # an error of this process alone, which cannot leave the process group
+                end_process(error.status)
+            return error.status
+        except RunStopped as stopped:
+            return stopped.status
+        except Exception:
+            if not SignalState.is_ending:
+                raise
+            sys.excepthook(*sys.exc_info())
+            end_process(1)
+            raise
+
+
+def report(error: ConfigError) -> None:
+    """Print every problem of an error to standard error; if all processes have it, only the first prints."""
+    if not is_first_process() and not error.one_process:
+        return
+    lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
+    # A file name in a problem starts no line of its own.
+    lines += [f"  - {printable(problem, keep=chr(10))}".replace("\n", "\n    ") for problem in error.problems]
+    with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def parse_args(
+    description: str, args: Sequence[str], train: bool, prog: str | None = None
+) -> tuple[Config | None, argparse.Namespace]:
+    """Return the checked config of a command line (None after printing only) and the flags.
+
+    Raises:
+        ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
+    """
+    flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
+    prints = flags.dump_config or flags.help_config is not None
+    run_config = None
+    if not flags.cfg and not train and flags.help_config is None:
+        run_config = find_run_config(overrides)
+    if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
+        with contextlib.suppress(OSError):
+            print(
+                f"--cfg is not set; using {run_config}, the config of the run in OUT_DIR", file=sys.stderr, flush=True
+            )
+    cfg, found = read_cfg(flags.cfg or run_config, overrides)
+    if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.MODEL.WEIGHTS = None  # the initial weights of the run; its best weights are to be evaluated
+        cfg.freeze()
+    problems += [*found, *_find_nproc_problems(flags.nproc)]
+    if flags.stop_epoch is not None and flags.stop_epoch < 1:
+        problems.append(Problem("--stop-epoch", f"got {flags.stop_epoch}; expected 1 or more"))
+    if not prints:
+        problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
+    if problems:
+        raise ConfigError(problems)
+    flags.nproc = flags.nproc or 1
+    if not prints:
+        return resolve_num_classes(cfg), flags
+    with ending_with_reader():
+        print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
+    return None, flags
+
+
+def find_run_config(overrides: Sequence[str]) -> str | None:
+    """Return the config file that a run has left in the OUT_DIR of KEY VALUE arguments; None if there is none.
+
+    Without OUT_DIR, arguments that set other weights do not refer to a run in the default folder.
+    """
+    given = dict(zip(overrides[::2], overrides[1::2], strict=False))
+    if "OUT_DIR" not in given and given.keys() & {"MODEL.WEIGHTS", "MODEL.PRETRAINED"}:
+        return None
+    default = get_cfg()
+    options = {"OUT_DIR": default.OUT_DIR, "CFG_DEST": default.CFG_DEST, **given}
+    path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
+    return path if os.path.isfile(path) else None
+
+
+def _find_nproc_problems(nproc: int | None) -> list[Problem]:
+    if nproc is None:
+        return []
+    if nproc < 1:
+        return [Problem("--nproc", f"got {nproc}; expected 1 or more")]
+    try:
+        launch = detect_launch()
+    except ConfigError as error:
+        return error.problems
+    if launch.world_size > 1:
+        return [Problem("--nproc", f"{launch} was already started by a launcher; remove --nproc")]
+    return []
+
+
+def build_parser(description: str, prog: str | None = None, train: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of the flags of a training or an evaluation; the remaining arguments are KEY VALUE pairs."""
+    parser = CommandParser(
+        prog=prog,
+        description=description,
+        usage="%(prog)s [--cfg FILE] [--nproc N] [KEY VALUE ...]",
+        epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4",
+    )
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
+    add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
+    add("--nproc", metavar="N", type=int, help="start N processes on this machine, like torchrun --nproc_per_node=N")
+    stop = "end after epoch N with a checkpoint; the same command without this flag continues"
+    add("--stop-epoch", metavar="N", type=int, help=stop if train else argparse.SUPPRESS)
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
+    return parser
+
+
+def explain_options(section: str) -> str:
+    """Return the options of a section (all: '') with their defaults and meaning.
+
+    Raises:
+        ConfigError: unknown section.
+    """
+    options = documented_options()
+    chosen = [option for option in options if not section or f"{option[0]}.".startswith(f"{section}.")]
+    if not chosen:
+        sections = sorted({key.split(".")[0] for key, _, _ in options})
+        message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
+        raise ConfigError(Problem("--help-config", message))
+    lines = []
+    for key, default, comment in chosen:
+        names = f" One of {', '.join(REGISTERED[key].names())}." if key in REGISTERED else ""
+        lines.append(f"{key}: {default}\n    {comment}{names}\n")
+    return "".join(lines)
+
+
+def documented_options() -> list[tuple[str, str, str]]:
+    """Return (key, default, comment) of every option, in the order of defaults.py."""
+    options, comment = [], []
+    for line in Path(defaults.__file__).read_text(encoding="utf-8").splitlines():
+        match = re.match(r"_C\.([A-Z0-9_.]+) = (.*)", line)
+        if line.startswith("# "):
+            comment.append(line[2:])
+            continue
+        if match and comment:
+            default = "{}" if match[2].startswith("CfgNode") else match[2]
+            options.append((match[1], default, " ".join(comment)))
+        comment = []
+    return options
+
+
+def dump_with_origins(cfg: Config) -> str:
+    """Return the tree as YAML, with a comment on each value other than a default: where it was set."""
+    default_of, lines = dict(iter_options(get_cfg())), []
+    for line, key in _yaml_lines(cfg):
+        origin = cfg.origins.get(key)
+        is_default = key in default_of and get_value(cfg, key) == default_of[key]
+        lines.append(f"{line}  # {origin}\n" if origin and not is_default else f"{line}\n")
+    return "".join(lines)
+
+
+def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (line, key) of each line of the tree as YAML, one value per line."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Config) and value:
+            yield f"{indent}{_as_yaml(name)}:", key
+            yield from _yaml_lines(value, f"{key}.", f"{indent}  ")
+        else:
+            plain = dict(value) if isinstance(value, Config) else value
+            yield f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", key
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

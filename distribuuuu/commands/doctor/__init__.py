@@ -1,0 +1,1 @@
+"""Checks of a data set before training: layout, findings and their report."""

@@ -1,0 +1,156 @@
+"""The splits of a folder or of a config as data sets; nothing is written."""
+
+import os
+import time
+from bisect import bisect_right
+from pathlib import Path
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.data.datasets.base import (
+    ImageDataset,
+    SplitDataset,
+    get_dataset,
+    is_image,
+    list_classes,
+)
+from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
+from distribuuuu.data.datasets.image_list import ImageList, Multilabel
+from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
+from distribuuuu.data.datasets.layouts import describe_archives, find_splits, missing_root, missing_split, sort_splits
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.files.untrusted import open_regular
+
+Splits = dict[str, ImageDataset]
+
+# Name of the only split of a folder without split sub-folders.
+WHOLE = "all"
+
+
+class ScannedFolder(ImageDataset):
+    """The images of CLASS/IMAGE below a folder, scanned anew; the index of the folder stays in memory.
+
+    Attributes:
+        folder: the folder with the class folders.
+        index: the images in compact arrays.
+    """
+
+    has_files = True
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.index = FolderIndex(str(folder), *scan_folder(str(folder), time.time_ns()))
+        self.classes = self.index.classes
+        self._ends = [self.index.class_bounds(number)[1] for number in range(len(self.classes))]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def label(self, index: int) -> int:
+        """Return the class index of image `index`."""
+        return bisect_right(self._ends, index)
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`."""
+        return self.index.path(index)
+
+    def list_unreadable(self) -> dict[str, str]:
+        """Return the folders that cannot be listed, with the reason."""
+        reasons = {folder: access_problem(Path(folder)) for folder in self.list_folders()}
+        return {folder: reason for folder, reason in reasons.items() if reason}
+
+    def list_ignored(self) -> tuple[list[str], list[str]]:
+        """Return the files in class folders that are not images by name, and the images outside of class folders."""
+        ignored: list[str] = []
+        if self.index.meta["ignored"]:
+            known = {*self.index.meta["ignored"]}
+            for folder in self.list_folders()[1:]:
+                names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else []
+                odd = [name for name in names if name[0] != "." and not is_image(name)]
+                paths = [os.path.join(folder, name) for name in odd if os.path.splitext(name)[1].lower() in known]
+                ignored += [path for path in paths if not os.path.isdir(path)]
+        outside = self.index.meta["num_beside"] and sorted(filter(is_image, os.listdir(self.folder)))
+        return ignored, [str(self.folder / name) for name in outside or () if not (self.folder / name).is_dir()]
+
+    def list_folders(self) -> list[str]:
+        """Return the folder itself and all that are below it in the index."""
+        arrays = self.index.arrays
+        text, ends = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
+        relative = [os.fsdecode(text[start:end]) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        return [os.path.join(self.folder, path) for path in relative]
+
+
+def open_folder(root: Path) -> Splits:
+    """Return the data sets of a folder by split, the training split first.
+
+    Layouts: SPLIT/CLASS/IMAGE, CLASS/IMAGE, SPLIT.csv (see `ImageList`), and SPLIT/index.bin (see `Packed`). Folders
+    are splits if their names are those of `find_splits`.
+
+    Raises:
+        ConfigError: the folder does not exist, cannot be listed, or has another layout.
+    """
+    if not root.is_dir():
+        raise ConfigError(Problem(*missing_root("FOLDER", root, "SPLIT/CLASS/IMAGE or CLASS/IMAGE")))
+    if reason := access_problem(root):
+        raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
+    folders = list_classes(root)
+    if names := find_splits(folders):
+        packs = [name for name in names if (root / name / "index.bin").is_file()]
+        return {name: Packed(root, name) if name in packs else ScannedFolder(root / name) for name in names}
+    tables = [root / f"{name}.csv" for name in sort_splits(path.stem for path in root.glob("*.csv"))]
+    lists: Splits = {path.stem: dataset(path) for path in tables if (dataset := _kind_of_list(path))}
+    if lists:
+        return lists
+    if (root / "index.bin").is_file():
+        return {root.name: Packed(root.parent, root.name)}
+    if folders:
+        return {WHOLE: ScannedFolder(root)}
+    has = "images, but no class folders" if any(map(is_image, os.listdir(root))) else "no sub-folder"
+    expected = f"expected SPLIT/CLASS/IMAGE, CLASS/IMAGE or SPLIT.csv{describe_archives(root)}"
+    raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}"))
+
+
+def _kind_of_list(path: Path) -> type[ImageList] | None:
+    """Return the kind of data set that a CSV describes, by its header; None if it is another table."""
+    try:
+        with open_regular(path, encoding="utf-8-sig") as file:
+            header = {column.strip() for column in file.readline(10_000).split(",")}
+    except (OSError, UnicodeError):
+        return None
+    return next((kind for kind in (ImageList, Multilabel) if header.issuperset(kind.columns)), None)
+
+
+def open_cfg(cfg) -> Splits:
+    """Return the training and the evaluation set of a config by split; any registered data set is supported.
+
+    Raises:
+        ConfigError: a set cannot be opened.
+    """
+    dataset, problems = get_dataset(cfg.DATA.NAME), []
+    splits: Splits = {}
+    for key, train in (("TRAIN", True), ("TEST", False)):
+        section = cfg[key]
+        has_split = dataset.has_splits and issubclass(dataset, SplitDataset)
+        name = section.SPLIT if has_split else key.lower()
+        if name in splits:
+            if os.path.realpath(cfg.TRAIN.DATASET) == os.path.realpath(section.DATASET):
+                continue  # one split for both
+            name = f"{name} ({key})"
+        if issubclass(dataset, ImageFolder):
+            root, split = Path(section.DATASET), section.SPLIT
+            if not (root / split).is_dir():
+                missing = missing_split(key, root, split, f"{split}/CLASS/IMAGE")
+                missing = missing if root.is_dir() else missing_root(key, root, f"{split}/CLASS/IMAGE")
+                problems.append(Problem(*missing, cfg.origins))
+                continue
+            splits[name] = ScannedFolder(root / split)
+            continue
+        if issubclass(dataset, ImageList):  # with its own classes: unknown ones are a finding
+            splits[name] = dataset(dataset.split_path(section))
+            continue
+        found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
+        problems += [Problem(*problem, cfg.origins) for problem in found]
+        if not found:
+            splits[name] = dataset.from_cfg(cfg, train)
+    if problems:
+        raise ConfigError(problems)
+    return splits

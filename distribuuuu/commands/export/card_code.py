@@ -1,0 +1,152 @@
+"""The Python code of a model card: it loads an exported folder and predicts an image file, for each format.
+
+Code of every format defines `predict(path)`: pairs of a class and its probability, the most probable class first. It
+runs in the exported folder. What the file of a format cannot do, the code does.
+"""
+
+from string import Template
+
+from distribuuuu.inference.loaded_run import LoadedRun
+
+# Steps of the preprocessing that are inside the file of a format.
+INSIDE = {
+    "timm": (),
+    "safetensors": (),
+    "onnx": ("resize", "crop", "normalize", "mirror"),
+    "torch": ("normalize", "mirror"),
+}
+
+_LOAD_IMAGE = '''def load_image(path):
+    """Return the pixels of an image file: uint8 (height, width, 3), RGB."""
+    image = Image.open(path)
+$exif    if image.mode.startswith("I"):  # 16 bits
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return np.array(image.convert("RGB"))'''
+_EXIF = "    image = ImageOps.exif_transpose(image)  # upright, as for the evaluation of the run\n"
+
+_TORCH_PREDICT = '''def predict(path):
+    """Return pairs of a class and its probability, the most probable class first."""
+    pixels = torch.from_numpy(load_image(path)).permute(2, 0, 1)
+    with torch.inference_mode():
+        images = transform(pixels)[None]
+        logits = $logits
+    probabilities = logits[0].double().$activation
+    order = probabilities.argsort(descending=True, stable=True).tolist()
+    return [(classes[index], float(probabilities[index])) for index in order]'''
+
+_CODE = {
+    "timm": """import math
+
+import numpy as np
+import timm
+import torch
+from PIL import Image$image_ops
+from torchvision.transforms import v2
+
+model = timm.create_model("local-dir:.", pretrained=True).eval()  # or "hf-hub:OWNER/NAME"
+classes = model.pretrained_cfg["label_names"]
+data = timm.data.resolve_data_config({}, model=model)
+size, mode = data["input_size"][-1], v2.InterpolationMode(data["interpolation"])
+transform = v2.Compose([
+    v2.Resize(math.floor(size / data["crop_pct"]), mode, antialias=True),
+    v2.CenterCrop(size),
+    v2.ToDtype(torch.float32, scale=True),
+    v2.Normalize(data["mean"], data["std"]),
+])""",
+    "torch": """import json
+
+import numpy as np
+import torch
+from PIL import Image$image_ops
+from torchvision.transforms import v2
+
+extra = {"metadata.json": ""}
+model = torch.export.load("model.pt2", extra_files=extra).module()
+meta = json.loads(extra["metadata.json"])
+classes, mode = meta["label_names"], v2.InterpolationMode(meta["interpolation"])
+transform = v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.CenterCrop(meta["crop"])])""",
+    "onnx": """import json
+
+import numpy as np
+import onnxruntime
+from PIL import Image$image_ops
+
+session = onnxruntime.InferenceSession("model.onnx")
+classes = json.loads(session.get_modelmeta().custom_metadata_map["label_names"])""",
+    "safetensors": '''from distribuuuu import load_run
+
+run = load_run(".")  # this folder
+
+
+def predict(path):
+    """Return pairs of a class and its probability, the most probable class first."""
+    (found,) = run.predict([path], $selection)
+    return list(zip(found.labels, found.probabilities))''',
+}
+
+_ONNX_PREDICT = '''def predict(path):
+    """Return pairs of a class and its probability, the most probable class first."""
+    image = load_image(path)  # of any size
+    (logits,) = session.run(["logits"], {"images": image[None]})
+    scores = logits[0].astype(np.float64)
+    probabilities = $activation
+    order = np.argsort(-probabilities, kind="stable")
+    return [(classes[index], float(probabilities[index])) for index in order]'''
+
+_MAIN = """if __name__ == "__main__":
+    $show"""
+
+
+def render_code(run: LoadedRun, to: str) -> str:
+    """Return the code of the card of a run in a format."""
+    multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
+    parts = {
+        "timm": (_CODE["timm"], _LOAD_IMAGE, _TORCH_PREDICT),
+        "torch": (_CODE["torch"], _LOAD_IMAGE, _TORCH_PREDICT),
+        "onnx": (_CODE["onnx"], _LOAD_IMAGE, _ONNX_PREDICT),
+        "safetensors": (_CODE["safetensors"],),
+    }[to]
+    activations = ("sigmoid()", "1 / (1 + np.exp(-scores))") if multilabel else (
+        "softmax(0)", "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()")  # fmt: skip
+    mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
+    values = {
+        "image_ops": ", ImageOps" if exif else "",
+        "exif": _EXIF if exif else "",
+        "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
+        "activation": activations[to == "onnx"],
+        "selection": "threshold=0" if multilabel else f"topk={len(run.classes)}",
+        "show": 'print([pair for pair in predict("image.jpg") if pair[1] > 0.5])'
+        if multilabel
+        else 'print(predict("image.jpg")[0])',
+    }
+    return Template("\n\n\n".join((*parts, _MAIN))).substitute(values)
+
+
+def list_steps(run: LoadedRun) -> dict[str, str]:
+    """Return the steps of the preprocessing and of the prediction, in their order, with a description of each."""
+    crop, mean, std = run.transform.crop, list(run.transform.mean), list(run.transform.std)
+    return {
+        **({"exif": "turn the image upright, as its EXIF orientation says"} if run.cfg.DATA.EXIF_ROTATE else {}),
+        "resize": f"resize the shorter side to {crop.resize_to} px ({crop.interpolation}, antialiased)",
+        "crop": f"crop the central {crop.size} x {crop.size} px",
+        "normalize": f"normalize pixels from 0 to 1 with mean {mean} and std {std}",
+        **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
+    }
+
+
+def list_limits(run: LoadedRun, to: str) -> list[str]:
+    """Return what the file of a format does not do for this run, each as a sentence."""
+    if to == "safetensors":
+        return ["Only distribuuuu reads the folder with its preprocessing; other programs must repeat it."]
+    outside = [step for step in list_steps(run) if step not in INSIDE[to]]
+    limits = {
+        "exif": "EXIF orientations (DATA.EXIF_ROTATE True) are outside of the file: without the code of the card, "
+        "turn images upright before.",
+        "mirror": "The average with the mirrored image (TEST.FLIP True) is outside of the model: without the code of "
+        "the card, outputs are those of one image.",
+        "resize": "Resize and crop are outside of the file."
+        if to == "torch"
+        else "Resize, crop and normalization are outside of the model. The transform of timm.data.create_transform "
+        "resizes with PIL, which rounds differently.",
+    }
+    return [text for step, text in limits.items() if step in outside]

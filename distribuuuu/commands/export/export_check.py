@@ -1,0 +1,248 @@
+"""Check of an exported folder: the code of its card, in a process of its own, answers as `predict` does.
+
+The code gets the original files. It runs without this package, and without anything that the export has in memory, so
+what was checked is what the reader of a card runs.
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision.io import encode_png
+
+from distribuuuu.commands.export import card_runner
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.loader import BadImageError
+from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.loaded_run import CPU, EvalTransform, LoadedRun, Prediction, Selection
+from distribuuuu.launch.host import count_cores
+from distribuuuu.records.run_log import progress
+from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import StepOutput, build_metrics
+
+# An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
+# answer differs by at most this much on average: a mistake may change no answer of a model that is sure.
+MIN_EQUAL = 0.999
+MAX_MEAN_DIFFERENCE = 0.002
+# Classes of an answer that are compared, with one label per image.
+_TOPK = 5
+
+# Pairs of a class and its probability, the most probable first.
+Answer = list[tuple[str, float]]
+
+
+class FlipAverage(nn.Module):
+    """A model whose logits are averaged with those of the mirrored images, as an evaluation with TEST.FLIP does."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (N, 3, H, W) to logits (N, classes)."""
+        return (self.model(images) + self.model(images.flip(-1))) / 2
+
+
+class CropClassifier(nn.Module):
+    """Normalization and model: uint8 crops (N, 3, size, size) to logits (N, classes)."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, model: nn.Module, transform: EvalTransform):
+        super().__init__()
+        self.model = model
+        normalizer = transform.normalizer()
+        self.register_buffer("mean", normalizer.mean)
+        self.register_buffer("scale", normalizer.scale)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map crops to logits."""
+        return self.model((pixels.float() - self.mean) * self.scale)
+
+
+def evaluated_model(model: nn.Module, cfg) -> nn.Module:
+    """Return a model as it is evaluated, converted: on the CPU, float32, contiguous, with the flip of TEST.FLIP."""
+    model = model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    return FlipAverage(model) if cfg.TEST.FLIP else model
+
+
+def check_export(
+    run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return how the answers of the code of a card compare with those of `predict`, in float32 on the CPU.
+
+    An answer is the most probable class or, with several labels per image, the classes above probability 0.5.
+
+    Args:
+        run: the run.
+        images: the evaluation set.
+        folder: the exported folder, in which the code runs.
+        code: the Python code; see `card_runner`.
+        max_images: number of images, evenly spaced over the set; 0: all.
+        without: packages that the code cannot import.
+
+    Returns:
+        Entries of export.json: number of images, top-1 (mAP with several labels) of both, share of equal answers in
+        percent, differences of probabilities, images per second of the code, whether the export is verified, and
+        `error` if the code has failed.
+
+    Raises:
+        BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
+    """
+    num = min(max_images, len(images)) or len(images)
+    indices = [position * len(images) // num for position in range(num)]
+    temporary = folder / ".check"
+    temporary.mkdir()
+    files = [_original_file(run, images, index, temporary) for index in indices]
+    predicted = _predict(run, files)
+    bad = [number for number, prediction in enumerate(predicted) if prediction.error]
+    if bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num):
+        named = f"{images.describe(indices[bad[0]])}: {predicted[bad[0]].error}"
+        raise BadImageError(f"broken image: {named}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
+    kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
+    results = _run_code(code, [files[number] for number in kept], folder, temporary, without, images.multilabel)
+    own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
+    shutil.rmtree(temporary)
+    return {**_compare(run, images, [indices[number] for number in kept], own, results), "images_of_set": len(images)}
+
+
+def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: Path) -> str:
+    """Return the path of an image: its own file; else its bytes, or its pixels as PNG, written to a file."""
+    if images.has_files:
+        return os.path.abspath(images.describe(index))
+    path = temporary / f"{index:08d}.png"
+    try:
+        item = images.read(index)
+        if not isinstance(item, (bytes, bytearray, memoryview)):
+            pixels = open_lazy_image(item, run.transform.decoder, run.transform.options).pixels()
+            item = encode_png(pixels.contiguous()).numpy().tobytes()
+    except (ValueError, RuntimeError, OSError):
+        item = b""  # broken, which `predict` reports
+    path.write_bytes(item)
+    return str(path)
+
+
+def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
+    """Return what `predict` answers for files, without mixed precision."""
+    if run.cfg.TRAIN.AMP != "none":
+        cfg = run.cfg.clone()
+        cfg.defrost()
+        cfg.TRAIN.AMP = "none"
+        cfg.freeze()
+        run = replace(run, cfg=cfg)
+    selection = Selection(threshold=-1.0) if run.task.multilabel else Selection(topk=_TOPK)
+    spans, size = list_spans(len(files), run.cfg.TEST.BATCH_SIZE), run.cfg.TEST.BATCH_SIZE
+    chunks = run.predict_chunks(files, spans, selection, min(32, size), min(count_cores(), len(files) // 2), "thread")
+    return [each for chunk in progress(chunks, label="predict", total=len(spans)) for each in chunk]
+
+
+def _run_code(
+    code: str, files: list[str], folder: Path, temporary: Path, without: Sequence[str], multilabel: bool
+) -> list[dict[str, Any]]:
+    """Return the results of `card_runner` for files, fewer if the code has ended the process."""
+    (temporary / "code.py").write_text(code, encoding="utf-8")
+    (temporary / "files.json").write_text(json.dumps(files), encoding="utf-8")
+    num_pairs = 1 << 30 if multilabel else 4 * _TOPK
+    words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs), *without]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    results = []
+    with (
+        open(temporary / "files.json", encoding="utf-8") as given,
+        open(temporary / "errors.txt", "w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            words, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder, env=environment
+        ) as child,
+    ):
+        try:
+            results = [json.loads(line) for line in progress(_lines(child), label="check", total=len(files))]
+        finally:
+            child.kill()
+        errors.seek(0)
+        printed = errors.read().strip().splitlines()
+    if len(results) < len(files):
+        last = printed[-1] if printed else f"ended with status {child.returncode}"
+        results += [{"error": last[:300]}] * (len(files) - len(results))
+    return results
+
+
+def _lines(child: subprocess.Popen) -> Iterator[bytes]:
+    assert child.stdout is not None
+    yield from child.stdout
+    child.wait()
+
+
+def _compare(
+    run: LoadedRun, images: ImageDataset, indices: list[int], own: list[Answer], results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    others: list[Answer] = [result.get("answer", []) for result in results]
+    num, multilabel = len(own), images.multilabel
+    equal = sum(map(_are_equal_labels if multilabel else _are_equal, own, others))
+    differences = [_difference(one, other, multilabel) for one, other in zip(own, others, strict=True)]
+    metric = "map" if multilabel else "top1"
+    values = [_measure(metric, run.classes, images, indices, answers) for answers in (own, others)]
+    errors = [result["error"] for result in results if "error" in result]
+    seconds = [result["seconds"] for result in results[1:] if "seconds" in result]  # the first one is a warm-up
+    mean = math.fsum(differences) / num
+    return {
+        "verified": equal >= MIN_EQUAL * num and mean <= MAX_MEAN_DIFFERENCE,
+        "images": num,
+        metric: dict(zip(("run", "export"), values, strict=True)),
+        "equal_answers": 100 * equal / num,
+        "max_probability_difference": max(differences),
+        "mean_probability_difference": mean,
+        "images_per_s": len(seconds) / math.fsum(seconds) if seconds else None,
+        "threads": torch.get_num_threads(),
+        **({"error": f"{counted(len(errors), 'image')}: {errors[0]}"} if errors else {}),
+    }
+
+
+def _are_equal(one: Answer, other: Answer) -> bool:
+    """Tell whether the first class is the same, or equally probable."""
+    return bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
+
+
+def _are_equal_labels(one: Answer, other: Answer) -> bool:
+    found, expected = ({label for label, probability in each if probability > 0.5} for each in (other, one))
+    return bool(other) and found == expected
+
+
+def _difference(one: Answer, other: Answer, multilabel: bool) -> float:
+    """Return the difference of the probability of the answer; with several labels, the greatest one of a label."""
+    given: defaultdict[str, list[float]] = defaultdict(list)  # names of classes may occur twice
+    for label, probability in other:
+        given[label].append(probability if math.isfinite(probability) else math.inf)
+    pairs = one if multilabel else one[:1]
+    found = [abs((given[label].pop(0) if given[label] else 0.0) - probability) for label, probability in pairs]
+    return max(value if math.isfinite(value) else 1.0 for value in found)
+
+
+def _measure(
+    metric: str, classes: Sequence[str], images: ImageDataset, indices: list[int], answers: list[Answer]
+) -> float:
+    """Return a metric of answers, in percent."""
+    if metric == "top1":
+        truths = [classes[int(images.label(index))] for index in indices]
+        correct = sum(each[0][0] == truth for each, truth in zip(answers, truths, strict=True) if each)
+        return 100 * correct / len(truths)
+    meter = Meter(build_metrics("TEST.METRICS", (metric,), len(classes), 1, True), len(classes), CPU)
+    scores, columns = torch.zeros(len(answers), len(classes)), {label: number for number, label in enumerate(classes)}
+    for row, answer in enumerate(answers):
+        for label, probability in answer:
+            if label in columns:
+                scores[row, columns[label]] = probability
+    targets = torch.stack([torch.as_tensor(images.label(index)) for index in indices])
+    meter.update(StepOutput(torch.zeros(()), scores, targets))
+    return meter.read()[metric]

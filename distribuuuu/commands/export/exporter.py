@@ -1,0 +1,401 @@
+"""Export of a trained model to a folder that other programs load, checked by the code of its card."""
+
+import contextlib
+import glob
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distribuuuu.checkpoint.io import find_class_mismatch
+from distribuuuu.commands.export.card_code import render_code
+from distribuuuu.commands.export.export_check import CropClassifier, check_export, evaluated_model
+from distribuuuu.commands.export.model_card import render_card
+from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.files.atomic_file import sync_folder
+from distribuuuu.inference.load_run import open_data
+from distribuuuu.inference.loaded_run import CPU, LoadedRun
+from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
+from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
+from distribuuuu.records.results import describe_evaluation, replace_nonfinite
+
+try:
+    import fcntl
+except ImportError:  # Windows: no leftovers are deleted
+    fcntl = None  # type: ignore[assignment]
+
+_SAFETENSORS = "model.safetensors"
+# Options with paths of this machine, of which only the last part is exported.
+_PATHS = ("OUT_DIR", "TRAIN.DATASET", "TEST.DATASET", "DATA.CACHE_DIR", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
+          "DISTILL.WEIGHTS")  # fmt: skip
+# Images of the check, evenly spaced over the evaluation set.
+CHECK_IMAGES = 1000
+_REMEDY = "fix: --to safetensors, which takes any model"
+
+
+def describe_model(run: LoadedRun) -> dict[str, Any]:
+    """Return what a program needs to know to use the model of a run, as values for JSON."""
+    return {
+        "architecture": run.cfg.MODEL.ARCH,
+        "num_classes": len(run.classes),
+        "label_names": list(run.classes),
+        **describe_evaluation(run.cfg),
+        "flip": run.cfg.TEST.FLIP,
+        "exif_rotate": run.cfg.DATA.EXIF_ROTATE,
+        "mean": list(run.transform.mean),
+        "std": list(run.transform.std),
+        "weights": run.weights,
+    }
+
+
+class Format(NamedTuple):
+    """A file format.
+
+    Attributes:
+        file: name of the file with the weights.
+        write: writes the files of a run to a folder.
+        without: packages that the code of its card does not need.
+    """
+
+    file: str
+    write: Callable[[LoadedRun, Path], None]
+    without: tuple[str, ...] = ("distribuuuu",)
+
+
+def export_run(
+    run: LoadedRun, to: str, out: str | os.PathLike, check_images: int = CHECK_IMAGES, push: str = ""
+) -> dict:
+    """Write a trained model to a new folder, and compare the code of its card with `predict` on the evaluation set.
+
+    The folder appears under its name when it is complete. If it is not verified (see `check_export`), the file of the
+    weights has the suffix `.unverified`.
+
+    Args:
+        run: the trained model on the CPU; it is converted to float32.
+        to: one of FORMATS.
+        out: the folder; it must not exist, or be empty.
+        check_images: most evaluation images of the check; 0: all.
+        push: OWNER/NAME of a repository on the Hugging Face Hub that a verified folder is published to; empty: none.
+
+    Returns:
+        The content of export.json.
+
+    Raises:
+        ConfigError: the model cannot be expressed in this format, the evaluation set cannot be read, or the folder
+            cannot be written; nothing is left of it. Or publishing failed; then the folder is complete.
+    """
+    target = Path(out).expanduser()
+    check_arguments(to, target, push)
+    check_format(run, to)
+    images = open_evaluation_set(run)
+    file, write, without = FORMATS[to]
+    evaluated_model(run.model, run.cfg)
+    with _new_folder(target) as folder, torch.inference_mode():
+        write(run, folder)
+        code = render_code(run, to)
+        checked = check_export(run, images, folder, code, check_images, without)
+        if not checked["verified"]:
+            os.replace(folder / file, folder / f"{file}.unverified")
+            file = f"{file}.unverified"
+        record = {"format": to, "file": file, **checked,
+                  "source": Path(run.source).name, "weights": run.weights, "precision": "float32",
+                  "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
+        _write_json(folder / "export.json", record)
+        (folder / "README.md").write_text(render_card(run, record, code), encoding="utf-8")
+    if push and record["verified"]:
+        push_folder(target, push)
+    return record
+
+
+def open_evaluation_set(run: LoadedRun) -> ImageDataset:
+    """Return the evaluation set of a run.
+
+    Raises:
+        ConfigError: it cannot be read, or has other classes than the model.
+    """
+    found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
+    if found:
+        raise ConfigError([*found, "the check of an export needs the evaluation set; fix: --set TEST.DATASET FOLDER"])
+    if run.cfg.TEST.LABELS:
+        raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
+    images = open_data(run.cfg)
+    if mismatch := find_class_mismatch({"classes": run.classes}, images.classes):
+        raise ConfigError(f"TEST.DATASET: the model was trained on other classes: {mismatch}")
+    return images
+
+
+def check_format(run: LoadedRun, to: str) -> None:
+    """Check that a format can express a run; its model need not be built.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if to != "safetensors" and (mode := run.transform.crop.interpolation) not in ("bilinear", "bicubic"):
+        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
+    if to != "timm":
+        return
+    spec = find_timm_model(run)
+    model = spec.build_on_meta()
+    if model is None or run.state_dict is None:
+        return
+    shapes, own = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in
+                   (model.state_dict(), run.state_dict))  # fmt: skip
+    if different := [name for name in {**shapes, **own} if shapes.get(name) != own.get(name)]:
+        name = different[0]
+        what = f"its {name} is {shapes.get(name, 'missing')}, here {own.get(name, 'missing')}"
+        raise ConfigError(f"--to timm: timm's {spec.arch.name} is another model: {what}; {_REMEDY}")
+
+
+def check_arguments(to: str, out: Path, push: str = "") -> None:
+    """Check what can be checked before the model is built.
+
+    Raises:
+        ConfigError: unknown format, packages that are not installed, a folder that is not empty, or no Hub name.
+    """
+    if to not in FORMATS:
+        raise ConfigError(
+            f"--to: got {to or 'nothing'}; expected one of {', '.join(FORMATS)}{did_you_mean(to, FORMATS)}"
+        )
+    if to == "onnx":
+        require_onnx()
+    if out.suffix in (".onnx", ".pt2", ".safetensors"):
+        raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FORMATS[to].file}, README.md, ...")
+    try:
+        found = sorted(entry.name for entry in out.iterdir())
+    except FileNotFoundError:
+        found = []
+    except OSError as error:
+        raise ConfigError(f"OUT: {out}: expected a new folder: {error.strerror}") from error
+    if found:
+        raise ConfigError(f"OUT: {out} is not empty: it holds {', '.join(found[:3])}; fix: name a new folder")
+    if push and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push):
+        raise ConfigError(f"--push: got {push}; expected OWNER/NAME of a repository on the Hugging Face Hub")
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `target` that takes its name when the block ends; else it is deleted.
+
+    What killed exports to `target` have left is deleted too: a folder without a lock by a living process.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    name = f".{target.absolute().name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
+    temporary = target.absolute().with_name(name)
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        _delete_leftovers(target)
+        temporary.mkdir()
+        with _locked(temporary):
+            yield temporary
+        sync_folder(temporary)
+        os.replace(temporary, target.absolute())
+    except OSError as error:
+        raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the kernel's lock of a folder, which ends with the process; yield False if it is taken or not supported."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        is_held = fcntl is not None
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # taken, or the file system has no locks
+            is_held = False
+        yield is_held
+    finally:
+        os.close(descriptor)
+
+
+def _delete_leftovers(target: Path) -> None:
+    """Delete the temporary folders that dead processes have left of exports to `target`."""
+    parent, pattern = target.absolute().parent, rf"\.{re.escape(target.absolute().name)}\.(\d+)\.[0-9a-f]{{16}}\.tmp"
+    for entry in sorted(parent.iterdir()) if fcntl else ():
+        found = re.fullmatch(pattern, entry.name)
+        if not found or entry.is_symlink() or not entry.is_dir() or _is_running(int(found[1])):
+            continue
+        with contextlib.suppress(OSError), _locked(entry) as is_dead:
+            if is_dead:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Tell whether a process of this machine may be running; a folder on a file server may be another machine's."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def temporary_folders(target: Path) -> list[Path]:
+    """Return the temporary folders of this process for an export to `target`."""
+    return list(target.absolute().parent.glob(f".{glob.escape(target.absolute().name)}.{os.getpid()}.*.tmp"))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(replace_nonfinite(content), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------- formats
+
+
+def write_safetensors(run: LoadedRun, folder: Path) -> None:
+    """Write model.safetensors, and config.json for `load_run` and for programs without this package."""
+    from safetensors.torch import save
+
+    # Copies, as safetensors does not store shared memory.
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in run.model.state_dict().items()}
+    (folder / _SAFETENSORS).write_bytes(save(tensors, {"format": "pt"}))
+    options = {key: Path(value).name if key in _PATHS and value else value for key, value in iter_options(run.cfg)}
+    own = {"classes": list(run.classes), "config": options, "weights": run.weights}
+    content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
+    _write_json(folder / "config.json", {**describe_model(run), **content})
+
+
+def write_timm(run: LoadedRun, folder: Path) -> None:
+    """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+
+    Raises:
+        ConfigError: timm has no model with these weights and outputs.
+    """
+    from safetensors import SafetensorError
+    from timm.models import save_for_hf
+
+    model, model_args = build_timm_model(run)
+    metadata = describe_model(run)
+    crop, published = run.transform.crop, model.pretrained_cfg
+    # `save_for_hf` takes the preprocessing from here, not from its argument `model_config`.
+    model.pretrained_cfg = {
+        **{key: published.get(key) for key in ("architecture", "first_conv", "classifier", "fixed_input_size")},
+        "num_classes": len(run.classes),
+        "input_size": (3, crop.size, crop.size),
+        "crop_pct": crop_percentage(crop.size, crop.resize_to),
+        "crop_mode": "center",
+        "pool_size": None,
+        **{key: metadata[key] for key in ("interpolation", "mean", "std")},
+    }
+    extra = {"label_names": list(run.classes), **{key: metadata[key] for key in ("flip", "exif_rotate")}}
+    try:
+        save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def find_timm_model(run: LoadedRun) -> ModelSpec:
+    """Return timm's model of the same name as that of a run, with its arguments if it is timm's too.
+
+    Raises:
+        ConfigError: timm does not know the name.
+    """
+    import timm
+
+    cfg, arch = run.cfg, find_architecture(run.cfg.MODEL.ARCH)
+    if not timm.is_model(arch.name):
+        raise ConfigError(f"--to timm: timm has no model {arch.name}; {_REMEDY}")
+    if arch.source == "timm":
+        return make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
+    return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {})
+
+
+def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
+    """Return timm's model of the same name with the weights of a run, and the arguments that build it.
+
+    Raises:
+        ConfigError: its weights have other names or shapes, or its outputs differ.
+    """
+    spec = find_timm_model(run)
+    name = spec.arch.name
+    model = spec.build()
+    try:
+        model.load_state_dict(run.model.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"--to timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
+    images = torch.rand(2, 3, run.transform.crop.size, run.transform.crop.size)
+    if not torch.equal(model.eval()(images), run.model(images)):
+        raise ConfigError(f"--to timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
+    return model, {**spec.im_size, **spec.kwargs}
+
+
+def crop_percentage(crop: int, resize: int) -> float:
+    """Return the crop percentage from which timm computes this resize: floor(crop / percentage)."""
+    percentage = crop / resize
+    while math.floor(crop / percentage) < resize:
+        percentage = math.nextafter(percentage, 0)
+    return percentage
+
+
+def write_torch(run: LoadedRun, folder: Path) -> None:
+    """Write model.pt2, a program of torch.export: uint8 crops (N, 3, crop, crop) of any N to logits (N, classes).
+
+    Raises:
+        ConfigError: torch.export cannot trace the model.
+    """
+    size = run.transform.crop.size
+    pixels = torch.zeros(2, 3, size, size, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
+    classifier = CropClassifier(evaluated_model(run.model, run.cfg), run.transform).eval()
+    batch = torch.export.Dim("batch", min=1)
+    try:
+        program = torch.export.export(classifier, (pixels,), dynamic_shapes=({0: batch},))
+    except (RuntimeError, ValueError, torch._dynamo.exc.Unsupported) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(f"--to torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(describe_model(run))})
+    (folder / "model.pt2").write_bytes(buffer.getbuffer())
+
+
+def write_onnx(run: LoadedRun, folder: Path) -> None:
+    """Write model.onnx."""
+    model = build_onnx(evaluated_model(run.model, run.cfg), run.transform, describe_model(run))
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
+FORMATS = {
+    "timm": Format(_SAFETENSORS, write_timm),
+    "safetensors": Format(_SAFETENSORS, write_safetensors, without=()),
+    "onnx": Format("model.onnx", write_onnx),
+    "torch": Format("model.pt2", write_torch),
+}
+
+
+# -------------------------------------------------------------------------------------------- the Hub
+
+
+def push_folder(folder: Path, repository: str) -> None:
+    """Publish the files of a folder as one commit on the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN).
+
+    Raises:
+        ConfigError: the Hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model")
+    except Exception as error:  # the types depend on the client's HTTP library
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        fix = f"fix: set HF_TOKEN, or run `hf upload {repository} {folder}` later"
+        raise ConfigError(f"--push: {repository}: {reason}; {folder} is complete; {fix}") from error

@@ -1,0 +1,159 @@
+"""Model cards: the README.md of an exported folder, with the metadata that the Hugging Face Hub reads."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_steps
+from distribuuuu.config import Config, get_cfg
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.errors import counted
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.models import count_parameters
+from distribuuuu.records.results import NOT_HASHED, SPEED_ONLY, list_metrics
+from distribuuuu.records.significance import wilson_interval
+
+# Metrics that are shares of correct images, for which a binomial interval is defined.
+_SHARES = ("top1", "topk")
+_MAX_CLASSES = 100
+_LIBRARIES = {"timm": "timm", "onnx": "onnx", "torch": "pytorch", "safetensors": "distribuuuu"}
+# Options that are not part of a recipe: paths, speed, and what the table of the card says.
+_NOT_RECIPE = (*NOT_HASHED, *SPEED_ONLY, "MODEL.ARCH", "MODEL.NUM_CLASSES", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
+               "DISTILL.WEIGHTS", "DATA.MEAN", "DATA.STD")  # fmt: skip
+
+
+def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
+    """Return the README.md of an export in Markdown, with YAML front matter.
+
+    Args:
+        run: the exported run; without results.json, the metrics are those of the check.
+        record: the content of export.json.
+        code: the code that the check has run.
+    """
+    metrics, count = find_metrics(run, record)
+    sections = [
+        f"# {run.cfg.MODEL.ARCH} on {_data_name(run)}",
+        _describe(run, record),
+        "## Metrics\n\n" + "\n".join(_metric_rows(metrics, count)),
+        f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
+        "## Preprocessing\n\n" + _describe_preprocessing(run, record["format"]),
+        "## Check of this export\n\n" + _describe_check(record),
+        "## Classes\n\n" + _list_classes(run.classes),
+        "## Recipe\n\nThe options that differ from the defaults of distribuuuu:\n\n```yaml\n"
+        + yaml.safe_dump(recipe(run.cfg), sort_keys=False, default_flow_style=None)
+        + "```",
+    ]
+    return f"---\n{_front_matter(run, record, metrics)}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, tuple[str, float]], int]:
+    """Return the metrics of the exported weights, name -> (display name, value), and the number of images."""
+    results = run.results or {}
+    kind = results.get("accuracy", {}).get(run.weights)
+    if not kind:
+        name = "top1" if "top1" in record else "map"
+        return {name: (name, record[name]["run"])}, record["images"]
+    labels = list_metrics(results)
+    best = {name: (labels[name], kind["best"][name]) for name in labels if kind["best"].get(name) is not None}
+    return best, results["evaluation"]["count"]
+
+
+def recipe(cfg: Config) -> dict[str, Any]:
+    """Return the options that differ from the defaults, except paths and the speed of loading."""
+    defaults = dict(iter_options(get_cfg()))
+    options = {key: value for key, value in iter_options(cfg) if not key.startswith("LOG.") and key not in _NOT_RECIPE}
+    changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+
+
+def _data_name(run: LoadedRun) -> str:
+    data = (run.results or {}).get("data", {})
+    return str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
+
+
+def _front_matter(run: LoadedRun, record: Mapping[str, Any], metrics: Mapping[str, tuple[str, float]]) -> str:
+    """Return the metadata of the card; https://huggingface.co/docs/hub/model-cards."""
+    values = [
+        {"type": "accuracy" if name == "top1" else name, "name": label, "value": value}
+        for name, (label, value) in metrics.items()
+    ]
+    dataset = {"name": _data_name(run), "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT}
+    task = {"type": "image-classification", "name": "Image classification"}
+    library = _LIBRARIES[record["format"]]
+    content = {
+        "library_name": library,
+        "pipeline_tag": "image-classification",
+        "tags": list(dict.fromkeys(["image-classification", library, "distribuuuu"])),
+        "model-index": [
+            {"name": run.cfg.MODEL.ARCH, "results": [{"task": task, "dataset": dataset, "metrics": values}]}
+        ],
+    }
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _describe(run: LoadedRun, record: Mapping[str, Any]) -> str:
+    results = run.results or {}
+    data, training = results.get("data", {}), results.get("training", {})
+    images = f"{data['num_train']:,} training and {data['num_val']:,} evaluation images" if data else "not recorded"
+    epochs = f"{training['epochs_done']} of {training['epochs_planned']}" if training else "not recorded"
+    averages = {name: f"{kind.average} ({name.upper()})" for name, kind in KINDS.items() if kind.average}
+    kind = {**averages, RAW: "as trained"}.get(run.weights, run.weights)
+    rows = {
+        "architecture": f"`{run.cfg.MODEL.ARCH}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
+        "data": f"{_data_name(run)}, {images}, {counted(len(run.classes), 'class')}",
+        "weights": f"{kind}, `{record['source']}`",
+        "epochs": epochs,
+        "config": f"`{results['config']}`" if results.get("config") else "not recorded",
+        "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
+    }
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _metric_rows(metrics: Mapping[str, tuple[str, float]], count: int) -> Iterator[str]:
+    yield f"On {counted(count, 'evaluation image')}, which also selected the weights; percentages.\n"
+    yield "| metric | value | 95 % interval (Wilson) |"
+    yield "|---|---|---|"
+    for name, (label, value) in metrics.items():
+        low, high = wilson_interval(value / 100 * count, count)
+        yield f"| {label} | {value:.2f} | {f'{100 * low:.2f} to {100 * high:.2f}' if name in _SHARES else ''} |"
+
+
+def _describe_preprocessing(run: LoadedRun, to: str) -> str:
+    inputs = {
+        "onnx": "Input of the file: `images`, uint8 (N, height, width, 3), RGB, of any size.",
+        "torch": "Input of the file: uint8 (N, 3, crop, crop), RGB.",
+        "timm": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
+        "safetensors": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
+    }
+    steps = "\n".join(
+        f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"
+        for number, (step, text) in enumerate(list_steps(run).items(), 1)
+    )
+    return "\n\n".join((steps, inputs[to], *list_limits(run, to)))
+
+
+def _describe_check(record: Mapping[str, Any]) -> str:
+    metric = "top1" if "top1" in record else "map"
+    both, speed = record[metric], record["images_per_s"]
+    failed = f"The code has failed: {record['error']}\n\n" if "error" in record else ""
+    verdict = "verified" if record["verified"] else "NOT VERIFIED: do not use it"
+    share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'evaluation image')}"
+    return (
+        f"The code above was run on the original files in a process of its own, and compared with the predictions of "
+        f"the trained model: {share}; **{verdict}**.\n\n{failed}"
+        f"| | trained model | this code |\n|---|---|---|\n"
+        f"| {metric} | {both['run']:.2f} | {both['export']:.2f} |\n\n"
+        f"Difference of the probability of the answer: {record['mean_probability_difference']:.2g} on average, at most "
+        f"{record['max_probability_difference']:.2g}. Speed from file to answer, one image at a time: "
+        f"{0 if speed is None else speed:.1f} images/s with {counted(record['threads'], 'thread')}. "
+        f"Machine: {record['hardware']}."
+    )
+
+
+def _list_classes(classes: tuple[str, ...]) -> str:
+    shown = json.dumps(list(classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
+    more = f" The first {_MAX_CLASSES}:" if len(classes) > _MAX_CLASSES else ""
+    return f"{counted(len(classes), 'class')}, in the order of the logits.{more}\n\n```json\n{shown}\n```"

@@ -1,0 +1,114 @@
+"""Parsing of flags: for unknown ones, such as those of other frameworks, the equivalent option is named."""
+
+import argparse
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from distribuuuu.config import ConfigError, Problem, get_cfg
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.config.foreign_names import BY_NAME, describe_missing, normalized
+from distribuuuu.config.reader import COMMAND_LINE
+
+_FLAG = re.compile(r"--?[a-zA-Z]")
+_KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
+
+
+class _WrappedLines(argparse.RawDescriptionHelpFormatter):
+    """A format of help texts that fills the paragraphs of a description; indented lines are kept as far as they fit."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled: list[str] = []
+        for paragraph in text.split("\n\n"):
+            is_example = paragraph.startswith(" ")
+            lines = paragraph.splitlines() if is_example else [" ".join(paragraph.split())]
+            indented = (textwrap.wrap(line, width, subsequent_indent="      ") if is_example else
+                        textwrap.wrap(line, width) for line in lines)  # fmt: skip
+            filled.append("\n".join(indent + part for parts in indented for part in parts))
+        return "\n\n".join(filled)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
+
+    Paragraphs of the description are filled, indented lines are kept; `%(prog)s` is the name of the command.
+    """
+
+    def __init__(self, prog: str | None = None, **options: Any):
+        super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Return the parsed and the remaining arguments.
+
+        Raises:
+            ConfigError: several files of --cfg, of which argparse would use the last one only; or an invalid argument.
+        """
+        parsed, rest = super().parse_known_args(args, namespace)
+        given = [word for word in args or () if word.partition("=")[0] == "--cfg"]
+        if len(given) > 1:
+            fix = "fix: name one file, and set the other options as KEY VALUE arguments"
+            raise ConfigError(
+                Problem("--cfg", f"got {len(given)} files; expected one, since files are not merged; {fix}")
+            )
+        return parsed, rest
+
+    def parse_args(self, args=None, namespace=None):
+        """Return the parsed arguments.
+
+        Raises:
+            ConfigError: with each unknown flag, or the first other error.
+        """
+        parsed, rest = self.parse_known_args(args, namespace)
+        known = [option for action in self._actions for option in action.option_strings]
+        unknown = [arg.partition("=")[0] for arg in rest if _FLAG.match(arg)]
+        if rest:
+            problems = [f"no such flag: {flag}{did_you_mean(flag, known)}" for flag in unknown]
+            problems = problems or [f"too many arguments: {shlex.join(rest)}"]
+            raise ConfigError([Problem(COMMAND_LINE, problem) for problem in problems])
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError."""
+        raise ConfigError(Problem(COMMAND_LINE, message))
+
+
+def parse_flags(
+    parser: argparse.ArgumentParser, args: Sequence[str]
+) -> tuple[argparse.Namespace, list[str], list[Problem]]:
+    """Return the parsed flags, the arguments without any flags, and a problem for each unknown flag."""
+    flags, waiting = parser.parse_known_args(args)
+    known = [option for action in parser._actions for option in action.option_strings]
+    problems, rest = [], []
+    while waiting:
+        arg = waiting.pop(0)
+        if not _FLAG.match(arg):
+            rest.append(arg)
+            continue
+        joined = re.fullmatch(r"(-[a-zA-Z])(\d.*)", arg)  # -j8
+        flag, has_value, value = (joined[1], "=", joined[2]) if joined else arg.partition("=")
+        takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
+        if not has_value and takes_next and "{}" in BY_NAME.get(normalized(flag), "{}"):
+            value = waiting.pop(0)
+        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known)}"))
+    return flags, rest, problems
+
+
+def _hint(flag: str, value: str, known: Sequence[str]) -> str:
+    """Return '; did you mean ...?' for an unknown flag, or a reference to --help-config."""
+    name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
+    if missing := describe_missing(name):
+        return f"; {missing}"
+    same = [key for key, _ in iter_options(get_cfg()) if normalized(key.rpartition(".")[2]) == name]
+    if name in BY_NAME:
+        meant = [BY_NAME[name].format(value)]
+    elif same:
+        meant = [f"{key} {value}" for key in same]
+    else:
+        near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *BY_NAME], cutoff=0.66)
+        meant = [f"--{other}" if f"--{other}" in known else BY_NAME[other].format(value) for other in near]
+    if meant:
+        return f"; did you mean {' or '.join(dict.fromkeys(meant))}?"
+    return "; options are KEY VALUE arguments, which --help-config lists"

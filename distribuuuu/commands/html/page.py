@@ -1,0 +1,145 @@
+"""The page of a report as one HTML file without links to elsewhere, and the templates of its elements."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from distribuuuu.config import ConfigError
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.untrusted import printable
+
+_FOLDER = Path(__file__).with_name("templates")
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return templates in which values are escaped: HTML, and control and direction characters."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["printable"] = printable
+    return environment
+
+
+class _Elements:
+    """The macros of templates/elements.html, e.g. `html.tiles(entries)`; each returns `Markup`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_environment().get_template("elements.html").module, name)
+
+
+html = _Elements()
+
+
+def percent(fraction: float, decimals: int = 1) -> str:
+    """Return a fraction as a percentage, e.g. '91.4 %', with a space that does not break; NaN as a dash."""
+    return "–" if math.isnan(fraction) else f"{100 * fraction:.{decimals}f}\N{NO-BREAK SPACE}%"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page.
+
+    Attributes:
+        title: its title, also in the navigation.
+        parts: elements and charts; other texts are escaped.
+    """
+
+    title: str
+    parts: Sequence[str]
+
+    @property
+    def anchor(self) -> str:
+        """The ID of the section."""
+        return "".join(char if char.isalnum() else "-" for char in self.title.lower())
+
+
+def build_page(title: str, subtitle: str, sections: Sequence[Section], footer: str = "") -> str:
+    """Return a complete HTML document.
+
+    Args:
+        title: its heading, as text.
+        subtitle: a line below it, as text.
+        sections: the sections, in order.
+        footer: the last line, as text.
+    """
+    css, js = (Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    template = _environment().get_template("page.html")
+    return template.render(title=title, subtitle=subtitle, sections=sections, footer=footer, css=css, js=js) + "\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page atomically.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ConfigError(f"--out: {path} cannot be written: it is {kind}; fix: name another file")
+    try:
+        with replacing(path, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError as error:
+        fix = "set --out to a file in an existing folder that is writable"
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; fix: {fix}") from error
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: its header.
+        format: the format of its numbers, e.g. ".1%"; empty: its values are texts. None and NaN are dashes.
+        bar: draw a bar before each number, which is a fraction from 0 to 1.
+        signed: color negative and positive numbers.
+    """
+
+    name: str
+    format: str = ""
+    bar: bool = False
+    signed: bool = False
+
+    def text(self, value: float) -> str:
+        """Return the text of a number."""
+        return format(value, self.format).replace("%", " %").replace("-", "\N{MINUS SIGN}")
+
+    def color(self, value: float) -> str:
+        """Return the class of the color of a number."""
+        return " bad" if self.signed and value < 0 else " good" if self.signed and value > 0 else ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """An image of a gallery.
+
+    Attributes:
+        title: what is most important about it.
+        lines: further texts.
+        file: its file or index.
+        images: data URIs, shown side by side.
+        is_tiny: whether its pixels are to be seen as squares.
+    """
+
+    title: str
+    lines: Sequence[str] = ()
+    file: str = ""
+    images: Sequence[str] = field(default_factory=tuple)
+    is_tiny: bool = False
+
+    @property
+    def short_file(self) -> str:
+        """The end of an absolute path, or the whole name."""
+        return f"…/{'/'.join(self.file.split('/')[-3:])}" if self.file.startswith("/") else self.file

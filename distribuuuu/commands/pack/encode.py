@@ -1,0 +1,159 @@
+"""Encoding images of any data set as records, and verifying the stored records."""
+
+import io
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# The decoder imports it at its first call; importing it here does so once, before the workers are forked.
+import torchvision.io  # noqa: F401
+
+from distribuuuu.commands.pack.writer import Record
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.array_file import Arrays
+from distribuuuu.data.datasets.base import ImageDataset, is_file
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
+from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
+from distribuuuu.data.transforms import resize
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes image `index` as a record.
+
+    Args:
+        images: the data set.
+        root: the folder to remove from the image names.
+        raw: store pixels instead of files.
+        shorter_side: the size in pixels that larger images are scaled down to; None: keep the size.
+        longer_side: the same for the longer side.
+        quality: of the JPEGs (1 to 100); None: keep the files unchanged.
+        check: decode the files that are kept.
+        options: see `decode`.
+    """
+
+    images: ImageDataset
+    root: str
+    raw: bool
+    shorter_side: int | None
+    longer_side: int | None
+    quality: int | None
+    check: bool
+    options: DecodeOptions
+
+    def name(self, index: int) -> str:
+        """Return the name of image `index`, relative to `root`."""
+        return self.images.describe(index).removeprefix(os.path.join(self.root, ""))
+
+    def __call__(self, index: int) -> tuple[Record | str, tuple[int, ...]]:
+        """Return the record of image `index`, or why it is broken, and its stamp from before it was read."""
+        stamp = self.images.stamp(index)
+        try:
+            data, height, width = self._encode(self.images.read(index))
+            if len(data) > MAX_RECORD:
+                raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
+        except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
+            return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
+        label, name = int(self.images.label(index)), os.fsencode(self.name(index))
+        return Record(data, zlib.crc32(data), label, height, width, name), stamp
+
+    def _encode(self, image: Any) -> tuple[bytes, int, int]:
+        if not self.raw and self.quality is None:
+            if not is_file(image):
+                raise ValueError("has pixels but no file to keep")
+            if self.check:
+                decode(image, options=self.options)
+            return bytes(image), 0, 0
+        pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
+        pixels = limit_longer_side(scale_down(pixels, self.shorter_side), self.longer_side)
+        if self.raw or self.quality is None:
+            return pixels.tobytes(), *pixels.shape[:2]
+        return encode_jpeg(pixels, self.quality), 0, 0
+
+
+def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:
+    """Return uint8 (H, W, 3) scaled down to a shorter side, keeping the aspect ratio; smaller images are unchanged."""
+    height, width = pixels.shape[:2]
+    least = min(height, width)
+    if shorter_side is None or least <= shorter_side:
+        return pixels
+    from PIL import Image
+
+    size = [max(1, round(side * shorter_side / least)) for side in (width, height)]
+    # Antialiased bicubic: sharper than bilinear, with less ringing than Lanczos.
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def limit_longer_side(pixels: np.ndarray, longer_side: int | None) -> np.ndarray:
+    """Return uint8 (H, W, 3) with the longer side scaled down as in ffcv: OpenCV's INTER_AREA, sizes rounded down."""
+    height, width = pixels.shape[:2]
+    ratio = 1.0 if longer_side is None else longer_side / max(height, width)
+    if ratio >= 1:
+        return pixels
+    planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+    resized = resize(planes, max(1, int(ratio * height)), max(1, int(ratio * width)), "opencv_area")
+    return resized.permute(1, 2, 0).contiguous().numpy()
+
+
+def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    """Return uint8 (H, W, 3) as a baseline JPEG, 4:2:0, with a restart marker after each row of blocks.
+
+    The markers allow decoding a range of rows.
+    """
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_rows=1)
+    return buffer.getvalue()
+
+
+class Checker:
+    """Verifies stored image `index`; returns the problem with its name, or None.
+
+    Args:
+        folder: of the pack.
+        meta, columns: its index.
+    """
+
+    def __init__(self, folder: Path, meta: Mapping[str, Any], columns: Arrays):
+        self.folder, self.meta, self.columns = folder, meta, columns
+        self._files: dict[int, int | None] = {}
+
+    def __call__(self, index: int) -> str | None:
+        """Return the problem with image `index`; None if there is none, or if its shard is missing."""
+        row = {name: int(self.columns[name][index]) for name in COLUMNS}
+        file = self._open(row["shard"])
+        if file is None:
+            return None
+        try:
+            problem = self._find_problem(os.pread(file, row["length"], row["offset"]), row)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        name = describe_image(self.folder, self.columns, index)
+        return f"{name}, in {shard_name(row['shard'])}: {problem}" if problem else None
+
+    def _open(self, number: int) -> int | None:
+        if number not in self._files:
+            try:
+                self._files[number] = os.open(self.folder / shard_name(number), os.O_RDONLY)
+            except OSError:
+                self._files[number] = None
+        return self._files[number]
+
+    def _find_problem(self, data: bytes, row: Mapping[str, int]) -> str | None:
+        if len(data) != row["length"]:
+            return f"{len(data):,} of its {counted(row['length'], 'byte')} exist"
+        if zlib.crc32(data) != row["crc32"]:
+            return "its checksum does not match: bytes were changed"
+        if self.meta["options"]["format"] == "jpeg":  # the index is checked for the sizes of raw pixels
+            try:
+                decode(data, options=DecodeOptions(self.meta.get("max_pixels", DEFAULTS.max_pixels)))
+            except Exception as error:  # decoders raise nearly anything
+                return f"{type(error).__name__}: {error}"
+        return None

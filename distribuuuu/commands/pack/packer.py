@@ -1,0 +1,281 @@
+"""Packing a data set into a few large files, and verifying such a pack: the work of distribuuuu pack.
+
+Worker processes read, decode and encode; this process appends the results in the order of the images, so the bytes do
+not depend on the number of workers.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distribuuuu.commands.pack.upload import read_existing_meta, upload_pack
+from distribuuuu.commands.pack.writer import (
+    PackWriter,
+    find_changed_shard,
+    find_conflicts,
+    find_differences,
+    remove_pack,
+    remove_parts,
+)
+from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.errors import Problem, counted, did_you_mean
+from distribuuuu.data.datasets.array_file import checksum_of
+from distribuuuu.data.datasets.base import get_dataset, is_file
+from distribuuuu.data.packed.format import (
+    FOREIGN_SHARD,
+    HEADER_SIZE,
+    INDEX,
+    Identity,
+    Meta,
+    find_shard_problems,
+    read_index_file,
+    shard_header,
+)
+from distribuuuu.files.locks import lock_file
+from distribuuuu.launch.pool import map_in_order
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from distribuuuu.commands.pack.encode import Encoder
+
+DEFAULT_QUALITY = 90
+SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A parsed command line.
+
+    Attributes:
+        out: the folder of the packs, one sub-folder per split.
+        verify: only verify the existing packs.
+        cfg: the source, and the handling of broken images.
+        options: format, shorter_side, quality and shard_mb as stored in the index; longer_side and exif_rotate if set.
+        trains: True for the training images, False for the evaluation images.
+        workers: worker processes; 0: none.
+        overwrite: delete existing packs.
+        check: decode the files that are kept unchanged.
+        url: where the packs are moved to when they are complete; empty: they stay in `out`.
+    """
+
+    out: Path
+    verify: bool
+    cfg: Config
+    options: dict[str, Any]
+    trains: tuple[bool, ...]
+    workers: int
+    overwrite: bool
+    check: bool
+    url: str = ""
+
+    def folder(self, train: bool) -> Path:
+        """Return the folder of a pack."""
+        return self.out / ("train" if train else "val")
+
+    def split_url(self, train: bool) -> str:
+        """Return the URL of a pack; empty if it stays in its folder."""
+        return self.url and f"{self.url}/{self.folder(train).name}"
+
+    def source(self, train: bool) -> dict[str, Any]:
+        """Return the source of the images as stored in the index."""
+        section = self.cfg.TRAIN if train else self.cfg.TEST
+        folder = os.path.realpath(section.DATASET)
+        return {"data_set": self.cfg.DATA.NAME, "folder": folder, "split": section.SPLIT}
+
+
+# ------------------------------------------------------------------------------------------ packing
+
+
+def pack_split(job: Job, train: bool) -> None:
+    """Pack the training or the evaluation images, or resume packing, and print a summary.
+
+    Raises:
+        ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
+    """
+    encoder, url = _build_encoder(job, train), job.split_url(train)
+    identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
+    for note in encoder.images.notes():
+        print(note, flush=True)
+    if url and not job.overwrite and (existing := read_existing_meta(url)):
+        if conflicts := find_differences(url, existing, identity):
+            raise ConfigError(conflicts)
+        print(f"{url} is packed already: nothing to do")
+        return
+    _pack_into_folder(job, train, encoder, identity)
+    if url:
+        upload_pack(job.folder(train), url)
+
+
+def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Identity) -> None:
+    folder, images = job.folder(train), encoder.images
+    with _locked(folder):
+        if job.overwrite:
+            remove_pack(folder)
+        if conflicts := find_conflicts(folder, identity):
+            raise ConfigError(conflicts)
+        changed = find_changed_shard(folder, len(images), images.stamp)
+        warning = f"{folder}: source images have changed since {changed} was packed"
+        if (folder / INDEX).exists():
+            remove_parts(folder)
+            print(f"{folder} is packed already: nothing to do")
+            if changed:
+                print(f"{warning}; --overwrite packs them again")
+            return
+        if changed:
+            (folder / changed).with_suffix(".part").unlink()
+            print(f"{warning}; it is packed again", flush=True)
+        started = time.perf_counter()
+        writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
+        if first := writer.next_image:
+            finished = counted(len(writer.shards), "finished shard")
+            print(f"{folder}: resumed after {finished}, at image {first:,}", flush=True)
+        meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
+        with writer:
+            _append_all(writer, encoder, job.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
+            if not writer.num_images:
+                raise ConfigError(f"{folder}: no image can be read ({counted(len(images), 'image')})")
+            writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
+    images_per_s = (len(images) - first) / (time.perf_counter() - started)
+    packed = f"{counted(writer.num_images, 'image')} of {counted(len(images.classes), 'class')}"
+    skipped = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
+    size = f"{writer.num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
+    print(f"{folder}: {packed}{skipped}, {size}; {images_per_s:,.0f} images/s")
+
+
+def _build_encoder(job: Job, train: bool) -> "Encoder":
+    from distribuuuu.commands.pack.encode import Encoder
+    from distribuuuu.data.decode import build_decode_options
+
+    name, options = job.cfg.DATA.NAME, job.options
+    images = get_dataset(name).from_cfg(job.cfg, train)
+    if images.multilabel:
+        raise ConfigError(f"DATA.NAME {name}: a pack stores one class per image; train from the files")
+    if not len(images):
+        raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
+    is_raw, quality = options["format"] == "raw", options["quality"]
+    if not is_raw and quality is None:
+        keeps_files = True
+        with contextlib.suppress(Exception):  # a broken first image is reported later
+            keeps_files = is_file(images.read(0))
+        if not keeps_files:
+            fix = f"add --quality {DEFAULT_QUALITY}, or use --format raw"
+            raise ConfigError(f"--format jpeg: {name} has pixels but no files to keep unchanged; {fix}")
+    # The folder above that of the images is removed from their names, so that they are valid on any machine.
+    root = str(getattr(images, "folder", Path()).parent)
+    sides = options["shorter_side"], options.get("longer_side")
+    return Encoder(images, root, is_raw, *sides, quality, job.check, build_decode_options(job.cfg))
+
+
+def _fingerprint(encoder: "Encoder") -> dict[str, int]:
+    """Return numbers that identify a list of images."""
+    checksum = zlib.crc32("\0".join(encoder.images.classes).encode(errors="replace"))
+    for index in range(len(encoder.images)):
+        line = f"{encoder.name(index)}\0{encoder.images.label(index)}\n"
+        checksum = zlib.crc32(line.encode(errors="replace"), checksum)
+    return {"images": len(encoder.images), "checksum_of_names_and_labels": checksum}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Create the folder and lock it for the duration of the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from error
+    try:
+        if not lock_file(descriptor, timeout_s=0):
+            raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
+    from tqdm import tqdm
+
+    total, before, started = len(encoder.images), writer.num_bytes, time.perf_counter()
+    results = map_in_order(encoder, range(writer.next_image, total), num_workers)
+    bar = tqdm(total=total, initial=writer.next_image, desc=str(writer.folder), unit="img", disable=None, leave=False)
+    with bar, contextlib.closing(results):
+        for indices, records in results:
+            for index, (record, stamp) in zip(indices, records, strict=True):
+                if not isinstance(record, str):
+                    writer.append(index, record, stamp)
+                    continue
+                if not skip:
+                    fix = "repair it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
+                    raise ConfigError(f"broken image: {record}; {fix}")
+                tqdm.write(f"broken image left out: {record}", file=sys.stderr)
+                writer.skip(stamp)
+            speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
+            bar.update(len(indices))
+
+
+# ---------------------------------------------------------------------------------------- verifying
+
+
+def verify_packs(out: Path, num_workers: int) -> None:
+    """Read every byte of the packs in a folder, and print a summary of each.
+
+    Raises:
+        ConfigError: with each corrupt image and file.
+    """
+    folders = [out, *sorted(path for path in out.iterdir() if path.is_dir())] if out.is_dir() else []
+    folders = [folder for folder in folders if (folder / INDEX).exists() or any(folder.glob("shard-*"))]
+    if not folders:
+        siblings = [path.name for path in out.absolute().parent.glob("*/")]
+        problem = "holds no packed data" if out.is_dir() else "is not a folder"
+        raise ConfigError(f"--verify: {out} {problem}{did_you_mean(out.name, siblings)}")
+    problems: list[str | Problem] = []
+    for folder in folders:
+        try:
+            problems += _verify_pack(folder, num_workers)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"], list[str]]:
+    """Return the meta and the columns of a pack and the problems with its files, to verify it image by image.
+
+    Raises:
+        ConfigError: the index is missing or cannot be used.
+    """
+    meta, columns = read_index_file(folder, check_rows=True)
+    problems = list(find_shard_problems(folder, meta))
+    for number, shard in enumerate(meta["shards"]):
+        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
+            if file.read(HEADER_SIZE) != shard_header(number, meta):
+                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
+    if meta["crc32"] != checksum_of(columns):
+        problems.append(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
+    return meta, columns, problems
+
+
+def _verify_pack(folder: Path, num_workers: int) -> list[str]:
+    from tqdm import tqdm
+
+    from distribuuuu.commands.pack.encode import Checker
+
+    meta, columns, problems = inspect_pack(folder)
+    total = len(columns["label"])
+    results = map_in_order(Checker(folder, meta, columns), range(total), num_workers)
+    with tqdm(total=total, desc=str(folder), unit="img", disable=None, leave=False) as bar, contextlib.closing(results):
+        for indices, found in results:
+            problems += filter(None, found)
+            bar.update(len(indices))
+    if not problems:
+        size = sum(shard["size"] for shard in meta["shards"])
+        shards = f"{counted(len(meta['shards']), 'shard')} ({size / 1e6:.1f} MB)"
+        print(f"{folder}: {counted(total, 'image')} in {shards}: every checksum matches and every image decodes")
+    return problems

@@ -1,0 +1,309 @@
+"""Writer of packed images: shards with a side file of rows each, then the index.
+
+After a kill, packing resumes after the last shard that has a side file; see `packed_format` for the files.
+"""
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.array_file import (
+    ArrayFileError,
+    Arrays,
+    checksum_of,
+    pack_names,
+    read_arrays,
+    write_arrays,
+)
+from distribuuuu.data.packed.format import (
+    COLUMNS,
+    HEADER_SIZE,
+    INDEX,
+    KIND,
+    VERSION,
+    Identity,
+    Meta,
+    check_columns,
+    check_meta,
+    is_number,
+    is_shard,
+    read_index_file,
+    shard_header,
+    shard_name,
+)
+from distribuuuu.files.atomic_file import sync_folder
+
+PART_KIND = "rows of a shard"
+_OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
+
+
+class Record(NamedTuple):
+    """An image as it is stored; height and width are those of the pixels of format raw, else 0."""
+
+    data: bytes
+    crc32: int
+    label: int
+    height: int
+    width: int
+    name: bytes
+
+
+def find_foreign_files(folder: Path) -> list[str]:
+    """Return a problem if a folder holds files that are not of a pack; it need not exist."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    foreign = [name for name in names if not _OWN_FILES.fullmatch(name) and not name.startswith(".")]
+    return [f"{folder} holds other files, e.g. {foreign[0]}; use another folder"] if foreign else []
+
+
+def find_conflicts(folder: Path, identity: Identity) -> list[str]:
+    """Return a problem if a folder holds a pack of another source or with other options.
+
+    Args:
+        folder: it need not exist.
+        identity: the known part of it.
+    """
+    try:
+        existing = _read_identity(folder)
+    except (ArrayFileError, OSError) as error:
+        return [f"{folder / INDEX} {error}; use another folder, or add --overwrite to replace it"]
+    return find_differences(folder, existing, identity) if existing else []
+
+
+def find_differences(place: Path | str, existing: Identity, identity: Identity) -> list[str]:
+    """Return a problem if the pack at a folder or URL has another source or other options."""
+    # An option may be present only if it is not the default.
+    options = {**dict.fromkeys(existing["options"]), **identity["options"]}
+    differences = [
+        f"{key.replace('_', ' ')} {_format_value(existing[part].get(key))}, now {_format_value(value)}"
+        for part, values in {**identity, "options": options}.items()
+        for key, value in values.items()
+        if existing[part].get(key) != value
+    ]
+    fix = f"use another {'URL' if isinstance(place, str) else 'folder'}, or add --overwrite to start again"
+    return [f"{place} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
+
+
+def _format_value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _read_identity(folder: Path) -> Identity | None:
+    """Return the source and options of the pack in a folder; None if there is none, or no readable side file.
+
+    Raises:
+        ArrayFileError: the index cannot be used.
+    """
+    if (folder / INDEX).exists():
+        meta = read_arrays(folder / INDEX, KIND, VERSION)[0]
+        check_meta(meta)
+        return meta
+    parts = _finished_parts(folder)
+    return parts[0][0] if parts else None
+
+
+def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Return the meta and the rows of each finished shard, up to the first that is incomplete."""
+    parts: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
+    with contextlib.suppress(OSError, ArrayFileError):
+        while True:
+            path = folder / shard_name(len(parts))
+            meta, rows = read_arrays(path.with_suffix(".part"), PART_KIND, VERSION)
+            _check_part(len(parts), meta, rows)
+            if path.stat().st_size != meta["shard"]["size"]:
+                break
+            parts.append((meta, rows))
+    return parts
+
+
+def _check_part(number: int, meta: Meta, rows: Arrays) -> None:
+    """Raise ArrayFileError if the side file of a shard misses a value, or has one of another type."""
+    is_valid = all(isinstance(meta.get(part), dict) for part in ("options", "source"))
+    is_counted = all(is_number(meta.get(key), 1 << 40) for key in ("next_image", "num_skipped"))
+    if not (is_valid and is_counted and is_shard(meta.get("shard"), number)):
+        raise ArrayFileError("has an invalid header")
+    if check_columns(rows) != meta["shard"]["images"]:
+        raise ArrayFileError("has another number of rows than images")
+
+
+def remove_pack(folder: Path) -> None:
+    """Delete a pack, complete or not; the index goes first, so that no incomplete pack has one."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / INDEX).unlink()
+    _remove_files(folder)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete the side files of a pack that has its index."""
+    for path in folder.glob("shard-*.part"):
+        path.unlink()
+
+
+def _remove_files(folder: Path, keep: Container[str] = ()) -> None:
+    """Delete the files of a pack, except those of the shards with the stems `keep`."""
+    for path in folder.iterdir():
+        if _OWN_FILES.fullmatch(path.name) and path.stem not in keep:
+            path.unlink()
+
+
+def find_changed_shard(folder: Path, num_source: int, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
+    """Return the first finished shard with a source image that was modified in place after packing, or None.
+
+    Args:
+        folder: of a pack, complete or not, of the same source images.
+        num_source: their number.
+        stamp: see `ImageDataset.stamp`.
+    """
+    if (folder / INDEX).exists():
+        shards = read_index_file(folder, check_rows=False)[0]["shards"]
+    else:
+        shards = [meta["shard"] for meta, _ in _finished_parts(folder)]
+    start = 0
+    for shard in shards:
+        if not is_number(shard.get("source_end"), num_source + 1):  # packed by an older version
+            return None
+        checksum = 0
+        for image in range(start, shard["source_end"]):
+            checksum = _add_stamp(checksum, stamp(image))
+        if checksum != shard.get("stamps_crc32"):
+            return shard["name"]
+        start = shard["source_end"]
+    return None
+
+
+def _add_stamp(checksum: int, stamp: tuple[int, ...]) -> int:
+    return zlib.crc32(repr(stamp).encode(), checksum)
+
+
+class PackWriter:
+    """Appends records to the shards of a folder; a context manager that deletes the unfinished shard at its exit.
+
+    Args:
+        folder: an existing folder without an index; finished shards are kept.
+        identity: the source and options of the pack.
+        max_bytes: the maximum size of a shard with more than one record.
+
+    Attributes:
+        next_image: index of the first source image after the finished shards.
+        num_images, num_bytes, num_skipped: images in the pack, their bytes, and broken images left out.
+        shards: for each finished shard its name, size and number of images, the index of the source image after its
+            last, and a checksum of the stamps of its source images.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, max_bytes: int):
+        self.folder, self.identity, self.max_bytes = folder, identity, max_bytes
+        self.next_image = self.num_images = self.num_bytes = self.num_skipped = 0
+        self.shards: list[dict[str, Any]] = []
+        self._parts = _finished_parts(folder)
+        for meta, rows in self._parts:
+            self.shards.append(meta["shard"])
+            self.next_image = meta["next_image"]
+            self.num_images += meta["shard"]["images"]
+            self.num_skipped += meta["num_skipped"]
+            self.num_bytes += int(rows["length"].sum())
+        _remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
+        self._file: BinaryIO | None = None
+        self._start_shard()
+
+    def _start_shard(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self._names: list[bytes] = []
+        self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
+
+    def append(self, image: int, record: Record, stamp: tuple[int, ...]) -> None:
+        """Write the record of source image `image`, which had that `ImageDataset.stamp`.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self._rows and self._end + len(record.data) > self.max_bytes:
+            self._finish_shard(image)
+        number, size = len(self.shards), len(record.data)
+        with self._disk_errors_as_config_errors():
+            if self._file is None:
+                self._file = open(self.folder / shard_name(number), "wb", buffering=1 << 20)
+                self._file.write(shard_header(number, self.identity))
+            self._file.write(record.data)
+        self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
+        self._names.append(record.name)
+        self._end += size
+        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
+        self.num_images += 1
+        self.num_bytes += size
+
+    def skip(self, stamp: tuple[int, ...]) -> None:
+        """Count an image that is left out."""
+        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
+        self._num_skipped += 1
+        self.num_skipped += 1
+
+    def _finish_shard(self, next_image: int) -> None:
+        assert self._file is not None
+        path = self.folder / shard_name(len(self.shards))
+        rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
+        columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
+        columns |= pack_names("name", self._names)
+        shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
+        shard |= {"source_end": next_image, "stamps_crc32": self._stamps_crc32}
+        meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
+        with self._disk_errors_as_config_errors():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            write_arrays(path.with_suffix(".part"), PART_KIND, VERSION, meta, columns)
+        self._file = None
+        self._parts.append((meta, columns))
+        self.shards.append(shard)
+        self._start_shard()
+
+    def finish(self, num_source: int, meta: Mapping[str, Any]) -> None:
+        """Write the index and delete the side files.
+
+        Args:
+            num_source: number of source images, including those left out.
+            meta: what the reader needs besides the rows.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        if self._rows:
+            self._finish_shard(num_source)
+        columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in [*COLUMNS, "name_bytes"]}
+        lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
+        columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
+        counts = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
+        with self._disk_errors_as_config_errors():
+            write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **counts}, columns)
+            sync_folder(self.folder)  # the index is durable before the side files are deleted
+            remove_parts(self.folder)
+
+    def __enter__(self) -> "PackWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Delete the unfinished shard."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # buffered data that cannot be written is not needed
+                self._file.close()
+            with contextlib.suppress(OSError):
+                (self.folder / shard_name(len(self.shards))).unlink()
+            self._file = None
+
+    @contextlib.contextmanager
+    def _disk_errors_as_config_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._abandon()
+            kept = f"{counted(len(self.shards), 'finished shard')} kept: free some space and run the same command again"
+            raise ConfigError(f"{self.folder}: {error.strerror or error}; {kept}") from error

@@ -1,0 +1,94 @@
+"""The command predict: classes of image files, by a trained model."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.config import ConfigError, run_files
+from distribuuuu.launch.host import count_cores, tune_malloc
+from distribuuuu.launch.signals import STATUS_OF, handled_by
+
+# Exit status if images are broken.
+BROKEN_IMAGES = 3
+
+SUMMARY = "predict the classes of images with a trained model"
+SYNONYMS = ("infer", "inference")
+_DESCRIPTION = """Predict the classes of images with a trained model. RUN is the OUT_DIR of a run,
+a checkpoint, an exported folder, or timm/NAME for weights that timm publishes.
+PATHS are files, folders, quoted patterns, and text files (.txt) with a path per
+line; - reads the paths from standard input.
+
+  %(prog)s exp/r50 photos --out photos.csv
+  %(prog)s timm/resnet50 photo.jpg 'album/**/*.png' --topk 3
+
+Rerun the same command to resume it after a stop. The exit status is 3 if images
+are broken; they are listed with their cause.
+"""
+
+
+def predict(prog: str, args: list[str]) -> int:
+    """Read the command line, then predict."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags = build_parser(prog).parse_args(args)
+    problems = [
+        f"--{name.replace('_', '-')}: got {value}; expected {least} or more"
+        for name, least in (("topk", 1), ("nproc", 1), ("batch_size", 1), ("workers", 0))
+        if (value := getattr(flags, name)) is not None and value < least
+    ]
+    if problems:
+        raise ConfigError(problems)
+    from distribuuuu.commands.predict.journal import check_out
+    from distribuuuu.inference.image_arguments import list_images
+
+    out = Path(flags.out) if flags.out else None
+    if out:
+        run_files.check_out("--out", flags.out)
+        check_out(out)
+    files = list_images(flags.paths)
+    tune_malloc()
+    from distribuuuu.commands.predict.prediction import PredictJob, predict_files
+
+    workers = max(1, count_cores() // flags.nproc) if flags.workers is None else flags.workers
+    overrides = tuple(word for pair in flags.set or () for word in pair)
+    job = PredictJob(flags.run, flags.cfg, overrides, files, out, flags.topk, flags.threshold, flags.batch_size,
+                     workers, flags.nproc)  # fmt: skip
+    with handled_by(lambda signum: _stop(signum, resumes=out is not None)):
+        num_broken = predict_files(job)
+    return BROKEN_IMAGES if num_broken and not flags.skip_bad else 0
+
+
+def _stop(signum: int, resumes: bool) -> None:
+    """End this process immediately; its children end with it."""
+    kept = "; finished images are kept: rerun the same command to resume" if resumes else ""
+    with contextlib.suppress(OSError):  # the reader of standard error has exited
+        os.write(2, f"\n{signal.Signals(signum).name}: stopped{kept}\n".encode())
+    os._exit(STATUS_OF[signum])
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments."""
+    parser = CommandParser(prog, description=_DESCRIPTION)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
+    add("--out", metavar="FILE", help="output file, .csv or .jsonl (default: CSV on standard output)")
+    add("--topk", metavar="K", type=int, help="number of classes per image (5)")
+    add(
+        "--threshold",
+        metavar="P",
+        type=float,
+        help="least probability of a label (0.5), with several per image",
+    )
+    add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
+    add("--nproc", metavar="N", type=int, default=1, help="processes on this machine, one per GPU (1)")
+    add("--workers", metavar="N", type=int, help="loader workers of each process (default: its share of the cores)")
+    add("--batch-size", metavar="N", type=int, default=32, help="images that a worker loads at a time (32)")
+    add("--cfg", metavar="FILE", help="config of weights that hold none")
+    add("--set", metavar=("KEY", "VALUE"), nargs=2, action="append", help="change an option, e.g. TEST.IM_SIZE 288")
+    return parser

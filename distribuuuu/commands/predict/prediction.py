@@ -1,0 +1,225 @@
+"""Predictions of many files by one or several processes, written in the order of the files.
+
+The main process appends the rows of each chunk to a journal. Of N processes, each predicts every Nth chunk, with the
+same number of threads as a single one; so the bytes of the output do not depend on N.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_finished
+from distribuuuu.config import ConfigError
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import TASKS
+from distribuuuu.data.datasets.image_list import csv_line
+from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.load_run import find_run
+from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
+from distribuuuu.launch.signals import die_with_parent, ignore_signals
+from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar
+from distribuuuu.tasks.base import task_name
+
+# Options on which the rows depend.
+_SETTINGS = ("MODEL.", "TASK.", "DATA.DECODER", "DATA.EXIF", "DATA.MAX", "DATA.MEAN", "DATA.STD", "TEST.BATCH",
+             "TEST.CROP", "TEST.FLIP", "TEST.IM", "TEST.INTER", "TRAIN.AMP", "TRAIN.IM_SIZE", "TRAIN.TOPK")  # fmt: skip
+
+# The rows of a chunk as text, and [path, cause] of each broken image.
+Rows = tuple[str, list[list[str]]]
+
+
+class LostProcessError(ConfigError):
+    """A process of a prediction was killed or has crashed."""
+
+    status = 1
+
+
+@dataclass(frozen=True)
+class PredictJob:
+    """A prediction of many files.
+
+    Attributes:
+        run, cfg_file, overrides: see `load_run`.
+        files: the image files.
+        out: the output file, .csv or .jsonl; None: CSV on standard output.
+        topk, threshold: see `LoadedRun.predict`.
+        batch_size: images that a loader worker loads at a time.
+        workers: loader workers of each process.
+        nproc: processes.
+    """
+
+    run: str
+    cfg_file: str | None
+    overrides: tuple[str, ...]
+    files: list[str]
+    out: Path | None
+    topk: int | None
+    threshold: float | None
+    batch_size: int
+    workers: int
+    nproc: int
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a row is a JSON object."""
+        return self.out is not None and self.out.suffix == ".jsonl"
+
+
+def predict_files(job: PredictJob) -> int:
+    """Predict the files of a job, resuming from its partial output; return the number of broken images.
+
+    Raises:
+        ConfigError: the run cannot be loaded, an option does not suit it, or the output cannot be written.
+    """
+    run = find_run(job.run, job.cfg_file, job.overrides)
+    selection = choose_selection(TASKS.get(task_name(run.cfg)).multilabel, job.topk, job.threshold)
+    spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
+    header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
+    description = describe_job(job, run, selection)
+    num_broken = find_finished(job.out, description) if job.out else None
+    if num_broken is not None:
+        images = counted(len(job.files), "image")
+        print(printable(f"finished already: {job.out} holds this prediction of {images}"), file=sys.stderr)
+        return num_broken
+    out = Journal(job.out, description, header) if job.out else StandardOutput(header)
+    print(printable(run.describe()), file=sys.stderr)
+    left, total = spans[out.num_chunks :], len(job.files)
+    done = total - sum(map(len, left))
+    if done:
+        print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
+    interval_s = 0.1 if has_progress_bar() else LOG_INTERVAL_S
+    bar = tqdm(desc="predict", total=total, initial=done, unit="image", mininterval=interval_s, dynamic_ncols=True)
+    try:
+        for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
+            for path, cause in errors:
+                bar.write(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
+            out.append(rows, errors)
+            bar.update(len(span))
+        out.finish()
+    finally:
+        bar.close()
+        out.close()
+    if out.num_broken:
+        print(f"broken: {counted(out.num_broken, 'image')}", file=sys.stderr)
+    return out.num_broken
+
+
+def describe_job(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
+    """Return what the rows of a job depend on, for messages and comparisons; long values as a hash."""
+    settings = [option for option in iter_options(run.cfg) if option[0].startswith(_SETTINGS)]
+    name = run.source if run.state_dict is None else ""
+    tensors = (part.contiguous().reshape(-1).view(torch.uint8).numpy() for part in (run.state_dict or {}).values())
+    return {
+        "model": _hash([name, repr(run.classes), *(run.state_dict or {})], tensors),
+        "evaluation option": _hash([repr(settings)]),
+        "list of images": _hash(job.files),
+        "--topk": selection.topk,
+        "--threshold": selection.threshold,
+        "torch or device": f"{torch.__version__}, {'cuda' if torch.cuda.is_available() else 'cpu'}",
+    }
+
+
+def _hash(texts: Iterable[str], arrays: Iterable[Any] = ()) -> str:
+    """Return a hash of texts and of contiguous arrays."""
+    state = hashlib.blake2b("\0".join(texts).encode(errors="surrogateescape"), digest_size=16)
+    for array in arrays:
+        state.update(array)
+    return state.hexdigest()
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def predict_spans(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+    """Yield the rows of chunks, in order, predicted by `job.nproc` processes."""
+    if job.nproc == 1 or len(spans) < 2:
+        yield from predict_share(job, run, selection, spans)
+        return
+    context = multiprocessing.get_context("spawn")
+    running = []
+    for rank in range(min(job.nproc, len(spans))):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run_process, args=(job, selection, spans[rank :: job.nproc], rank, sender))
+        process.start()
+        sender.close()
+        running.append((process, receiver))
+    try:
+        for number in range(len(spans)):
+            process, receiver = running[number % job.nproc]
+            try:
+                result = receiver.recv()
+            except EOFError:
+                process.join()
+                fix = "fix: see its message above, then rerun the same command"
+                raise LostProcessError(f"--nproc: a process ended with status {process.exitcode}; {fix}") from None
+            if isinstance(result, ConfigError):
+                raise result
+            yield result
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.join()
+
+
+def _run_process(job: PredictJob, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
+    """Predict chunks in a process of its own, and send their rows, or a ConfigError, to the main process."""
+    ignore_signals()
+    die_with_parent()
+    try:
+        run = replace(find_run(job.run, job.cfg_file, job.overrides), given_device=pick_device(rank))
+        for rows in predict_share(job, run, selection, spans):
+            sender.send(rows)
+    except ConfigError as error:
+        sender.send(error)
+
+
+def predict_share(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+    """Yield the rows of chunks that this process predicts on its own device."""
+    columns = list_columns(selection, len(run.classes))
+    for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):
+        yield format_rows(predictions, columns, job.is_json)
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def list_columns(selection: Selection, num_classes: int) -> list[str]:
+    """Return the names of the columns after `path`."""
+    if selection.topk is None:
+        return ["labels", "probabilities"]
+    suffixes = ["", *(f"_{rank}" for rank in range(2, min(selection.topk, num_classes) + 1))]
+    return [f"{name}{suffix}" for suffix in suffixes for name in ("label", "probability")]
+
+
+def format_rows(predictions: Sequence[Prediction], columns: Sequence[str], is_json: bool) -> Rows:
+    """Return the text of the rows of images, and [path, cause] of the broken ones, which have no row.
+
+    Probabilities have 12 significant digits, so that sorting by them is sorting by logits.
+    """
+    rows, errors = [], []
+    for prediction in predictions:
+        if prediction.error is not None:
+            errors.append([prediction.image, prediction.error])
+            continue
+        labels, texts = list(prediction.labels), [f"{value:.12g}" for value in prediction.probabilities]
+        values: list[Any] = [float(text) for text in texts] if is_json else texts
+        cells: list[Any] = [cell for pair in zip(labels, values, strict=True) for cell in pair]
+        if columns[0] == "labels":
+            cells = [labels, values] if is_json else [";".join(labels), ";".join(texts)]
+        if is_json:
+            rows.append(json.dumps({"path": prediction.image, **dict(zip(columns, cells, strict=True))}) + "\n")
+        else:
+            rows.append(csv_line([prediction.image, *cells]))
+    return "".join(rows), errors

@@ -1,0 +1,1 @@
+"""Measurement of the features of a run."""

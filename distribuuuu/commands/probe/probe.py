@@ -1,0 +1,68 @@
+"""The command probe: top-1 of k-NN and of a linear classifier on the features of a run."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import check_out
+from distribuuuu.launch.host import tune_malloc
+
+SUMMARY = "measure the features of a run: k-NN, linear probe"
+_DESCRIPTION = """Measure the features of a trained model without training it: classify the
+evaluation images by their nearest training images, and by a linear classifier
+that is fitted to the training images.
+
+  %(prog)s exp/r50
+  %(prog)s timm/resnet50 TRAIN.DATASET flowers TEST.DATASET flowers
+"""
+
+
+def probe(prog: str, args: list[str]) -> int:
+    """Read the command line, then print and write the result."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags, rest, problems = parse_flags(build_parser(prog), args)
+    if problems:
+        raise ConfigError(problems)
+    tune_malloc()
+    from distribuuuu.commands.html.page import write_page
+    from distribuuuu.commands.probe.feature_probe import probe_run
+    from distribuuuu.inference.load_run import find_run
+
+    run = find_run(flags.run, flags.cfg, [*flags.overrides, *rest])
+    out = Path(flags.out or f"{run.cfg.OUT_DIR}/probe.json")
+    check_out("--out", out)
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder; fix: name a file")
+    try:
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        fix = "name a file in an existing folder that is writable"
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}; fix: {fix}") from error
+    result = probe_run(run)
+    text = json.dumps(result, indent=1) + "\n"
+    write_page(out, text)
+    if flags.format == "json":
+        print(text, end="")
+        return 0
+    print("{features:,} features per image; {num_train:,} training and {num_test:,} evaluation images".format(**result))
+    for name, (low, high) in result["interval"].items():
+        print(f"{name:<12}  top-1 {result['top1'][name]:6.2f}   95 % interval {low:.2f} to {high:.2f}")
+    return 0
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments."""
+    parser = CommandParser(prog, description=_DESCRIPTION)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("overrides", metavar="KEY VALUE", nargs="*", default=[], help="options to change, e.g. TRAIN.DATASET FOLDER")
+    add("--out", metavar="FILE", help="the file to write (default: probe.json beside the weights)")
+    add("--format", choices=("text", "json"), default="text", help="text (default) or json")
+    add("--cfg", metavar="FILE", help="config of weights that hold none")
+    return parser

@@ -1,0 +1,93 @@
+"""The command compare: what differs between runs, and whether one is better."""
+
+import json
+from pathlib import Path
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.run_files import check_out
+from distribuuuu.files.untrusted import printable
+
+SUMMARY = "compare runs on the same images: is one better?"
+_DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
+accuracy with its significance, changed answers, classes, curves and configs.
+
+  %(prog)s exp/baseline exp/mixup
+  %(prog)s 'exp/baseline/seed_*' 'exp/mixup/seed_*' --out compare.html
+
+A pattern stands for the runs of one side, e.g. its seeds. The runs need
+predictions.npz, which a training run writes with its last evaluation.
+"""
+_MAX_SIDES = 8
+
+
+def compare(prog: str, args: list[str]) -> int:
+    """Print the result of a comparison, and write the page; return the exit status."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags = build_parser(prog).parse_args(args)
+    check_out("--out", flags.out)
+    sides = find_sides(flags.runs)
+    out = Path(flags.out)
+    if flags.format == "html" and not out.parent.is_dir():
+        raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")
+    from distribuuuu.commands.html.page import write_page
+    from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
+
+    comparison = compare_runs(sides)
+    if flags.format == "json":
+        print(json.dumps(list_comparison(comparison), indent=2, default=str))
+        return 0
+    for sentence in comparison.sentences():
+        print(printable(sentence))
+    write_page(out, build_compare_page(comparison))
+    print(printable(f"written: {out}"))
+    return 0
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments."""
+    parser = CommandParser(prog=prog, description=_DESCRIPTION)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="OUT_DIR of a run, or a pattern for several seeds")
+    parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page to write (compare.html)")
+    parser.add_argument("--format", choices=("html", "json"), default="html", help="json: print all figures instead")
+    return parser
+
+
+def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
+    """Return the runs of each side, by a short name of the side.
+
+    Raises:
+        ConfigError: a pattern matches no run, or there are fewer than two sides.
+    """
+    problems, sides = [], {}
+    for pattern in patterns:
+        folders = [Path(pattern)] if Path(pattern).is_dir() else sorted(Path().glob(pattern.lstrip("/")))
+        if pattern.startswith("/") and not Path(pattern).is_dir():
+            folders = sorted(Path("/").glob(pattern.lstrip("/")))
+        folders = [folder for folder in folders if folder.is_dir()]
+        if not folders:
+            parent = Path(pattern).parent
+            names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+            problems.append(f"RUN: no such folder: {pattern}{did_you_mean(Path(pattern).name, names)}")
+        sides[str(Path(pattern))] = folders
+    if not problems and len(sides) < 2:
+        problems.append(f"RUN: got {counted(len(sides), 'different run')}; expected two or more")
+    if len(sides) > _MAX_SIDES:
+        problems.append(f"RUN: got {len(sides)} runs; expected {_MAX_SIDES} or fewer")
+    if problems:
+        raise ConfigError(problems)
+    return dict(zip(_short_names(list(sides)), sides.values(), strict=True))
+
+
+def _short_names(patterns: list[str]) -> list[str]:
+    """Return the patterns without the folders that all of them begin or end with."""
+    parts = [Path(pattern).parts for pattern in patterns]
+    for side in (0, -1):
+        while all(len(own) > 1 and own[side] == parts[0][side] for own in parts):
+            parts = [own[1:] if side == 0 else own[:-1] for own in parts]
+    return ["/".join(own) for own in parts]

@@ -1,0 +1,287 @@
+"""Comparison of runs on the same images: changed answers, significance, differences of config."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import first_few
+from distribuuuu.records.significance import (
+    Interval,
+    holm_adjusted,
+    mcnemar_p,
+    mean_interval,
+    paired_bootstrap,
+    permutation_test,
+    smallest_permutation_p,
+    wilson_interval,
+)
+from distribuuuu.records.stored_predictions import Predictions
+from distribuuuu.tasks.metrics import average_precisions
+
+# A difference is called significant if its p-value is below this.
+ALPHA = 0.05
+# Bootstrap samples of the mean average precision, which sorts all scores again for each sample.
+_AP_DRAWS = 500
+
+
+@dataclass
+class Pair:
+    """Two runs on the same images.
+
+    Attributes:
+        metric: "top1" or "map".
+        order: the index in B of each image of A.
+        values: the metric of both, in percent.
+        interval: 95 % paired bootstrap interval of the difference, B - A, in points.
+        only_a, only_b: indices in A of the images that only A, or only B, got right; empty for "map".
+        p: McNemar's exact p-value; for "map" NaN.
+        adjusted_p: `p` adjusted for the number of pairs.
+        by_class: for each class, its images, and how many of them only A and only B got right, int64 (3, classes); for
+            "map", instead of counts, the average precision of A and of B in percent.
+    """
+
+    metric: str
+    order: np.ndarray = field(repr=False)
+    values: tuple[float, float]
+    interval: Interval
+    only_a: np.ndarray = field(repr=False)
+    only_b: np.ndarray = field(repr=False)
+    p: float
+    by_class: np.ndarray = field(repr=False)
+    adjusted_p: float = math.nan
+
+    @property
+    def difference(self) -> float:
+        """B - A in points."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the adjusted p-value is below `ALPHA`; for "map", whether the interval excludes 0."""
+        if math.isnan(self.adjusted_p):
+            return not self.interval.low <= 0 <= self.interval.high
+        return self.adjusted_p < ALPHA
+
+
+@dataclass
+class Group:
+    """The runs of one side, e.g. the seeds of a config.
+
+    Attributes:
+        name: its name on the page.
+        values: the metric of each run in percent.
+    """
+
+    name: str
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample standard deviation; None for one value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def interval(self) -> Interval | None:
+        """Student's 95 % interval of the mean over seeds; None for one value."""
+        return mean_interval(self.values) if len(self.values) > 1 else None
+
+
+@dataclass
+class GroupPair:
+    """Two groups of runs.
+
+    Attributes:
+        p: p-value of the permutation test.
+        smallest_p: the smallest p-value that groups of these sizes can have.
+    """
+
+    a: Group
+    b: Group
+    p: float
+    smallest_p: float
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether no difference whatever could be significant."""
+        return self.smallest_p >= ALPHA
+
+
+# ---------------------------------------------------------------------------------------- images
+
+
+def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
+    """Return the index in `other` of each image of `first`.
+
+    Args:
+        first, other: the predictions of two runs.
+        names: the names of the runs, for messages.
+
+    Raises:
+        ConfigError: the runs have other classes, images or labels; the message names the difference.
+    """
+    where = f"{names[0]} and {names[1]}"
+    if first.classes != other.classes:
+        difference = _describe_sets(first.classes, other.classes, names) or "the same ones in another order"
+        raise ConfigError(f"{where}: have other classes: {difference}")
+    order = np.arange(len(other))
+    if not np.array_equal(first.path, other.path):
+        if difference := _describe_sets(first.path.tolist(), other.path.tolist(), names):
+            numbers = f"{counted(len(first), 'image')} and {counted(len(other), 'image')}"
+            raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
+        places = {path: place for place, path in enumerate(other.path.tolist())}
+        order = np.array([places[path] for path in first.path.tolist()], dtype=np.int64)
+    labels = other.label[order]
+    if first.label.shape != labels.shape or not np.array_equal(first.label, labels):
+        differs = (first.label != labels) if first.label.ndim == 1 else (first.label != labels).any(axis=1)
+        example = first.path[int(np.argmax(differs))]
+        raise ConfigError(f"{where}: have other labels for {counted(int(differs.sum()), 'image')}, e.g. {example}")
+    return order
+
+
+def _describe_sets(first: Sequence[str], other: Sequence[str], names: tuple[str, str]) -> str:
+    """Return which names only one of two runs has; empty if both have the same names."""
+    own, others = set(map(str, first)), set(map(str, other))
+    parts = []
+    for name, missing in ((names[0], own - others), (names[1], others - own)):
+        if missing:
+            parts.append(f"only {name} has {first_few(sorted(missing), num=3)}")
+    return "; ".join(parts)
+
+
+# ------------------------------------------------------------------------------------- two runs
+
+
+def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair:
+    """Return the comparison of two runs; errors as in `match_images`."""
+    order = match_images(a, b, names)
+    return _compare_scores(a, b, order) if a.multilabel else _compare_answers(a, b, order)
+
+
+def _compare_answers(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
+    right_a, right_b, num_classes = a.correct, b.correct[order], len(a.classes)
+    only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
+    counts = [np.bincount(labels, minlength=num_classes) for labels in (a.label, a.label[only_a], a.label[only_b])]
+    interval = paired_bootstrap(len(only_a), len(only_b), len(a))
+    return Pair(
+        metric="top1",
+        order=order,
+        values=(100 * float(right_a.mean()), 100 * float(right_b.mean())),
+        interval=Interval(100 * interval.low, 100 * interval.high),
+        only_a=only_a,
+        only_b=only_b,
+        p=mcnemar_p(len(only_a), len(only_b)),
+        by_class=np.stack(counts),
+    )
+
+
+def _compare_scores(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
+    scores = [torch.from_numpy(np.ascontiguousarray(run, dtype=np.float32)) for run in (a.scores, b.scores[order])]
+    targets, rng = torch.from_numpy(a.label), np.random.default_rng(0)
+    precisions = [100 * average_precisions(score, targets) for score in scores]
+    differences = []
+    for _ in range(_AP_DRAWS):
+        rows = torch.from_numpy(rng.integers(0, len(a), len(a)))
+        means = [average_precisions(score[rows], targets[rows]).nanmean().item() for score in scores]
+        differences.append(100 * (means[1] - means[0]))
+    low, high = np.nanquantile(differences, [0.025, 0.975])
+    by_class = np.stack([a.label.sum(axis=0).astype(np.float64), *(part.numpy() for part in precisions)])
+    return Pair(
+        metric="map",
+        order=order,
+        values=(float(precisions[0].nanmean()), float(precisions[1].nanmean())),
+        interval=Interval(float(low), float(high)),
+        only_a=np.empty(0, np.int64),
+        only_b=np.empty(0, np.int64),
+        p=math.nan,
+        by_class=by_class,
+    )
+
+
+def compare_all(runs: Mapping[str, Predictions]) -> dict[tuple[str, str], Pair]:
+    """Return the comparison of every two runs, with p-values adjusted for the number of pairs."""
+    pairs = {(a, b): compare_pair(runs[a], runs[b], (a, b)) for a, b in itertools.combinations(runs, 2)}
+    known = [pair for pair in pairs.values() if not math.isnan(pair.p)]
+    for pair, adjusted in zip(known, holm_adjusted([pair.p for pair in known]), strict=True):
+        pair.adjusted_p = adjusted
+    return pairs
+
+
+def describe_pair(names: tuple[str, str], pair: Pair) -> str:
+    """Return the result of a comparison as a sentence."""
+    better, worse = names if pair.difference < 0 else names[::-1]
+    low, high = (-pair.interval.high, -pair.interval.low) if pair.difference < 0 else pair.interval
+    metric = "top-1" if pair.metric == "top1" else "mAP"
+    p = "" if math.isnan(pair.adjusted_p) else f", p = {format_p(pair.adjusted_p)}"
+    if pair.is_significant:
+        points = f"{abs(pair.difference):.2f} points of {metric} (95 % interval {low:.2f} to {high:.2f}{p})"
+        return f"{better} is better than {worse} by {points}."
+    interval = f"95 % interval {pair.interval.low:+.2f} to {pair.interval.high:+.2f}"
+    gap = f"{names[1]} - {names[0]} = {pair.difference:+.2f} points of {metric}"
+    return f"No significant difference between {names[0]} and {names[1]}: {gap} ({interval}{p})."
+
+
+def format_p(p: float) -> str:
+    """Return a p-value as text, e.g. '0.031' or '3e-12'."""
+    return f"{p:.1g}" if p < 0.001 else f"{p:.3f}"
+
+
+def accuracy_interval(run: Predictions) -> Interval | None:
+    """Return the 95 % Wilson interval of top-1 in percent; None with several labels per image."""
+    if run.multilabel:
+        return None
+    low, high = wilson_interval(int(run.correct.sum()), len(run))
+    return Interval(100 * low, 100 * high)
+
+
+# -------------------------------------------------------------------------------- several seeds
+
+
+def compare_groups(groups: Sequence[Group]) -> list[GroupPair]:
+    """Return the comparison of every two groups by a permutation test of their means."""
+    return [
+        GroupPair(a, b, permutation_test(a.values, b.values), smallest_permutation_p(len(a.values), len(b.values)))
+        for a, b in itertools.combinations(groups, 2)
+    ]
+
+
+def describe_groups(pair: GroupPair, metric: str) -> str:
+    """Return the result of a comparison of groups as a sentence."""
+    a, b = pair.a, pair.b
+    sizes = f"{counted(len(a.values), 'run')} and {counted(len(b.values), 'run')}"
+    gap = f"{b.mean - a.mean:+.2f} points of {metric} on average"
+    if pair.is_too_small:
+        least = f"with {sizes}, no difference could be significant (the smallest possible p is {pair.smallest_p:.2f})"
+        return f"Too few runs to tell {a.name} and {b.name} apart: {gap}, but {least}."
+    if pair.p >= ALPHA:
+        return f"No significant difference between {a.name} and {b.name}: {gap}, p = {format_p(pair.p)} ({sizes})."
+    better, worse = (b, a) if b.mean > a.mean else (a, b)
+    points = f"{abs(b.mean - a.mean):.2f} points of {metric} on average"
+    return f"{better.name} is better than {worse.name} by {points}, p = {format_p(pair.p)} ({sizes})."
+
+
+# ---------------------------------------------------------------------------------------- config
+
+
+def config_difference(configs: Mapping[str, Mapping[str, Any]], ignored: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the options that differ: option -> its value in each config; None where it is missing.
+
+    Args:
+        configs: the options of each run, by dotted key.
+        ignored: options to leave out, e.g. paths.
+    """
+    keys = dict.fromkeys(key for config in configs.values() for key in config if key not in ignored)
+    rows = {key: [config.get(key) for config in configs.values()] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}

@@ -1,0 +1,179 @@
+"""Thumbnails and saliency maps of evaluation images, as data URIs."""
+
+import base64
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from distribuuuu.commands.report.saliency import compute_saliency
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import read_file
+from distribuuuu.inference.load_run import load_run, open_data
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.records.predictions import name_of
+from distribuuuu.records.stored_predictions import Predictions
+
+# Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
+_SIDE, _TINY = 160, 64
+# Colors of the saliency from 0 to 1, from dark violet to light yellow.
+_COLORS = np.array([(20, 11, 52), (92, 18, 110), (187, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float64)
+
+
+@dataclass
+class Pictures:
+    """Pictures of evaluation images.
+
+    Attributes:
+        uris: for each image that could be read, data URIs of its evaluation crop and of its saliency map.
+        is_tiny: whether the pixels are to be seen as squares.
+        notes: why pictures are missing.
+    """
+
+    uris: dict[int, list[str]] = field(default_factory=dict)
+    is_tiny: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def find_reader(content: Predictions, cfg) -> Any:
+    """Return a function from the index of an evaluation image to its bytes or pixels.
+
+    Raises:
+        ConfigError: the data cannot be opened, or is not the one of the predictions.
+    """
+    folder = content.meta.get("folder") or ""
+    if folder and content.meta.get("data") != "packed":
+        return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.TEST.DATASET = folder or cfg.TEST.DATASET
+    images = open_data(cfg)
+    if images.has_files:  # a config names files that the predictions do not
+        raise ConfigError("the predictions do not record the folder of the images")
+    step = max(1, len(content) // 100)
+    for index in range(0, len(content), step):
+        if len(images) != len(content) or name_of(images, index, folder) != content.path[index]:
+            raise ConfigError(f"the data now holds {counted(len(images), 'other image')}")
+    return images.read
+
+
+def is_within(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
+    """Return whether a file is in a folder, with links followed.
+
+    The root of the file system and the folders above the user's files are no folder of data: False for these.
+    """
+    root = Path(os.path.realpath(folder))
+    home = Path(os.path.realpath(Path.home()))
+    return not home.is_relative_to(root) and Path(os.path.realpath(path)).is_relative_to(root)
+
+
+def image_folder(content: Predictions) -> str:
+    """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
+    return str(content.meta.get("images") or content.meta.get("folder") or "")
+
+
+def _read_within(path: str, folder: str) -> bytearray:
+    """Return the bytes of an image; raises PermissionError if it is not in a folder."""
+    if not is_within(path, folder):
+        raise PermissionError(f"not in {folder}, the recorded folder of the images")
+    return read_file(path)
+
+
+def load_model(out_dir: Path, content: Predictions) -> LoadedRun:
+    """Return the model that made the predictions if its checkpoint is kept, else the best weights of the run."""
+    epoch, raw = content.meta.get("epoch"), content.meta.get("weights") == "raw"
+    path = out_dir / "checkpoints" / f"ckpt_ep_{epoch - 1:03d}.pth.tar" if isinstance(epoch, int) and raw else out_dir
+    return load_run(path if path.exists() else out_dir)
+
+
+def make_pictures(
+    out_dir: Path, content: Predictions, targets: Mapping[int, int], has_saliency: bool = True
+) -> Pictures:
+    """Return pictures of some images; what fails is noted.
+
+    Args:
+        out_dir: the folder of the run.
+        content: its predictions.
+        targets: index of each image -> the class whose saliency is shown.
+        has_saliency: whether there are saliency maps.
+    """
+    pictures = Pictures()
+    if not targets:
+        return pictures
+    try:
+        run = load_model(out_dir, content)
+        read = find_reader(content, run.cfg)
+    except (ConfigError, OSError, ImportError) as error:
+        pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")
+        return pictures
+    crops, first_error = {}, ""
+    for index in targets:
+        try:
+            crops[index] = run.transform(read(index))
+        except Exception as error:  # decoders raise nearly anything
+            first_error = first_error or f"{content.path[index]}: {' '.join(str(error).split())}"
+    if missing := len(targets) - len(crops):
+        where = content.meta.get("folder") or "the data set"
+        pictures.notes.append(f"No thumbnails of {counted(missing, 'image')}, moved or changed since in {where}, "
+                              f"or outside of it, e.g. {first_error}")  # fmt: skip
+    for index, crop in crops.items():
+        pixels = to_pixels(crop, run.transform.mean, run.transform.std)
+        pictures.is_tiny = max(pixels.shape) < _TINY
+        pictures.uris[index] = [to_uri(pixels)]
+    if not has_saliency:
+        return pictures
+    try:
+        if len(content.classes) < len(run.classes):  # TEST.LABELS selects some outputs of the model
+            targets = {index: run.classes.index(content.classes[target]) for index, target in targets.items()}
+        _add_saliency(pictures, run, crops, targets)
+    except (RuntimeError, TypeError, ValueError) as error:  # a model without gradients, or of an unusual form
+        pictures.notes.append(f"No saliency maps: {' '.join(str(error).split())[:200]}")
+    return pictures
+
+
+def _add_saliency(
+    pictures: Pictures, run: LoadedRun, crops: Mapping[int, torch.Tensor], targets: Mapping[int, int]
+) -> None:
+    for index, crop in crops.items():
+        target = torch.tensor([targets[index]], device=run.device)
+        maps = compute_saliency(run.model, crop[None].to(run.device), target)
+        if maps is None:
+            pictures.notes.append("No saliency maps: no layer of the model has a grid of regions.")
+            return
+        pixels = to_pixels(crop, run.transform.mean, run.transform.std)
+        pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))
+
+
+def to_pixels(crop: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """Return uint8 (H, W, 3) from a normalized image (3, H, W)."""
+    shape = 3, 1, 1
+    values = crop.double() * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
+    return (values * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+def overlay(pixels: np.ndarray, saliency: np.ndarray) -> np.ndarray:
+    """Return the image in gray under the colors of a saliency map (H, W) from 0 to 1: uint8 (H, W, 3)."""
+    at = np.nan_to_num(saliency) * (len(_COLORS) - 1)
+    colors = np.stack([np.interp(at, range(len(_COLORS)), _COLORS[:, channel]) for channel in range(3)], axis=-1)
+    gray = pixels.mean(axis=2, keepdims=True)
+    return (0.5 * gray + 0.5 * colors).round().astype(np.uint8)
+
+
+def to_uri(pixels: np.ndarray) -> str:
+    """Return an image as a data URI: a JPEG without metadata, or a PNG where it is tiny."""
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    if max(image.size) < _TINY:
+        image.save(file, "PNG")
+        kind = "png"
+    else:
+        image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+        image.save(file, "JPEG", quality=82)
+        kind = "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,0 +1,63 @@
+"""The command report: an HTML page about a run."""
+
+import json
+from pathlib import Path
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import check_out
+from distribuuuu.files.untrusted import printable
+
+SUMMARY = "make an HTML page about a run"
+_DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
+the confusion matrix, the most confident mistakes and the calibration. RUN is its
+OUT_DIR, which must hold predictions.npz; distribuuuu test OUT_DIR RUN makes it.
+
+  %(prog)s exp/r50                    writes exp/r50/report.html
+  %(prog)s exp/r50 --out r50.html
+  %(prog)s exp/r50 --format json      prints all figures
+"""
+
+
+def report(prog: str, args: list[str]) -> int:
+    """Read the command line, then write the report."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags = build_parser(prog).parse_args(args)
+    out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
+    if flags.out:
+        check_out("--out", out)
+    if out.is_dir() or not out.parent.is_dir() and flags.out:
+        problem = "is a folder" if out.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"--out: {out} {problem}; fix: name a file in an existing folder")
+    from distribuuuu.launch.host import tune_malloc
+
+    tune_malloc()
+    from distribuuuu.commands.html.page import write_page
+    from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+    from distribuuuu.records.results import replace_nonfinite
+
+    run = read_run(flags.run)
+    if flags.format == "html":
+        write_page(out, build_report(run))
+    else:
+        text = json.dumps(replace_nonfinite(list_report(run)), indent=1, allow_nan=False, default=str) + "\n"
+        if not flags.out:
+            print(text, end="")
+            return 0
+        write_page(out, text)
+    print(printable(out))
+    return 0
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments."""
+    parser = CommandParser(prog, description=_DESCRIPTION)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the OUT_DIR of a run")
+    add("--out", metavar="FILE", help="the file to write (default: report.html in RUN; JSON: standard output)")
+    add("--format", choices=("html", "json"), default="html", help="html (default) or json")
+    return parser

@@ -1,0 +1,379 @@
+"""The report of one run: what it was, how it trained, and which classes and images it gets wrong."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distribuuuu import __version__
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.commands.html.charts import (
+    MAX_CELLS,
+    MAX_LABELED,
+    Series,
+    bar_chart,
+    heat_map,
+    line_chart,
+    picture_map,
+    reliability_chart,
+)
+from distribuuuu.commands.html.history import (
+    History,
+    describe_marks,
+    draw_curves,
+    draw_time,
+    measure_time,
+    read_facts,
+    read_history,
+    read_lines,
+)
+from distribuuuu.commands.html.page import (
+    Card,
+    Column,
+    Section,
+    build_page,
+    html,
+    percent,
+)
+from distribuuuu.commands.report import prediction_figures as analysis
+from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
+from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.errors import counted
+from distribuuuu.files.untrusted import printable
+from distribuuuu.records.log_table import format_duration
+from distribuuuu.records.predictions import FILE_NAME
+from distribuuuu.records.results import TEST_FILE_NAME
+from distribuuuu.records.significance import wilson_interval
+from distribuuuu.records.stored_predictions import Predictions, read_predictions
+from distribuuuu.tasks.metrics import NUM_BINS
+
+logger = logging.getLogger(__name__)
+
+# Mistakes and uncertain images in the galleries, and rows of the lists of confused pairs.
+_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 12
+# Classes up to which the confusion matrix takes half of the width.
+_MAX_SIDE_BY_SIDE = 16
+
+
+@dataclass
+class RunFiles:
+    """The files of a run.
+
+    Attributes:
+        out_dir: its folder.
+        content: its predictions.
+        history: its records.
+        facts: content of results.json or, if the predictions are of a later evaluation, of test_results.json.
+    """
+
+    out_dir: Path
+    content: Predictions
+    history: History
+    facts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.out_dir.resolve().name
+
+
+def read_run(run: str) -> RunFiles:
+    """Return the files of a run.
+
+    Raises:
+        ConfigError: it is no folder, or has no predictions.
+    """
+    out_dir = Path(run).expanduser()
+    if not out_dir.is_dir():
+        raise ConfigError(f"RUN: no such folder: {run}; expected the OUT_DIR of a run")
+    content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test OUT_DIR {run}, which makes it")
+    if not len(content):
+        raise ConfigError(f"RUN: {out_dir / FILE_NAME} holds no image; fix: evaluate a data set with images")
+    history = read_history(out_dir)
+    facts = history.results
+    if content.meta.get("epoch") is None:
+        facts = read_facts(out_dir / TEST_FILE_NAME, "evaluation", history.notes)
+    for note in history.notes:
+        logger.warning("%s", printable(note))
+    return RunFiles(out_dir, content, history, facts)
+
+
+def build_report(run: RunFiles) -> str:
+    """Return the report as an HTML document."""
+    content = run.content
+    pictures = make_pictures(run.out_dir, content, choose_images(content))
+    for note in pictures.notes:
+        logger.warning("%s", note)
+    sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
+                describe_classes(content), describe_images(content, pictures)]  # fmt: skip
+    if not content.multilabel:
+        sections.append(describe_calibration(content))
+    sections.append(describe_provenance(run))
+    kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
+    weights = f"{kind.average} of the weights" if kind.average else "trained weights"
+    epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
+    arch = run.facts["model"]["arch"] if run.facts else "model"
+    subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"
+    return build_page(run.name, subtitle, sections, f"distribuuuu {__version__}, from {FILE_NAME} and metrics.jsonl")
+
+
+def list_report(run: RunFiles) -> dict[str, Any]:
+    """Return the figures of the report as plain values."""
+    history, content = run.history, run.content
+    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+    return {
+        "run": run.name,
+        "predictions": content.meta,
+        **analysis.list_figures(content),
+        "mistakes": [describe_answer(content, index) for index in mistakes],
+        "least_certain": [describe_answer(content, index) for index in uncertain],
+        "curves": {"training": history.train, **history.evaluations},
+        "restarts": history.restarts,
+        "rollbacks": history.rollbacks,
+        "seconds": measure_time(history),
+        "results": run.facts,
+    }
+
+
+# ------------------------------------------------------------------------------------- summary
+
+
+def summarize(run: RunFiles) -> Section:
+    """Return the section of the main figures and the curves."""
+    content, history = run.content, run.history
+    entries = list(_main_figures(content))
+    if history.results:
+        training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
+        epochs = counted(training["epochs_done"], "epoch")
+        entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
+    curves, time, marks = draw_curves(history), draw_time(history), describe_marks(history)
+    parts = [html.tiles(entries), *(html.paragraph(note, "notice") for note in history.notes), curves]
+    parts += [*([html.paragraph(marks, "note")] if marks else []), time]
+    if not curves:
+        parts.append(html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
+    return Section("Summary", parts)
+
+
+def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
+    num, classes = len(content), counted(len(content.classes), "class")
+    if content.multilabel:
+        figures = analysis.compute_label_figures(content) if content.top_class is None else None
+        values = figures.average_precision if figures else np.array([np.nan])
+        known = values[~np.isnan(values)]
+        yield "mean average precision", percent(float(known.mean()) if len(known) else np.nan), classes
+    else:
+        num_correct = int(content.correct.sum())
+        low, high = wilson_interval(num_correct, num)
+        yield "accuracy", percent(num_correct / num, 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
+        if len(content.classes) > 5:
+            yield "top-5 accuracy", percent(analysis.top_accuracy(content), 2), classes
+        yield "mistakes", f"{num - num_correct:,}", f"of {counted(num, 'image')}"
+    f1 = analysis.compute_class_figures(content).f1
+    yield "macro F1", percent(float(np.nanmean(f1)) if (~np.isnan(f1)).any() else np.nan), "mean of the classes"
+    yield "loss", f"{content.loss.mean():.4f}", "cross-entropy"
+
+
+# ------------------------------------------------------------------------------------- classes
+
+
+def describe_classes(content: Predictions) -> Section:
+    """Return the section with a table of the classes."""
+    figures = analysis.compute_class_figures(content)
+    # With soft hyphens, at which narrow displays break the heads.
+    columns = [Column("class"), Column("F1", ".1%", bar=True), Column("preci\u00adsion", ".1%"),
+               Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
+    values = [content.classes, figures.f1, figures.precision, figures.recall, figures.support, figures.predicted]
+    parts = []
+    if content.multilabel and content.top_class is None:
+        labels = analysis.compute_label_figures(content)
+        columns += [Column("average precision", ".1%"), Column("best threshold", ".3f"), Column("F1 there", ".1%")]
+        values += [labels.average_precision, labels.threshold, labels.best_f1]
+        at_half = "Precision, recall and F1 are those of labels with a probability above 0.5."
+        parts.append(html.paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
+    rows = [[value.item() if isinstance(value, np.generic) else value for value in row]
+            for row in zip(*values, strict=True)]  # fmt: skip
+    order = np.argsort(figures.f1, kind="stable")  # NaN last
+    parts.append(html.table(columns, [rows[number] for number in order], ascending_by="F1"))
+    if not figures.support.all():
+        missing = counted(int((figures.support == 0).sum()), "class")
+        parts.append(html.paragraph(f"No image of {missing}; their recall is not defined.", "note"))
+    return Section("Classes", parts)
+
+
+def describe_confusions(content: Predictions) -> Section:
+    """Return the section with the confusion matrix and the most confused pairs."""
+    names, support = content.classes, np.bincount(content.label, minlength=len(content.classes))
+    if len(names) > MAX_LABELED:
+        block, note = -(-len(names) // MAX_CELLS), "The classes are in their order; stronger colors are more of a row."
+        chart = picture_map("Confusion matrix", analysis.count_confusions(content, block), block, note)
+    else:
+        note = "Hold the pointer over a cell for its share of the row."
+        chart = heat_map("Confusion matrix", analysis.count_confusions(content), names, note)
+    bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, support[row]):.1%})")
+            for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
+    if not bars:
+        return Section("Confusion", [chart, html.paragraph("There is no mistake.")])
+    pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))
+    is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
+    return Section("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
+
+
+# -------------------------------------------------------------------------------------- images
+
+
+def rank_mistakes(content: Predictions) -> list[int]:
+    """Return the images with the most confident mistakes, the most confident first."""
+    if content.multilabel:
+        errors = (
+            np.abs(content.probabilities() - content.label).max(axis=1) if content.top_class is None else content.loss
+        )
+        return [int(index) for index in np.argsort(-errors, kind="stable")[:_NUM_MISTAKES] if errors[index] > 0.5]
+    wrong = np.flatnonzero(~content.correct)
+    return wrong[np.argsort(-content.confidence[wrong], kind="stable")][:_NUM_MISTAKES].tolist()
+
+
+def rank_uncertain(content: Predictions) -> list[int]:
+    """Return the least certain images, the least certain first: with several labels, those with one near 0.5."""
+    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
+    return np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
+
+
+def choose_images(content: Predictions) -> dict[int, int]:
+    """Return the images of the galleries, and the class whose saliency is shown."""
+    chosen = {index: find_focus(content, index, False) for index in rank_uncertain(content)}
+    return chosen | {index: find_focus(content, index, True) for index in rank_mistakes(content)}
+
+
+def find_focus(content: Predictions, index: int, is_mistake: bool) -> int:
+    """Return the class that an image is shown for: the predicted one; of several labels, the most or least certain."""
+    if not content.multilabel or content.top_class is not None:
+        return int(content.predicted[index])
+    probabilities = content.probabilities(slice(index, index + 1))[0]
+    errors, doubts = np.abs(probabilities - content.label[index]), np.abs(probabilities - 0.5)
+    return int(errors.argmax() if is_mistake else doubts.argmin())
+
+
+def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
+    """Return the file, the labels and the most probable classes of an image."""
+    probabilities = content.probabilities(slice(index, index + 1))[0]
+    order = np.argsort(-probabilities, kind="stable")[:3]
+    numbers = order if content.top_class is None else content.top_class[index, order]
+    labels = np.flatnonzero(content.label[index]) if content.multilabel else [content.label[index]]
+    return {
+        "image": str(content.path[index]),
+        "labels": [content.classes[number] for number in labels],
+        "predicted": {
+            content.classes[number]: float(probabilities[at]) for number, at in zip(numbers, order, strict=True)
+        },
+        "loss": float(content.loss[index]),
+    }
+
+
+def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures) -> Card:
+    answer = describe_answer(content, index)
+    lines = [f"label: {', '.join(answer['labels']) or 'none'}"]
+    # In parentheses: a class may be called 2.
+    first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
+    if content.multilabel and content.top_class is None:
+        focus = find_focus(content, index, is_mistake)
+        lines.append(f"predicted: {', '.join([first, *others])}")
+        share = content.probabilities(slice(index, index + 1))[0, focus]
+        return Card(f"{content.classes[focus]} ({percent(share)})", lines, answer["image"],
+                    pictures.uris.get(index, ()), pictures.is_tiny)  # fmt: skip
+    if others:
+        lines.append(f"then {', '.join(others)}")
+    return Card(f"predicted: {first}", lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
+
+
+def describe_images(content: Predictions, pictures: Pictures) -> Section:
+    """Return the section with the galleries."""
+    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+    parts = [html.paragraph(note, "notice") for note in pictures.notes]
+    parts.append(html.heading("Most confident mistakes"))
+    if mistakes:
+        shown = "The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
+        has_saliency = any(len(uris) > 1 for uris in pictures.uris.values())
+        parts.append(html.paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
+    else:
+        parts.append(html.paragraph("There is no mistake."))
+    parts.append(html.gallery([_card(content, index, True, pictures) for index in mistakes]))
+    parts.append(html.heading("Least certain images"))
+    parts.append(html.gallery([_card(content, index, False, pictures) for index in uncertain]))
+    return Section("Images", parts)
+
+
+# --------------------------------------------------------------------------------- calibration
+
+
+def describe_calibration(content: Predictions) -> Section:
+    """Return the section on the reliability of the probabilities."""
+    reliability = analysis.compute_reliability(content.confidence, content.correct)
+    fitted = analysis.fit_temperature(content)
+    entries = [("calibration error", percent(reliability.ece, 2), f"ECE, {NUM_BINS} bins")]
+    charts = [_draw_reliability("Reliability", reliability)]
+    note = ""
+    if fitted:
+        scaled = analysis.compute_reliability(fitted.confidence, content.correct)
+        entries += [
+            ("best temperature", f"{fitted.value:.3f}", "fitted on these images"),
+            ("ECE with it", percent(scaled.ece, 2), f"accuracy unchanged, {percent(content.correct.mean(), 2)}"),
+            ("loss with it", f"{fitted.nll_after:.4f}", f"cross-entropy, before {fitted.nll_before:.4f}"),
+        ]
+        charts.append(_draw_reliability("Reliability with the best temperature", scaled))
+        kind = "over" if fitted.value > 1 else "under"
+        note = f"The model is {kind}confident: its logits are best divided by {fitted.value:.3f}."
+        if abs(fitted.value - 1) < 0.05:
+            note = "The confidence of the model is close to its accuracy."
+        note += " Fit a temperature on other images than it is applied to."
+    coverage, risk = analysis.compute_risk_coverage(content.confidence, content.correct)
+    at = np.unique(np.linspace(0, len(coverage) - 1, 300).round().astype(int))
+    curve = Series("", coverage[at].tolist(), (100 * risk[at]).tolist())
+    charts.append(line_chart("Mistakes among the most confident images, in percent", [curve],
+                             "share of the images that are answered"))  # fmt: skip
+    parts = [html.tiles(entries), *([html.paragraph(note)] if note else []), html.grid(charts, "narrow top")]
+    return Section("Calibration", parts)
+
+
+def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
+    note = f"ECE {percent(reliability.ece, 2)}; paler bars have fewer images."
+    return reliability_chart(title, reliability.confidence, reliability.accuracy, reliability.counts, note)
+
+
+# ----------------------------------------------------------------------------------- provenance
+
+
+def describe_provenance(run: RunFiles) -> Section:
+    """Return the section on the config and the origin of the run."""
+    facts, parts = run.facts or run.history.results, []
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
+    # Of an evaluation, these are not among the entries whose types have been checked.
+    training = facts["training"] if facts.get("kind") == "training" else {}
+    num_train = facts["data"]["num_train"] if training else 0
+    data, overrides = facts.get("data", {}), facts.get("overrides", {})
+    entries = {
+        "folder": run.out_dir.resolve(),
+        "config": facts.get("config"),
+        "changed on the command line": ", ".join(f"{key} {value}" for key, value in overrides.items()),
+        "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
+        "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
+        "pictures from": image_folder(run.content),
+        "training images": f"{num_train:,}" if num_train else None,
+        "images per step": training.get("global_batch"),
+        "processes": training.get("processes"),
+        "seed": facts.get("seed"),
+        "weights": facts.get("weights"),
+        "commit": facts.get("commit"),
+        "hardware": facts.get("hardware"),
+        "versions": versions,
+        "hash of the config": facts.get("config_hash"),
+    }
+    parts.append(html.pairs({name: value for name, value in entries.items() if value not in (None, "")}))
+    if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):
+        parts.append(html.details("All options", html.preformatted("\n".join(config))))
+    if facts:
+        parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
+    return Section("Provenance", parts)

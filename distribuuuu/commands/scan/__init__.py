@@ -1,0 +1,1 @@
+"""Measurement of the images of a data set, shared by the commands doctor and split."""

@@ -1,0 +1,239 @@
+"""Measurements of every image from one decode each: content hash, perceptual hash, size, color, damage."""
+
+import contextlib
+import functools
+import hashlib
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from distribuuuu.data.datasets.base import ImageDataset, is_file
+from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, pil_to_tensor
+from distribuuuu.data.samples import reason_of
+from distribuuuu.launch.pool import map_in_order
+
+# What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
+RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
+# Flags of a record. FLAT: of one color, so without a perceptual hash.
+BROKEN, TRUNCATED, OVERSIZED, ANIMATED, FLAT, ROTATED, GRAY = (1 << number for number in range(7))
+UNUSABLE = BROKEN | TRUNCATED | OVERSIZED
+
+# JPEGs are scaled down while they are decoded, by 2, 4 or 8, but not below this shorter side. On photographs of 400 px,
+# the standard deviation of the pixels is 0.8 % smaller at half the size.
+DECODED_SIDE = 128
+# Side of the gray thumbnail, whose lowest frequencies are hashed.
+SIDE, BITS = 32, 128
+# A coefficient below this counts as zero. Symmetric images have many zeros, which compression turns into small values
+# of either sign; the mean over the thumbnail of a gray level of 4 / 32 is far below a visible difference.
+MIN_COEFFICIENT = 4.0
+# Standard deviation in gray levels below which a thumbnail has no structure to compare.
+FLAT_STD = 2.0
+# Images per task of a worker process, times the pool's own factor.
+BLOCK = 16
+# Sides that networks are trained at, and the usual ratio of the crop to the resized image.
+USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
+# Reasons that are kept for the report; all damaged images are in the records.
+MAX_REASONS = 10_000
+
+
+@dataclass
+class Scan:
+    """Measurements of all images of all splits, in the order of the splits.
+
+    Attributes:
+        splits: the data sets by name.
+        records: RECORD (N,).
+        pixel_sums: for each split the sums over its images of the means of R, G, B (0 to 1), then of their squares,
+            then the number of these images: float64 (splits, 7).
+        reasons: why images cannot be used, by index.
+    """
+
+    splits: dict[str, ImageDataset]
+    records: np.ndarray
+    pixel_sums: np.ndarray
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.names = tuple(self.splits)
+        # Index of the first image of each split, and the number of all images.
+        self.bounds = np.cumsum([0, *map(len, self.splits.values())]).tolist()
+
+    def locate(self, index: int) -> tuple[str, ImageDataset, int]:
+        """Return the split, its data set and the index in it of image `index`."""
+        number = bisect_right(self.bounds, index) - 1
+        return self.names[number], self.splits[self.names[number]], index - self.bounds[number]
+
+    def name(self, index: int) -> str:
+        """Return the file of image `index`, or 'SPLIT: image K'."""
+        split, images, local = self.locate(index)
+        return images.describe(local) if images.has_files else f"{split}: {images.describe(local)}"
+
+    def where(self, flag: int) -> list[int]:
+        """Return the images with one of the flags."""
+        return np.flatnonzero(self.records["flags"] & flag).tolist()
+
+
+def scan_images(
+    splits: dict[str, ImageDataset], options: DecodeOptions, num_workers: int, progress: Callable[[int], object]
+) -> Scan:
+    """Return the measurements of all images, made by worker processes (0: by this one).
+
+    Args:
+        splits: the data sets by name.
+        options: the size limit of images.
+        num_workers: number of processes.
+        progress: called with the number of newly measured images.
+
+    Raises:
+        ConfigError: a worker was killed.
+    """
+    scan = Scan(splits, np.zeros(sum(map(len, splits.values())), RECORD), np.zeros((len(splits), 7)))
+    for number, images in enumerate(splits.values()):
+        first = scan.bounds[number]
+        measure = functools.partial(_measure_block, images, options)
+        results = map_in_order(measure, range(-(-len(images) // BLOCK)), num_workers)
+        with contextlib.closing(results):
+            for blocks, measured in results:
+                for block, (records, sums, reasons) in zip(blocks, measured, strict=True):
+                    start = first + block * BLOCK
+                    scan.records[start : start + len(records)] = records
+                    scan.pixel_sums[number] += sums
+                    if len(scan.reasons) < MAX_REASONS:
+                        scan.reasons.update({start + offset: reason for offset, reason in reasons.items()})
+                    progress(len(records))
+    return scan
+
+
+def _measure_block(
+    images: ImageDataset, options: DecodeOptions, block: int
+) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Return the records of BLOCK images, the sums of `Scan.pixel_sums`, and reasons by offset in the block."""
+    indices = range(block * BLOCK, min((block + 1) * BLOCK, len(images)))
+    records, sums, reasons = np.zeros(len(indices), RECORD), np.zeros(7), {}
+    for offset, index in enumerate(indices):
+        try:
+            with warnings.catch_warnings():  # damage is in the records
+                warnings.simplefilter("ignore")
+                sums += measure_image(images.read(index), options, records[offset])
+        except Exception as error:  # decoders raise nearly anything
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            reasons[offset] = reason
+            records[offset]["flags"] = _damage_of(reason)
+    return records, sums, reasons
+
+
+def _damage_of(reason: str) -> int:
+    if "DATA.MAX_PIXELS" in reason:
+        return OVERSIZED
+    return TRUNCATED if "truncated" in reason.lower() else BROKEN
+
+
+def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndarray:
+    """Write the measurements of an image into its record; return its row of `Scan.pixel_sums`.
+
+    Args:
+        item: the result of `ImageDataset.read`.
+        options: the size limit.
+        record: of RECORD.
+
+    Raises:
+        Exception: the image is broken, truncated or too large.
+    """
+    image = _open(item, options)
+    record["width"], record["height"] = image.size
+    flags = ANIMATED * bool(getattr(image, "is_animated", False)) | ROTATED * _is_rotated(image)
+    image = _load(image)
+    counts = np.array(image.histogram()).reshape(3, 256)
+    flags |= GRAY * bool((counts == counts[0]).all())
+    data = item if is_file(item) else image.tobytes()
+    record["content"] = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint64)[0]
+    gray = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
+    spread = gray - gray.mean()
+    if np.vdot(spread, spread) < FLAT_STD**2 * gray.size:
+        flags |= FLAT
+    else:
+        record["hash"] = hash_thumbnail(gray)
+    record["flags"] = flags
+    values = np.arange(256) / 255
+    return np.concatenate([counts @ values, counts @ values**2, [counts[0].sum()]]) / counts[0].sum()
+
+
+def _open(item: Any, options: DecodeOptions) -> Image.Image:
+    """Return the image of an item as PIL image; of a file, only the header has been read."""
+    if is_file(item):
+        if not len(item):
+            raise ValueError("the file is empty")
+        return open_image(item, options.max_pixels)
+    return Image.fromarray(open_lazy_image(item, "pil", options).pixels().permute(1, 2, 0).contiguous().numpy())
+
+
+def _load(image: Image.Image) -> Image.Image:
+    """Return the pixels of an opened image in RGB, of a JPEG at a fraction of its size."""
+    scale = DECODED_SIDE / min(image.size)
+    image.draft("RGB", (int(scale * image.width), int(scale * image.height)))
+    image.load()
+    if image.mode in ("RGB", "L"):
+        return image.convert("RGB")
+    return Image.fromarray(pil_to_tensor(image).permute(1, 2, 0).contiguous().numpy())
+
+
+def _is_rotated(image: Image.Image) -> bool:
+    """Return whether the EXIF data asks for a rotation that training does not apply by default."""
+    if "exif" not in image.info or image.format == "TIFF":
+        return False
+    with contextlib.suppress(Exception):  # PIL raises nearly anything for damaged EXIF
+        return image.getexif().get(0x0112, 1) in range(2, 9)
+    return False
+
+
+@functools.cache
+def _transform() -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Return the matrix of the cosine transform, (SIDE, SIDE), and the rows and columns of the hashed coefficients.
+
+    These are the BITS lowest frequencies except the mean. Bit k of the hash is in byte k // 8; the frequencies are
+    dealt out to the bytes in turn, so that each byte has low and high ones.
+    """
+    numbers = np.arange(SIDE)
+    matrix = np.cos(np.pi * np.outer(numbers, 2 * numbers + 1) / (2 * SIDE)) * np.sqrt(2 / SIDE)
+    matrix[0] /= np.sqrt(2)
+    places = sorted(((row, column) for row in numbers for column in numbers), key=lambda place: (sum(place), place))
+    chosen = np.array(places[1 : BITS + 1]).reshape(8, BITS // 8, 2).transpose(1, 0, 2).reshape(BITS, 2)
+    return matrix.astype(np.float32), (chosen[:, 0], chosen[:, 1])
+
+
+def hash_thumbnail(gray: np.ndarray) -> np.ndarray:
+    """Return the perceptual hash, uint8 (16,), of a gray thumbnail, float32 (32, 32), in levels of 0 to 255.
+
+    A bit is the sign of a coefficient of the discrete cosine transform (pHash: Zauner, 2010, "Implementation and
+    Benchmarking of Perceptual Image Hash Functions").
+    """
+    matrix, chosen = _transform()
+    return np.packbits((matrix @ gray @ matrix.T)[chosen] > MIN_COEFFICIENT)
+
+
+def make_thumbnail(item: Any, options: DecodeOptions) -> np.ndarray:
+    """Return an image of `ImageDataset.read` as float32 (32, 32, 3) in levels of 0 to 255."""
+    return np.asarray(_load(_open(item, options)).resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Return the minimum, percentiles 10, 50 and 90, and the maximum of values, each one of the values."""
+    names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
+    found = np.percentile(values, [*names.values()], method="nearest")
+    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
+
+
+def suggest_sizes(shorter_side: dict[str, float]) -> dict[str, int]:
+    """Return TRAIN.IM_SIZE and TEST.IM_SIZE, in pixels, for the `percentiles` of the shorter sides of the images."""
+    shorter = int(shorter_side["p10"])
+    if shorter < SMALL_SIDE:
+        train = test = shorter
+    else:
+        train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
+        test = round(train / CROP_RATIO)
+    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test}

@@ -1,0 +1,1 @@
+"""Splits of a folder of images into lists."""

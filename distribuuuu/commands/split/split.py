@@ -1,0 +1,109 @@
+"""The command split: lists of training, validation and test images of a folder without splits."""
+
+import contextlib
+import shlex
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import check_out
+from distribuuuu.files.untrusted import open_regular, printable
+
+# Headers of images, evenly spaced, that are read for the suggested sizes.
+MAX_HEADERS = 1000
+
+SUMMARY = "split a folder of images into lists"
+_DESCRIPTION = """Split a folder with one sub-folder of images per class into lists, which
+DATA.NAME list reads. No image is copied, moved or deleted. The classes keep their
+shares in each list. The split depends on the names and the seed only, and equal
+files are never divided.
+
+  %(prog)s my_images --val 0.2 --out my_lists
+  %(prog)s my_images --val 0.1 --test 0.1 --group-by '^(patient\\d+)' --out my_lists
+  %(prog)s my_images --folds 5 --out my_folds
+"""
+
+
+def split(prog: str, args: list[str]) -> int:
+    """Write the lists of a split, and print their sizes and the command to train with them; return the exit status."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags = build_parser(prog).parse_args(args)
+    if problems := list(_find_problems(flags)):
+        raise ConfigError(problems)
+    check_out("--out", flags.out)
+    from distribuuuu.commands.split.splitting import plan_split, write_split
+
+    try:
+        plan = plan_split(Path(flags.folder), Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
+                          flags.group_by, flags.seed)  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    is_new = write_split(plan)
+    total = len(plan.images.names)
+    lines = [] if is_new else [f"finished already: the lists in {flags.out} are those of this command"]
+    lines += [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
+    width = max(map(len, plan.files))
+    for name, indices in plan.files.items():
+        num_classes = len({plan.images.labels[index] for index in indices})
+        share = f"{100 * len(indices) / total:.1f} %"
+        lines.append(f"  {name:<{width}}  {len(indices):>9,}  {share:>7}  {counted(num_classes, 'class')}")
+    for line in (*lines, *plan.notes):
+        print(printable(line))
+    folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
+    options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder, "MODEL.NUM_CLASSES": 0}
+    options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
+    words = shlex.join(str(word) for option in options.items() for word in option)
+    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train {words}"))
+    return 0
+
+
+def _suggest_sizes(paths: Sequence[Path]) -> dict[str, int]:
+    """Return the sizes that `distribuuuu doctor` suggests, by the headers of some images; empty if none is readable."""
+    from distribuuuu.commands.scan.scan import percentiles, suggest_sizes
+    from distribuuuu.data.decode import open_image
+
+    shorter = []
+    with warnings.catch_warnings():  # the images are checked by doctor
+        warnings.simplefilter("ignore")
+        for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
+            with contextlib.suppress(Exception), open_regular(path) as file:  # decoders raise nearly anything
+                shorter.append(min(open_image(file).size))
+    return suggest_sizes(percentiles(shorter)) if shorter else {}
+
+
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command line."""
+    parser = CommandParser(prog=prog, description=_DESCRIPTION)
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS")
+    add("--out", metavar="FOLDER", required=True, help="folder of the lists")
+    add("--val", metavar="SHARE", type=float, help="share of the validation images, above 0 and below 1")
+    add("--test", metavar="SHARE", type=float, default=0.0, help="share of the test images (0: none)")
+    add("--folds", metavar="K", type=int, default=0, help="K splits for cross-validation, instead of --val")
+    add("--group-by", metavar="REGEX", default="", help="keep images together for whose names, relative to the class "
+        "folder, its first group (or else the match) is the same")  # fmt: skip
+    add("--seed", metavar="N", type=int, default=0, help="another seed gives another split (0)")
+    return parser
+
+
+def _find_problems(flags) -> Iterator[str]:
+    """Yield a message for each invalid flag."""
+    if flags.folds and flags.val is not None:
+        yield "--val, --folds: both are given; fix: remove one of them"
+    elif not flags.folds and flags.val is None:
+        yield "--val: is missing; fix: add --val 0.2, or --folds 5"
+    if flags.folds < 0 or flags.folds == 1:
+        yield f"--folds: got {flags.folds}; expected 2 or more"
+    if flags.val is not None and not 0 < flags.val < 1:
+        yield f"--val: got {flags.val}; expected a share above 0 and below 1"
+    if not 0 <= flags.test < 1:
+        yield f"--test: got {flags.test}; expected a share from 0 to below 1"
+    elif (flags.val or 0) + flags.test >= 1 > (flags.val or 0):
+        yield f"--val, --test: got {flags.val} and {flags.test}; their sum leaves no image to train on"

@@ -1,0 +1,1 @@
+"""Searches of options by many runs, on this machine or as Slurm jobs."""

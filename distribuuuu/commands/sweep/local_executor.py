@@ -1,0 +1,120 @@
+"""Executor of jobs on this machine, which share its GPUs or cores evenly."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from distribuuuu.commands.sweep.trials import CONSOLE_FILE, Job
+from distribuuuu.config.run_files import LOCK
+from distribuuuu.launch.detect import NPROC_MARK
+from distribuuuu.launch.host import count_cores
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class LocalExecutor:
+    """Starter of jobs on this machine, see `Executor`. A job whose OUT_DIR is locked is started when it is free.
+
+    When this process dies, the kernel signals the jobs, which save a checkpoint and exit.
+
+    Args:
+        num: number of jobs at a time.
+        nproc: processes of a job; each has its own GPU, if there are GPUs.
+    """
+
+    def __init__(self, num: int, nproc: int = 1):
+        cores = sorted(_list_cores())[: count_cores()]
+        self._slots = plan_slots(num, nproc, cores, list_gpus())
+        self._active: dict[int, tuple[Job, subprocess.Popen]] = {}
+
+    @property
+    def running(self) -> Collection[Job]:
+        """The running jobs."""
+        return [job for job, _ in self._active.values()]
+
+    def update(self, wanted: Sequence[Job]) -> dict[Job, int]:
+        """Start jobs in free slots; return the exit status of each job that has ended since the last call."""
+        statuses = {slot: process.poll() for slot, (_, process) in self._active.items()}
+        ended = {self._active.pop(slot)[0]: status for slot, status in statuses.items() if status is not None}
+        free = [slot for slot in range(len(self._slots)) if slot not in self._active]
+        for job in wanted:
+            if free and not is_locked(job.folder):
+                slot = free.pop(0)
+                self._active[slot] = job, _start(job, *self._slots[slot])
+        return ended
+
+    def stop(self, signum: int) -> None:
+        """Send a signal to the jobs."""
+        for _, process in self._active.values():
+            process.send_signal(signum)
+
+
+def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
+    """Start a job on some cores, in a session of its own: only this process receives a Ctrl-C."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **env, NPROC_MARK: f"{os.getpid()} sweep"}  # it exits with this process, see launch/detect.py
+    before = _list_cores()
+    _use_cores(cores)  # inherited
+    try:
+        with open(job.folder / CONSOLE_FILE, "ab") as console:
+            return subprocess.Popen(job.command, env=env, start_new_session=True, stdin=subprocess.DEVNULL,
+                                    stdout=console, stderr=console)  # fmt: skip
+    finally:
+        _use_cores(before)
+
+
+def _list_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(count_cores())}
+
+
+def _use_cores(cores: set[int]) -> None:
+    """Limit this process and those that it starts to some cores, on systems that can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def is_locked(folder: Path) -> bool:
+    """Tell whether a training, e.g. of a killed sweep, still runs in a folder; False without file locks."""
+    if fcntl is None:
+        return False
+    with contextlib.suppress(OSError), open(folder / LOCK, "r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def plan_slots(
+    num: int, nproc: int, cores: Sequence[int], gpus: Sequence[str]
+) -> list[tuple[set[int], dict[str, str]]]:
+    """Return the cores and the environment of each of `num` jobs of `nproc` processes; too few are shared.
+
+    OMP_NUM_THREADS, unless it is set, divides the cores of a job among its processes.
+    """
+    slots = []
+    for slot in range(num):
+        own = _share(cores, slot, max(1, len(cores) // num))
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, len(own) // nproc))}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(_share(gpus, slot, min(nproc, len(gpus))))
+        slots.append((set(own), env))
+    return slots
+
+
+def _share(items: Sequence, slot: int, size: int) -> list:
+    return [items[(slot * size + index) % len(items)] for index in range(size)]
+
+
+def list_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as for CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    num = torch.cuda.device_count()
+    return visible.split(",")[:num] if visible else [str(index) for index in range(num)]

@@ -1,0 +1,228 @@
+"""The command sweep: search options by many runs, which can be stopped and resumed at any moment."""
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
+from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg
+from distribuuuu.config.locate import find_config
+from distribuuuu.config.reader import load_cfg, read_cfg
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.records.results import replace_nonfinite
+
+if TYPE_CHECKING:
+    from distribuuuu.commands.sweep.trials import Row, Sweep
+
+SUMMARY = "search options by many runs, which survive any stop"
+_DESCRIPTION = """Search options by many runs: all combinations of lists, or --trials N
+points of ranges. Each run is an ordinary one in its own folder below OUT_DIR.
+Rerun the same command to resume a sweep after a stop.
+
+  %(prog)s --cfg shapes/resnet14 OPTIM.BASE_LR=0.02,0.05 OUT_DIR r
+  %(prog)s --cfg shapes/resnet14 OPTIM.BASE_LR=log:0.01:0.3 \\
+      OPTIM.WEIGHT_DECAY=log:1e-5:1e-3 --trials 20 --asha 3 --seeds 3 \\
+      --jobs 2 OUT_DIR exp/search
+"""
+
+
+def sweep(prog: str, args: list[str]) -> int:
+    """Run a sweep, print its table, and write its results and the best config; return the exit status."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags, fixed, space, first = parse_args(prog, args)
+    sbatch = check_slurm(flags.slurm, flags.sbatch) if flags.slurm else []
+    from distribuuuu.commands.html.page import write_page
+    from distribuuuu.commands.sweep.asha import run_sweep
+    from distribuuuu.commands.sweep.live_table import LiveTable, format_rows
+    from distribuuuu.commands.sweep.local_executor import LocalExecutor
+    from distribuuuu.commands.sweep.page import PAGE_FILE, build_sweep_page
+    from distribuuuu.commands.sweep.trials import BEST_FILE, FAILED, Executor, build_rows, open_sweep
+    from distribuuuu.engine.run_lock import lock_out_dir
+
+    plan = plan_sweep(flags, fixed, space, first)
+    try:
+        plan.out_dir.mkdir(parents=True, exist_ok=True)
+        with lock_out_dir(plan.out_dir):
+            plan = open_sweep(plan, find_config(flags.cfg) if flags.cfg else None)
+            table = LiveTable(plan, sys.stderr)
+            logging.getLogger("distribuuuu").addHandler(table)
+            executor: Executor = LocalExecutor(flags.jobs or 1, flags.nproc)
+            if flags.slurm:
+                executor = SlurmExecutor(plan, flags.slurm, sbatch, flags.jobs)
+            states = run_sweep(plan, executor, table.show)
+            rows = build_rows(plan, states)
+            write_outcome(plan, rows)
+            write_page(plan.out_dir / PAGE_FILE, build_sweep_page(plan, states))
+    except OSError as error:
+        raise ConfigError(f"OUT_DIR: {error.filename} cannot be written: {error.strerror}") from error
+    print(*format_rows(plan, rows, width=200), sep="\n")
+    print(f"best config: {plan.out_dir / BEST_FILE}; page: {plan.out_dir / PAGE_FILE}")
+    return int(all(row.status == FAILED for row in rows))
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[str], dict[str, Dimension], Config]:
+    """Return the flags, the KEY VALUE arguments, the dimensions of the KEY=VALUES arguments, and a config of a trial.
+
+    Raises:
+        ConfigError: with every problem of the flags, the options, the paths and the data folders.
+    """
+    flags, words, problems = parse_flags(build_parser(prog), args)
+    fixed, space, found = parse_space(words)
+    problems += found
+    for name, least in (("trials", 1), ("seeds", 1), ("asha", 2), ("jobs", 1), ("nproc", 1)):
+        if (number := getattr(flags, name)) is not None and number < least:
+            problems.append(Problem(f"--{name}", f"got {number}; expected {least} or more"))
+    ranges = [key for key, dimension in space.items() if dimension.kind != "list"]
+    if ranges and flags.trials is None:
+        problems.append(Problem("--trials", f"is missing; {ranges[0]} is a range; fix: add --trials 20"))
+    if "OUT_DIR" not in fixed[::2]:
+        problems.append(Problem("OUT_DIR", "is missing; fix: add OUT_DIR exp/my_sweep"))
+    for key in {"OPTIM.MAX_EPOCH", "TRAIN.EVAL_PERIOD"} & set(space) if flags.asha else ():
+        problems.append(Problem(key, "cannot be swept with --asha, which compares equal epochs"))
+    ends = [{key: dim.at(end) for key, dim in space.items()} for end in (0.0, 1 - 1e-9)]
+    (first, _), found = read_trials(flags.cfg, fixed, ends)
+    problems += found
+    problems += find_run_problems(first, train=True, nproc=flags.nproc, set_keys_only=bool(problems))
+    if (launch := detect_launch()).world_size > 1:
+        problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
+    if not first.TRAIN.AUTO_RESUME:
+        problems.append(Problem("TRAIN.AUTO_RESUME", "got False; expected True: a sweep resumes its runs"))
+    if problems:
+        raise ConfigError(problems)
+    return flags, fixed, space, first
+
+
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the flags; the remaining arguments are KEY VALUE and KEY=VALUES."""
+    usage = "%(prog)s [FLAG ...] KEY=VALUES ... [KEY VALUE ...] OUT_DIR DIR"
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage,
+                           epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH, int:LOW:HIGH")  # fmt: skip
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    add(
+        "--trials", metavar="N", type=int, help="number of trials, a Sobol sequence; without: all combinations of lists"
+    )
+    add("--asha", metavar="ETA", type=int, help="successive halving: only one of ETA trials continues after each rung")
+    add("--seeds", metavar="N", type=int, default=1, help="repeat the best three trials with N - 1 other seeds (1)")
+    add("--jobs", metavar="N", type=int, help="runs at a time, which share GPUs and cores (1; with --slurm: all)")
+    add("--slurm", metavar="PARTITION", help="run on a Slurm cluster, as tasks of array jobs")
+    add("--sbatch", metavar="OPTIONS", action="append", default=[], help="options of sbatch, e.g. --sbatch="
+        '"--gres=gpu:1 --time=4:00:00"')  # fmt: skip
+    add("--nproc", metavar="N", type=int, default=1, help="processes, and GPUs, of each run (1)")
+    return parser
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dimension], first: Config) -> "Sweep":
+    """Return the description of a sweep; its arguments are the result of `parse_args`.
+
+    Raises:
+        ConfigError: with every problem of the configs of the trials.
+    """
+    seed = first.RNG_SEED or 0
+    try:
+        values = list_trials(space, flags.trials, seed)
+    except ValueError as error:
+        raise ConfigError(Problem("--trials", str(error))) from error
+    cfgs, problems = read_trials(flags.cfg, fixed, values)
+    if problems:
+        raise ConfigError(problems)
+    from distribuuuu.commands.sweep.asha import plan_rungs
+    from distribuuuu.commands.sweep.trials import Sweep, Trial
+
+    rungs = plan_rungs(first.OPTIM.MAX_EPOCH, flags.asha or 0, len(values), first.TRAIN.EVAL_PERIOD)
+    if flags.asha and not rungs:
+        got = f"got {flags.asha} for {len(values)} trials of {first.OPTIM.MAX_EPOCH} epochs"
+        expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
+        raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
+    path = Path(find_config(flags.cfg)) if flags.cfg else None
+    overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
+    out_dir = Path(overrides.pop("OUT_DIR"))
+    inputs = {
+        "config": f"config/{path.absolute().parent.name}/{path.name}" if path else "",
+        "config_sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path else "",
+        "overrides": overrides,
+        "space": {key: dimension.text for key, dimension in space.items()},
+        **{name: getattr(flags, name) for name in ("trials", "seeds", "asha", "nproc")},
+    }
+    trials = [
+        Trial(number, *pair) for number, pair in enumerate(zip(values, (c.OPTIM.MAX_EPOCH for c in cfgs), strict=True))
+    ]
+    seeds = tuple(range(seed, seed + flags.seeds))
+    return Sweep(out_dir, inputs, tuple(trials), seeds, rungs, *find_objective(resolve_num_classes(cfgs[0])))
+
+
+def read_trials(
+    cfg_file: str | None, fixed: list[str], trials: Sequence[dict[str, str]]
+) -> tuple[list[Config], list[Problem]]:
+    """Return the config of each trial, and each problem once."""
+    pairs = [[word for pair in values.items() for word in pair] for values in trials]
+    cfgs, problems = zip(*(read_cfg(cfg_file, [*words, *fixed]) for words in pairs), strict=True)
+    return list(cfgs), list({str(problem): problem for found in problems for problem in found}.values())
+
+
+def find_objective(cfg: Config) -> tuple[str, bool]:
+    """Return the display name of the metric that selects the best epoch of a run, and whether higher is better."""
+    from distribuuuu.config.registry import METRICS, TASKS
+    from distribuuuu.tasks.base import task_name
+
+    names = cfg.TEST.METRICS or TASKS.get(task_name(cfg)).default_metrics
+    if not names:
+        return "loss", False
+    metric = METRICS.get(names[0])(cfg.MODEL.NUM_CLASSES, cfg.TRAIN.TOPK)
+    return metric.label(names[0]), metric.higher_is_better
+
+
+# ----------------------------------------------------------------------------------------- outcome
+
+
+def write_outcome(plan: "Sweep", rows: Sequence["Row"]) -> None:
+    """Write the table of a finished sweep and its best config."""
+    from distribuuuu.commands.sweep.trials import BEST_FILE, RESULTS_FILE
+
+    table = [{**asdict(row), "values_of": plan.trials[row.trial].values} for row in rows]
+    record = {"schema": 1, "metric": plan.metric, "higher_is_better": plan.higher_is_better,
+              "rungs": plan.rungs, "seeds": plan.seeds, "rows": replace_nonfinite(table)}  # fmt: skip
+    with replacing(plan.out_dir / RESULTS_FILE, "w", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+    best = rows[0]
+    if best.objective is None:
+        return
+    words = [word for pair in {**plan.inputs["overrides"], **plan.trials[best.trial].values}.items() for word in pair]
+    cfg = load_cfg(str(plan.out_dir / plan.inputs["config"]) if plan.inputs["config"] else None, words)
+    header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
+    changes = {**find_changes(cfg, get_cfg()), "OUT_DIR": str(plan.out_dir / "best")}
+    with replacing(plan.out_dir / BEST_FILE, "w", encoding="utf-8") as file:
+        file.write(header + yaml.safe_dump(changes, sort_keys=False))
+
+
+def find_changes(node: Any, default: Any) -> dict:
+    """Return the options of a config that differ from the defaults, as nested dicts; without OUT_DIR."""
+    changes = {}
+    for key, value in node.items():
+        if isinstance(value, Config):
+            value = find_changes(value, default.get(key, {}))
+        if key != "OUT_DIR" and value != default.get(key) and value != {}:
+            changes[key] = list(value) if isinstance(value, tuple) else value
+    return changes

@@ -1,0 +1,368 @@
+"""Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distribuuuu.config import Config
+from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.files.untrusted import printable
+from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
+from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
+
+# Text of an empty cell.
+EMPTY = "–"
+# Options that set the global batch; runs with the reported global batch may set them differently.
+_BATCH_KEYS = ("TRAIN.BATCH_SIZE", "TRAIN.GLOBAL_BATCH_SIZE")
+# Columns after the first one, "config" or "arch".
+_PLAN_COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported", "top-5 reported", "reported by")
+_COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
+# Columns of metrics whose title is not their display name.
+_METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
+_DIGITS_OF_HASH = 8
+# Mark of a result that does not differ significantly from the best one on the same data.
+_AS_GOOD = " ≈"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The measured accuracy of a row, by which it is compared with others.
+
+    Attributes:
+        data: rows with the same data are compared.
+        column: the column of the metric.
+        values: the metric of each seed in percent, higher is better.
+        num_images: evaluated images.
+    """
+
+    data: tuple
+    column: str
+    values: tuple[float, ...]
+    num_images: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its results.json and the content of that file."""
+
+    path: Path
+    record: dict
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        name: the first cell.
+        config: name of the config; None: options were changed.
+        order: sort key.
+        config_hash: distinguishes rows with the same name.
+        cells: text of each column; a missing column is empty.
+        has_ema: the accuracy is that of averaged weights.
+        accuracy: the top-1 accuracies or mAP of its runs; None: not measured.
+    """
+
+    name: str
+    config: str | None
+    order: tuple
+    config_hash: str
+    cells: dict[str, str]
+    has_ema: bool = False
+    accuracy: Accuracy | None = None
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
+    """Group the finished runs that differ in the seed only; return the groups and messages.
+
+    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
+    runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
+    """
+    groups: dict[tuple, list[Run]] = {}
+    notes: list[str] = []
+    of_sweeps: Counter[Path] = Counter()
+    for run in runs:
+        record, training, data = run.record, run.record["training"], run.record["data"]
+        sweep = run.path.parent.parent.parent
+        if not record["finished"] and (sweep / "sweep.json").exists():
+            of_sweeps[sweep] += 1
+            continue
+        if not record["finished"]:
+            done, planned = training["epochs_done"], training["epochs_planned"]
+            notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
+            continue
+        key = (record["config_hash"], training["global_batch"], data["num_train"], data["num_val"])
+        group = groups.setdefault(key, [])
+        same_seed = next((other for other in group if other.record["seed"] == record["seed"]), None)
+        if same_seed:
+            notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
+        else:
+            group.append(run)
+    notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
+    for group in groups.values():
+        notes += _find_differences(group)
+    return list(groups.values()), notes
+
+
+def _find_differences(group: list[Run]) -> Iterator[str]:
+    """Yield a message for each difference in commit or versions between the runs of a group."""
+    name = _row_name(group[0].record, group[0].record["overrides"])
+    software = sorted({key for run in group for key in run.record["versions"]})
+
+    def describe(run: Run) -> dict[str, str]:
+        versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
+        return {"commit": str(run.record["commit"]), **versions}
+
+    described = [(run, describe(run)) for run in group]
+    for title in described[0][1]:
+        first: dict[str, Run] = {}
+        for run, description in described:
+            first.setdefault(description[title], run)
+        if len(first) > 1:
+            shown = "; ".join(f"{value} (seed {run.record['seed']}, {run.path})" for value, run in first.items())
+            yield f"{name}: its runs differ in the {title}: {shown}"
+
+
+def _row_name(record: dict, changes: dict) -> str:
+    """Return the config of a run, or its architecture if it has none, followed by the changed options."""
+    changed = (f"{key} {value}" for key, value in changes.items())
+    return ", ".join([record["config"] or record["model"]["arch"], *changed])
+
+
+def _list_changes(record: dict, published: dict) -> dict:
+    """Return the changed options; those of the batch count only if the global batch is not the reported one."""
+    global_batch = record["training"]["global_batch"]
+    if "global_batch" not in published:
+        return record["overrides"]
+    changes = {key: value for key, value in record["overrides"].items() if key not in _BATCH_KEYS}
+    return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
+
+
+def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict]) -> Row:
+    """Return the row of runs that differ in the seed only.
+
+    Args:
+        group: one or more runs.
+        by: name of the row: "config" or "arch".
+        epoch: the evaluation to show: "last" or "best".
+        reported: published results by config: params, global_batch, top1, top5, source.
+    """
+    records = [run.record for run in group]
+    first, training = records[0], [record["training"] for record in records]
+    plan = training[0]
+    published = reported.get(first["config"], {})
+    changes = _list_changes(first, published)
+    published = {} if changes else published
+    kind = "ema" if all("ema" in record["accuracy"] for record in records) else "raw"
+    evaluations = [record["accuracy"][kind][epoch] for record in records]
+    count = f"(n = {len(group)}{', EMA' * (kind == 'ema')})"
+    peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
+    cells = {
+        "params (M)": f"{first['model']['params_m']:.3f}",
+        "px": _image_sizes(plan["px"], first["evaluation"]),
+        "epochs": str(plan["epochs_planned"]),
+        "global batch": str(plan["global_batch"]),
+        **_reported_cells(published),
+        **_measured_cells(first, evaluations, count),
+        "hours": _mean([part["hours"] for part in training], ".3g"),
+        "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
+        "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
+        "hardware": "; ".join(dict.fromkeys(record["hardware"] for record in records)),
+        "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
+    }
+    return Row(
+        name=_row_name(first, changes) if by == "config" else first["model"]["arch"],
+        config=None if changes else first["config"],
+        order=_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
+        config_hash=first["config_hash"],
+        cells=cells,
+        has_ema=kind == "ema",
+        accuracy=_accuracy_of(first, evaluations),
+    )
+
+
+def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
+    """Return the row of a config without runs; `by` and `reported` as for `make_row`."""
+    name, optim, train = config_name(cfg), cfg.OPTIM, cfg.TRAIN
+    published = reported.get(name, {}) if name else {}
+    global_batch = train.GLOBAL_BATCH_SIZE or int(float(published.get("global_batch", 0)))
+    params = str(published.get("params", EMPTY))
+    cells = {
+        "params (M)": params,
+        "px": _image_sizes(train.IM_SIZE, describe_evaluation(cfg)),
+        "epochs": str(optim.MAX_EPOCH),
+        "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
+        **_reported_cells(published),
+        _METRIC_COLUMNS["map" if dataset_class(cfg).multilabel else "top1"]: "not measured",
+    }
+    order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
+    label = name if by == "config" and name else cfg.MODEL.ARCH
+    return Row(label, name, order, hash_config(cfg), cells)
+
+
+def _reported_cells(published: dict) -> dict[str, str]:
+    names = {"top-1 reported": "top1", "top-5 reported": "top5", "reported by": "source"}
+    return {column: str(published.get(name, EMPTY)) for column, name in names.items()}
+
+
+def _measured_cells(record: dict, evaluations: Sequence[dict], count: str) -> dict[str, str]:
+    """Return the cell of each metric; the first one includes the number of runs, `count`."""
+    cells: dict[str, str] = {}
+    k = record["evaluation"].get("k")
+    for name, label in list_metrics(record).items():
+        values = [result[name] for result in evaluations]
+        num_images = record["evaluation"]["count"] if name in ("top1", "topk") else 0
+        suffix = f" (top-{k})" if name == "topk" and k != 5 else ""
+        cell = (
+            _spread(values) + suffix if cells else f"{_spread(values)}{_interval(values, num_images)}{suffix} {count}"
+        )
+        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell
+    return cells
+
+
+def _accuracy_of(record: dict, evaluations: Sequence[dict]) -> Accuracy | None:
+    """Return the values of the first metric, if it is one to compare rows by and all seeds have it."""
+    name = next(iter(list_metrics(record)), "")
+    values = [result[name] for result in evaluations] if name in ("top1", "map") else []
+    if not values or None in values:
+        return None
+    data = record["data"]
+    key = (data["name"], data["folder"], data["num_train"], data["num_val"])
+    num_images = record["evaluation"]["count"] if name == "top1" else 0
+    return Accuracy(key, _METRIC_COLUMNS[name], tuple(values), num_images)
+
+
+def mark_similar(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows; those not significantly worse than the best one on the same data are marked, and it is too."""
+    marked = []
+    for row in rows:
+        peers = [other.accuracy for other in rows if _is_comparable(row, other)]
+        if row.accuracy and len(peers) > 1:
+            best = max(peers, key=lambda peer: statistics.fmean(peer.values) if peer else 0.0)
+            is_alone = best is row.accuracy and not any(peer is not best and _is_similar(best, peer) for peer in peers)
+            if not is_alone and _is_similar(best, row.accuracy):
+                column = row.accuracy.column
+                row = replace(row, cells={**row.cells, column: row.cells[column] + _AS_GOOD})
+        marked.append(row)
+    return marked
+
+
+def _is_comparable(row: Row, other: Row) -> bool:
+    """Return whether two rows have the same metric on the same data."""
+    a, b = row.accuracy, other.accuracy
+    return bool(a and b and a.data == b.data and a.column == b.column)
+
+
+def _is_similar(best: Accuracy | None, other: Accuracy | None) -> bool:
+    if best is None or other is None:
+        return False
+    return best is other or not differs_significantly(best.values, other.values, best.num_images)
+
+
+def _image_sizes(train: int, evaluation: dict) -> str:
+    """Return the size of training images, then the resize and crop sizes of evaluation, in pixels."""
+    extra = "" if evaluation["interpolation"] == "bilinear" else f" {evaluation['interpolation']}"
+    extra += " + mirrored" if evaluation.get("flip") else ""
+    return f"{train} → {evaluation['resize']}/{evaluation['crop']}{extra}"
+
+
+def _order(config: str | None, params_m: float, global_batch: int) -> tuple:
+    return ((config or "").rpartition("/")[0], params_m, global_batch, config or "")
+
+
+def _short(commit: str | None) -> str:
+    """Abbreviate a commit, e.g. to 'a1b2c3d+changes'."""
+    digits, plus, changes = (commit or EMPTY).partition("+")
+    return digits[:7] + plus + changes
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    """Return the mean, and the sample standard deviation if there are several values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return EMPTY
+    mean = f"{statistics.fmean(known):.2f}"
+    return f"{mean} ± {statistics.stdev(known):.2f}" if len(known) > 1 else mean
+
+
+def _interval(values: Sequence[float | None], num_images: int) -> str:
+    """Return the 95 % interval of the mean over seeds, or of the accuracy of one run on so many images, with a space.
+
+    Empty if it is unknown, as that of one run by a metric that is no share of the images (`num_images` 0).
+    """
+    known = [value for value in values if value is not None]
+    if len(known) > 1:
+        low, high = mean_interval(known)
+    elif known and num_images and 0 <= known[0] <= 100:
+        low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
+    else:
+        return ""
+    return f" [{low:.2f}, {min(high, 100):.2f}]"
+
+
+def _mean(values: Sequence[float | None], digits: str) -> str:
+    known = [value for value in values if value is not None]
+    return format(statistics.fmean(known), digits) if known else EMPTY
+
+
+def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
+    """Return a Markdown table of the rows, without empty columns, and a legend below it."""
+    lines, legend = _arrange(rows, by, epoch)
+    lines.insert(1, ["---"] * len(lines[0]))
+    table = "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
+    return table + (f"\n{legend}\n" if legend else "")
+
+
+def format_text(rows: Sequence[Row], by: str, epoch: str, width: int) -> str:
+    """Return the table for a terminal of `width` columns: what was measured first, then what fits, and a legend."""
+    lines, legend = _arrange(rows, by, epoch)
+    first, *names = lines[0]
+    ranks = {name: (not name.endswith(" here"), not name.startswith("top-1"), name in _PLAN_COLUMNS) for name in names}
+    shown, sizes = [first], [max(len(line[0]) for line in lines)]
+    hidden: list[str] = []
+    for name in sorted(names, key=lambda name: ranks[name]):
+        size = max(len(line[lines[0].index(name)]) for line in lines)
+        fits = sum(sizes) + 2 * len(sizes) + size <= width or len(shown) == 1
+        (shown if fits else hidden).append(name)
+        sizes += [size] if fits else []
+    places = [lines[0].index(name) for name in shown]
+    table = ["  ".join(line[at].ljust(size) for at, size in zip(places, sizes, strict=True)).rstrip() for line in lines]
+    notes = [legend] if legend else []
+    notes += [f"Not shown: {', '.join(hidden)}; fix: a wider terminal, or --format markdown."] if hidden else []
+    return "\n".join([*table, *("\n" + textwrap.fill(note, width) for note in notes)]) + "\n"
+
+
+def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]], str]:
+    """Return the lines of a table without empty columns, the header first, and its legend."""
+    rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.config_hash)))
+    names = [row.name for row in rows]
+    duplicates = {name for name in names if names.count(name) > 1}
+    known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
+    others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
+    columns = [
+        name for name in (*known, *others, *_COST_COLUMNS) if any(row.cells.get(name, EMPTY) != EMPTY for row in rows)
+    ]
+    sources = {row.cells["reported by"] for row in rows} - {EMPTY}
+    if len(sources) == 1:  # the legend names it
+        columns.remove("reported by")
+    lines = [[by, *columns]]
+    for row in rows:
+        name = f"{row.name} (config {row.config_hash[:_DIGITS_OF_HASH]})" if row.name in duplicates else row.name
+        lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
+    legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
+    if any("hours" in row.cells for row in rows):
+        legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n seeds."]
+        legend += ["In brackets: the 95 % interval, over seeds by Student's t, with n = 1 over images by Wilson."]
+    if any(_AS_GOOD in cell for row in rows for cell in row.cells.values()):
+        legend += ["≈: the rows with this mark do not differ significantly from the best one on the same data (5 %)."]
+    if any(row.has_ema for row in rows):
+        legend += ["EMA: of the averaged weights."]
+    return lines, " ".join(legend)
+
+
+def _escape(cell: str) -> str:
+    return printable(" ".join(cell.replace("|", "\\|").split()))

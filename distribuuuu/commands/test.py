@@ -1,0 +1,26 @@
+"""The command test: evaluate a run, a checkpoint or published weights."""
+
+from distribuuuu.commands.arguments import run_on_config
+from distribuuuu.config import Config
+
+SUMMARY = "evaluate a run, a checkpoint or published weights"
+SYNONYMS = ("eval", "evaluate", "val", "validate")
+_DESCRIPTION = """Evaluate MODEL.WEIGHTS, else the best weights of the run in OUT_DIR, else
+published weights (MODEL.PRETRAINED True).
+
+  %(prog)s OUT_DIR exp/r50
+  %(prog)s --cfg imagenet/resnet50 MODEL.WEIGHTS resnet50.pth
+"""
+
+
+def test(prog: str, args: list[str]) -> int:
+    """Check the model, then evaluate it; return the exit status."""
+    return run_on_config(prog, args, _DESCRIPTION, _start, train=False)
+
+
+def _start(cfg: Config) -> None:
+    from distribuuuu.models import check_model
+    from distribuuuu.trainer import test_model
+
+    check_model(cfg)
+    test_model(cfg)

@@ -1,0 +1,28 @@
+"""The command train: train a model, or resume a run."""
+
+from distribuuuu.commands.arguments import run_on_config
+from distribuuuu.config import Config
+
+SUMMARY = "train a model, or resume the run in OUT_DIR"
+SYNONYMS = ("finetune", "fit")
+_DESCRIPTION = """Train a model, or resume the run in OUT_DIR: the same command does both, alone
+or under torchrun and srun.
+
+  %(prog)s --cfg shapes/resnet14
+  %(prog)s --cfg imagenet/resnet50 --nproc 8 OUT_DIR exp/r50
+  %(prog)s TRAIN.DATASET my_images MODEL.ARCH resnet50
+"""
+
+
+def train(prog: str, args: list[str]) -> int:
+    """Check the model, then train it; return the exit status."""
+    return run_on_config(prog, args, _DESCRIPTION, _start, train=True)
+
+
+def _start(cfg: Config, stop_epoch: int | None = None) -> None:
+    from distribuuuu.engine.micro_batch import resolve_batch_size
+    from distribuuuu.models import check_model
+    from distribuuuu.trainer import train_model, train_step
+
+    check_model(cfg)
+    train_model(resolve_batch_size(cfg, train_step), stop_epoch)

@@ -1,0 +1,72 @@
+"""The config tree: a yacs node that freezes for good and records where each value was set."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from yacs.config import CfgNode
+
+from distribuuuu.config.options import _C
+
+
+class Config(CfgNode):
+    """A config or a section of one: keys as attributes, nested with dots."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.is_frozen():
+            raise AttributeError(f"cannot set {key}: the config is frozen; clone() and defrost() a copy")
+        super().__setitem__(key, value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AttributeError("a config cannot lose keys or be updated as a dict; set its keys one by one")
+
+    __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """The origin of each value that is not a default: option -> 'FILE:LINE' or 'command line'."""
+        return self.__dict__.setdefault("_origins", {})
+
+    def dump(self, **options: Any) -> str:
+        """Return the tree as YAML in its own order, on which FINETUNE.LR_MULT depends."""
+        return super().dump(**{"sort_keys": False, **options})
+
+    def __reduce__(self):
+        return _rebuild, (dict(self), dict(self.__dict__))
+
+    def __deepcopy__(self, memo: dict) -> "Config":
+        return _rebuild(copy.deepcopy(dict(self), memo), copy.deepcopy(dict(self.__dict__), memo))
+
+
+def _rebuild(items: dict, attributes: dict) -> Config:
+    """Return a Config from its items and attributes, which include the frozen state."""
+    cfg = Config()
+    dict.update(cfg, items)
+    cfg.__dict__.update(attributes)
+    return cfg
+
+
+def _as_config(node: CfgNode) -> Config:
+    items = {key: _as_config(value) if isinstance(value, CfgNode) else value for key, value in node.items()}
+    return _rebuild(items, {**node.__dict__, "_origins": {}})
+
+
+def get_cfg() -> Config:
+    """Return a fresh, unfrozen tree of the defaults."""
+    return _as_config(_C)
+
+
+def iter_options(cfg: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ('SECTION.KEY', value) for every option, in the order of the defaults."""
+    for key, value in cfg.items():
+        if isinstance(value, CfgNode):
+            yield from iter_options(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def get_value(cfg: CfgNode, key: str) -> Any:
+    """Return the value of 'SECTION.KEY'."""
+    for part in key.split("."):
+        cfg = cfg[part]
+    return cfg

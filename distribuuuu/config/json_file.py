@@ -1,0 +1,26 @@
+"""JSON files from users and from others."""
+
+import json
+import os
+from typing import Any
+
+from distribuuuu.config.errors import ConfigError
+from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
+
+
+def load_json(path: str | os.PathLike, most: int = MAX_JSON) -> Any:
+    """Return the value in a JSON file of at most so many bytes; NaN and infinity are refused.
+
+    Raises:
+        ConfigError: the file cannot be read, is larger, or is not JSON; the message names it.
+    """
+    try:
+        value = parse_json(read_regular(path, most))
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: invalid JSON: {' '.join(str(error).split())}") from error
+    return value

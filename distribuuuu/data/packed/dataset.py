@@ -1,0 +1,191 @@
+"""Packed data: the output of distribuuuu pack, memory-mapped, so that no file is opened per image."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.base import SplitDataset, unknown_classes
+from distribuuuu.data.datasets.layouts import missing_root, missing_split
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def is_url(root: str | os.PathLike) -> bool:
+    """Tell whether TRAIN.DATASET is a URL rather than a folder."""
+    return "://" in str(root)
+
+
+@DATASETS.register("packed")
+class Packed(SplitDataset):
+    """The images of the pack root/split. All processes of a machine share its memory pages.
+
+    Args:
+        root: the output folder of distribuuuu pack, or its URL.
+        split: its sub-folder with the index.
+        classes: the class names that define the labels, if they differ from those of the pack; None: its own.
+        remote: DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S, for a URL.
+
+    Raises:
+        ConfigError: the pack is missing or incomplete, or has a class that is not in `classes`.
+    """
+
+    def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, *remote: Any):
+        self._init_args = (root, split, classes, *remote)
+        self.folder = _join(root, split)
+        if is_url(root):
+            from distribuuuu.data.packed.remote import RemotePack
+
+            self.remote = RemotePack(str(self.folder), *remote)
+            self.meta, self.columns = self.remote.meta, self.remote.columns
+        else:
+            self.meta, self.columns = _read_index(Path(self.folder), check_rows=True)
+        own = tuple(self.meta["classes"])
+        self.classes = classes or own
+        if extra := sorted(set(own) - set(self.classes)):
+            raise ConfigError(unknown_classes(self.folder, extra))
+        self.mean, self.std, self.crop = tuple(self.meta["mean"]), tuple(self.meta["std"]), self.meta["crop"]
+        number_of = {name: number for number, name in enumerate(self.classes)}
+        self._label_of = [number_of[name] for name in own]
+        self._shards: dict[int, np.ndarray] = {}
+
+    def __reduce__(self):
+        # Maps cannot be pickled; a copy opens its own.
+        return type(self), self._init_args
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> "Packed":
+        """Return the training or the evaluation set."""
+        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
+        if train:
+            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, None, *remote)
+        path = cls.split_path(cfg.TRAIN)  # a network failure must not change the labels
+        classes = tuple(_read_meta(path)[0]["classes"]) if is_url(path) else cls.training_classes(cfg)
+        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, classes, *remote)
+
+    @classmethod
+    def split_path(cls, section) -> Path | str:  # type: ignore[override]  # a URL is not a path
+        """Return the folder or the URL of the pack of cfg.TRAIN or cfg.TEST."""
+        return _join(section.DATASET, section.SPLIT)
+
+    @classmethod
+    def read_classes(cls, path: Path | str) -> tuple[str, ...]:
+        """Return the classes of a pack; empty if it cannot be read."""
+        try:
+            return tuple(_read_meta(path)[0]["classes"])
+        except ConfigError:
+            return ()
+
+    @classmethod
+    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for a pack that is missing or incomplete."""
+        root, split = Path(section.DATASET), section.SPLIT
+        layout = f"{split}/index.bin"
+        remote = is_url(section.DATASET)
+        if not remote and not root.is_dir():
+            yield missing_root(name, root, layout)
+        elif not remote and not (root / split).is_dir():
+            yield missing_split(name, root, split, layout)
+        else:
+            try:
+                _read_meta(cls.split_path(section))
+            except ConfigError as error:
+                key = f"{name}.DATASET" if remote else f"{name}.SPLIT"
+                yield from ((key, str(problem)) for problem in error.problems)
+
+    @classmethod
+    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost."""
+        yield from super().find_problems(cfg, train)
+        folder = cls.split_path(cfg.TRAIN if train else cfg.TEST)
+        if cfg.DATA.EXIF_ROTATE and cls.read_classes(folder):
+            options = _read_meta(folder)[0]["options"]
+            is_encoded = options["format"] == "raw" or options.get("quality") is not None
+            if is_encoded and not options.get("exif_rotate"):
+                fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
+                yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
+
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images; 0 if the pack cannot be read."""
+        try:
+            return _read_meta(cls.split_path(cfg.TRAIN))[1]
+        except ConfigError:
+            return 0
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+    def read(self, index: int) -> "memoryview | np.ndarray":
+        """Return the file (format jpeg) or the pixels (raw) of image `index` as a view of the mapped memory.
+
+        Tensors need writable memory, which this is; a write stays in this process and does not reach the file.
+        """
+        columns = self.columns
+        number, start = int(columns["shard"][index]), int(columns["offset"][index])
+        if self.remote:
+            data = self.remote.read(index)
+        else:
+            if number not in self._shards:
+                self._shards[number] = self._map(number)
+            data = self._shards[number][start : start + int(columns["length"][index])]
+        if self.meta["options"]["format"] == "raw":
+            return data.reshape(columns["height"][index], columns["width"][index], 3)
+        return data.data
+
+    def notes(self) -> list[str]:
+        """Return a warning if a set at a URL does not fit into its cache."""
+        return self.remote.notes() if self.remote else []
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """Return the checksum of the stored bytes."""
+        return (int(self.columns["crc32"][index]),)
+
+    def label(self, index: int) -> int:
+        """Return the class index of image `index`."""
+        return self._label_of[self.columns["label"][index]]
+
+    def describe(self, index: int) -> str:
+        """Return the original name of image `index` and its place in the pack."""
+        from distribuuuu.data.packed.format import describe_image
+
+        return describe_image(self.folder, self.columns, index)
+
+    def _map(self, number: int) -> "np.ndarray":
+        import numpy as np
+
+        from distribuuuu.data.packed.format import FOREIGN_SHARD, HEADER_SIZE, shard_header
+
+        path = Path(self.folder, self.meta["shards"][number]["name"])
+        with open(path, "rb") as file:
+            if file.read(HEADER_SIZE) != shard_header(number, self.meta):
+                raise ConfigError(f"{path} {FOREIGN_SHARD}")
+            try:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError:  # a kernel that reserves memory for all that could be written; readers will copy
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, np.uint8)
+
+
+def _join(root: str | os.PathLike, split: str) -> Path | str:
+    return f"{str(root).rstrip('/')}/{split}" if is_url(root) else Path(root) / split
+
+
+def _read_meta(path: Path | str) -> tuple[dict, int]:
+    """Return the meta and the number of images of a pack."""
+    if is_url(path):
+        from distribuuuu.data.packed.remote import read_meta
+
+        return read_meta(str(path))
+    meta, columns = _read_index(Path(path))
+    return meta, len(columns["label"])
+
+
+def _read_index(folder: Path, check_rows: bool = False) -> tuple[dict, dict[str, "np.ndarray"]]:
+    from distribuuuu.data.packed.format import read_index  # it imports numpy
+
+    return read_index(folder, check_rows)

@@ -1,0 +1,245 @@
+"""A packed data set at a URL: its index, and its images by blocks of neighboring records through a cache on disk.
+
+Each record is compared with its checksum in the index before a process uses it the first time, wherever it comes from.
+An object that was replaced can therefore stop a run, but never changes what is trained on.
+"""
+
+import hashlib
+import io
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.model_names import cache_folder
+from distribuuuu.data.datasets.array_file import FIXED, ArrayFileError, Place, checksum_of, read_fixed, read_header
+from distribuuuu.data.packed import block_order
+from distribuuuu.data.packed import format as packed_format
+from distribuuuu.data.packed.block_order import AHEAD, ReadAheadSampler
+from distribuuuu.data.packed.cache import KEPT, DiskCache
+from distribuuuu.data.packed.format import INDEX, check_columns, check_meta
+from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
+
+# Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
+NUM_THREADS, AHEAD_S = 4, 2.0
+# Part of the cache that blocks read ahead may fill.
+AHEAD_PART = 0.25
+# Bytes per read of an index.
+_CHUNK = 16 << 20
+# Seconds of retries and for a request in the checks of a start, and for which such a failure is repeated.
+START_S, START_TIMEOUT_S, MEMORY_S = 1.5, 20.0, 15.0
+_CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
+# The meta of an index, and the places of its columns.
+Header = tuple[dict[str, Any], dict[str, Place]]
+# The time and the error of the last failure of each URL.
+_failures: dict[str, tuple[float, ConfigError]] = {}
+
+
+def read_meta(url: str) -> tuple[dict[str, Any], int]:
+    """Return the meta of a pack and its number of images; raise ConfigError if its index cannot be read."""
+    begin, failure = time.monotonic(), _failures.get(url)
+    if failure and begin - failure[0] < MEMORY_S:  # a start asks several times
+        raise failure[1]
+    try:
+        return _read_meta(f"{url}/{INDEX}")
+    except ConfigError as error:
+        if time.monotonic() - begin >= START_S:
+            _failures[url] = time.monotonic(), error
+        raise
+
+
+def _read_meta(path: str) -> tuple[dict[str, Any], int]:
+    meta, places = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
+    return meta, check_columns(places)
+
+
+def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
+    """Return the first bytes of an index, with its size and version; wrong bytes are fetched again."""
+
+    def find_problem(part: Part) -> str:
+        return _reason_of(lambda: read_fixed(part.data, part.size))
+
+    return fetch(path, 0, FIXED, timeout_s, find_problem, info=True, retry_s=retry_s)
+
+
+def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | None = None) -> Header:
+    """Return the checked header of the index that begins with `start`; wrong bytes are fetched again."""
+
+    def find_problem(part: Part) -> str:
+        return _reason_of(lambda: _read_index_header(part))
+
+    end = FIXED + read_fixed(start.data, start.size)[0]
+    return _read_index_header(fetch(path, 0, end, timeout_s, find_problem, info=True, retry_s=retry_s))
+
+
+def _read_index_header(part: Part) -> Header:
+    meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSION)
+    check_meta(meta)
+    check_columns(places)
+    return meta, places
+
+
+def _reason_of(read: Callable[[], object]) -> str:
+    """Return what is wrong with an index that is read; empty if nothing is."""
+    try:
+        read()
+    except ArrayFileError as error:
+        return f"it {error}; expected the index of a pack"
+    return ""
+
+
+class RemotePack:
+    """A pack in the folder `url`; the other arguments are DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+
+    Raises:
+        ConfigError: the pack is incomplete or cannot be read, or the cache cannot be written to.
+    """
+
+    schedule = staticmethod(ReadAheadSampler)
+
+    def __init__(self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0):
+        self.url, self._timeout_s = url, timeout_s
+        self._cache = DiskCache(cache_folder(cache_dir) / "remote", int(cache_gb * 1e9))
+        self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
+        self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
+        self._starts = block_order.block_starts(self.columns)
+        with ThreadPoolExecutor(2 * NUM_THREADS) as pool:
+            self._versions = list(pool.map(self._check_shard, range(len(self.meta["shards"]))))
+        self._is_checked = bytearray(len(self.columns["label"]))
+        self._pid = 0
+
+    def notes(self) -> list[str]:
+        """Return a warning if the cache is smaller than the set."""
+        size, limit = sum(shard["size"] for shard in self.meta["shards"]), self._cache.max_bytes
+        sizes = f"DATA.CACHE_GB is {limit / 1e9:g}, but {self.url} has {size / 1e9:.1f} GB: an epoch reads most blocks"
+        return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
+
+    def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        start = _fetch_start(path, self._timeout_s)
+        version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
+        folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
+        for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
+            if not (folder / INDEX).exists():
+                self._store_index(path, name, start)
+            if not self._cache.is_writable:
+                raise ConfigError(f"DATA.CACHE_DIR: {folder} has no space for the index; fix: free some space")
+            try:
+                os.utime(folder / INDEX)
+                meta, columns = packed_format.read_index_file(folder, check_rows=True)
+                if meta["crc32"] == checksum_of(columns):
+                    return meta, columns
+                problem = "its checksum does not match"
+            except (ConfigError, OSError) as error:
+                problem = str(error)
+            self._cache.drop(name)
+        raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
+
+    def _store_index(self, path: str, name: str, start: Part) -> None:
+        """Copy an index into the cache; its header is read first, as a server may promise any size."""
+        _fetch_header(path, start, self._timeout_s)
+        size = start.size
+        if size >= KEPT * self._cache.max_bytes:
+            limit = f"got {self._cache.max_bytes / 1e9:g}; expected room for the {size:,} bytes of {path}"
+            raise ConfigError(f"DATA.CACHE_GB: {limit}; fix: raise it")
+
+        def find_change(part: Part) -> str:
+            return "" if (part.size, part.version) in ((size, start.version), (0, "")) else _CHANGED
+
+        ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
+        self._cache.store(name, size, (fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges))
+
+    def _check_shard(self, number: int) -> str:
+        """Return the version of a shard; raise RemoteError if it is missing or of another pack."""
+        shard, header = self.meta["shards"][number], packed_format.shard_header(number, self.meta)
+
+        def find_problem(part: Part) -> str:
+            is_own = (part.size, part.data) == (shard["size"], header)
+            return "" if is_own else f"its size or its header does not belong to this {INDEX}"
+
+        path = f"{self.url}/{shard['name']}"
+        return fetch(path, 0, packed_format.HEADER_SIZE, self._timeout_s, find_problem, info=True).version
+
+    def read(self, index: int) -> np.ndarray:
+        """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
+        return np.frombuffer(self._read(index), np.uint8)
+
+    def _read(self, index: int) -> bytearray:
+        block = int(self.blocks_of(index))
+        name, first = self._name(block), int(self._starts[block])
+        start = int(self.columns["offset"][index] - self.columns["offset"][first])
+        length, checksum = int(self.columns["length"][index]), self.columns["crc32"][index]
+        for _ in range(3 * self._cache.is_writable):  # the block may be evicted between its arrival and its use
+            data = self._cache.read(name, start, length)
+            if data is not None and (self._is_checked[index] or zlib.crc32(data) == checksum):
+                self._is_checked[index] = True
+                return data
+            if data is not None:  # damaged on this disk
+                self._cache.drop(name)
+            if (content := self._fetch_block(block)) is not None:
+                return bytearray(memoryview(content)[start : start + length])
+        return bytearray(self._download(index, index + 1))
+
+    def blocks_of(self, images: Any) -> np.ndarray:
+        """Return the block of each image."""
+        return np.searchsorted(self._starts, images, side="right") - 1
+
+    def _name(self, block: int) -> str:
+        return f"{self._key}/{self.meta['crc32']:08x}-{block_order.BLOCK_BYTES}/{block // 1000}/{block}"
+
+    def _fetch_block(self, block: int, retry_s: float | None = None) -> bytes | None:
+        first, end = [*self._starts[block : block + 2].tolist(), len(self._is_checked)][:2]
+        return self._cache.fetch(self._name(block), lambda: self._download(first, end, retry_s))
+
+    def _download(self, first: int, end: int, retry_s: float | None = None) -> bytes:
+        """Return the stored bytes of neighboring images, compared with their checksums."""
+        columns, number = self.columns, int(self.columns["shard"][first])
+        path, size = f"{self.url}/{self.meta['shards'][number]['name']}", self.meta["shards"][number]["size"]
+        starts = columns["offset"][first:end].tolist()
+        ends = (columns["offset"][first:end] + columns["length"][first:end]).tolist()
+
+        def find_problem(part: Part) -> str:
+            if part.size not in (0, size):
+                raise RemoteError(f"{path} {_CHANGED} ({part.size:,} bytes, expected {size:,})")
+            view = memoryview(part.data)
+            for image, start, stop in zip(range(first, end), starts, ends, strict=True):
+                if zlib.crc32(view[start - starts[0] : stop - starts[0]]) != columns["crc32"][image]:
+                    if part.version != self._versions[number] and part.version:
+                        raise RemoteError(f"{path} {_CHANGED} (version {part.version}, was {self._versions[number]})")
+                    return f"the checksum of image {image} does not match"
+            return ""
+
+        return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s=retry_s).data
+
+    def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
+        """Start to fetch the blocks of a batch, and of the one that comes AHEAD later if the cache can hold them."""
+        if self._pid != os.getpid():  # threads do not survive a fork
+            self._queue, self._pid = queue.SimpleQueue[int](), os.getpid()
+            for _ in range(NUM_THREADS):
+                threading.Thread(target=self._fetch_queued, args=(self._queue,), name="read ahead", daemon=True).start()
+        wanted = self._find_missing(keys)
+        if later := self._find_missing(getattr(keys, "ahead", ())):
+            fits = len(later) * AHEAD * block_order.BLOCK_BYTES <= AHEAD_PART * self._cache.max_bytes
+            wanted |= later if fits else {}
+        for block in wanted:
+            self._queue.put(block)
+
+    def _find_missing(self, keys: Sequence[Sequence[int]]) -> dict[int, None]:
+        """Return the blocks of a batch that are not in the cache, in the order of their use."""
+        blocks = dict.fromkeys(self.blocks_of([key[1] for key in keys]).tolist())
+        return {block: None for block in blocks if not os.path.exists(self._cache.folder / self._name(block))}
+
+    def _fetch_queued(self, blocks: "queue.SimpleQueue[int]") -> None:
+        while True:
+            block = blocks.get()
+            # What fails is left to the reader of the block, which retries for longer and reports it.
+            with suppress(Exception):
+                if self._cache.is_writable:
+                    self._fetch_block(block, AHEAD_S)

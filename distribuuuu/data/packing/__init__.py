@@ -1,1 +1,0 @@
-"""Packing a data set into a few large files."""

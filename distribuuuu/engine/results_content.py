@@ -1,0 +1,131 @@
+"""Content of results.json, of a training run, and of test_results.json, of an evaluation."""
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from distribuuuu.config.errors import counted
+from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.run_objects import Run
+from distribuuuu.engine.train_state import TrainState
+from distribuuuu.models import count_parameters
+from distribuuuu.records import results
+from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
+from distribuuuu.tasks.base import Task
+from distribuuuu.tasks.metrics import display_names
+
+logger = logging.getLogger(__name__)
+
+
+def collect_metadata(cfg, task: Task, model: nn.Module) -> dict:
+    """Return the entries of results.json that are known before training. Every process must call it."""
+    is_synthetic = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
+    return {
+        "config": results.config_name(cfg),
+        "overrides": results.list_overrides(cfg),
+        "config_hash": results.hash_config(cfg),
+        "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6},
+        "data": {
+            "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
+            "folder": None if is_synthetic else Path(cfg.TRAIN.DATASET).absolute().name,
+            "num_classes": cfg.MODEL.NUM_CLASSES,
+        },
+        "evaluation": {**results.describe_evaluation(cfg), **describe_metrics(task)},
+        "hardware": describe_hardware(task.device),
+        "versions": list_versions(),
+        "commit": find_commit() if dist.is_main() else None,
+    }
+
+
+def describe_metrics(task: Task) -> dict:
+    """Return the entries of results.json about the metrics: display names, k of top-k, and the kind of targets."""
+    topk = task.eval_metrics.get("topk")
+    return {
+        "metrics": display_names(task.eval_metrics),
+        **({"k": topk.topk} if topk else {}),
+        **({"multilabel": True} if task.multilabel else {}),
+    }
+
+
+class RunResults:
+    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one."""
+
+    def __init__(self, run: Run):
+        cfg, state, plan = run.cfg, run.state, run.train_loader.plan
+        self.out_dir = cfg.OUT_DIR
+        metadata = collect_metadata(cfg, run.task, state.model)
+        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
+        self.metadata = {
+            **metadata,
+            "seed": state.seed,
+            "data": {**metadata["data"], **images},
+            "training": {
+                "px": cfg.TRAIN.IM_SIZE,
+                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
+                "global_batch": plan.global_batch,
+                "processes": plan.world_size,
+            },
+            "peak_memory": {"of": "cuda" if run.task.device.type == "cuda" else "host"},
+        }
+        self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
+        if dist.is_main() and (state.epoch, state.step) == (0, 0):
+            results.archive_results(self.out_dir)
+
+    def prepare(self, state: TrainState, evaluations: dict[str, dict]) -> Callable[[], None]:
+        """Return a function that writes the evaluations of the last epoch. Every process must call it.
+
+        It may run in another thread, after that of the epoch before. If it cannot write, the error is logged, and
+        `finish` tries again.
+
+        Args:
+            state: the state after `finish_epoch`.
+            evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ..., "ema": ...}.
+        """
+        progress = results.Progress(
+            epochs=state.epoch,
+            hours=state.seconds / 3600,
+            images_per_s=state.timing.images_per_s,
+            peak_memory_mib=state.peak_memory_mib(),
+            metric=state.best_metric,
+            bests={
+                kind: (best.value, best.epoch + 1 if best.epoch >= 0 else None)
+                for kind, best in state.bests.items()
+                if best.epoch >= 0 or best.value > 0
+            },
+        )
+        return functools.partial(self._write, progress, evaluations)
+
+    def _write(self, progress: results.Progress, evaluations: dict[str, dict]) -> None:
+        if not dist.is_main():
+            return
+        is_written = results.write_results(self.out_dir, self.metadata, progress, evaluations)
+        self._unwritten = None if is_written else (progress, evaluations)
+
+    def finish(self) -> None:
+        """Write the results that could not be written so far, if any."""
+        if self._unwritten:
+            self._write(*self._unwritten)
+
+
+def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluations: dict[str, dict]) -> None:
+    """Log evaluations and write them to OUT_DIR/test_results.json. Every process must call it.
+
+    Args:
+        cfg: the config.
+        task: the task that computed the metrics.
+        model: the evaluated model.
+        weights: the file of its weights.
+        evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ...}.
+    """
+    metadata = collect_metadata(cfg, task, model)
+    size = metadata["evaluation"]
+    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, size["resize"], size["crop"])
+    for kind, result in evaluations.items():
+        images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
+        values = " ".join(f"{label} {result[name]:.3f}" for name, label in display_names(task.eval_metrics).items())
+        logger.info("validation of %s: %s loss %.4f", images, values, result["loss"])
+    if dist.is_main():
+        results.write_evaluation(cfg.OUT_DIR, metadata, weights, evaluations)

@@ -1,0 +1,68 @@
+"""The objects of a training run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.config import Config
+from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.workers import Pass
+from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.train_state import TrainState
+from distribuuuu.records.run_log import RunLog
+from distribuuuu.tasks.base import Task
+
+
+@dataclass
+class Training:
+    """The objects of a training step.
+
+    Attributes:
+        model: `state.model`, wrapped for several processes and compiled.
+        lr_at: function from the epoch, e.g. 3.25, to the learning rate.
+        clip: function that clips the gradients of parameters.
+    """
+
+    cfg: Config
+    task: Task
+    state: TrainState
+    model: nn.Module
+    train_loader: TrainLoader
+    lr_at: Callable[[float], float]
+    clip: Callable[[Iterable[torch.Tensor]], None]
+
+
+@dataclass
+class Run(Training):
+    """The objects of a training run: those of its steps, and those around them."""
+
+    val_loader: Loader
+    checkpoints: CheckpointManager
+    log: RunLog
+    stop: StopRequest
+
+
+def is_evaluated(cfg: Config, epoch: int) -> bool:
+    """Tell whether the model is evaluated after an epoch, from 0."""
+    return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
+
+
+def expected_passes(run: Run) -> Iterator[Pass]:
+    """Return the passes over the data after the steps of this epoch, if the run is not rolled back."""
+    cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed
+    samples, sampler, evaluation = train.samples, train.sampler, Pass(run.val_loader.samples, run.val_loader.sampler)
+    num_precise = -(-cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
+    epochs, kinds = range(run.state.epoch, cfg.OPTIM.MAX_EPOCH), tuple(run.state.models)
+
+    def passes() -> Iterator[Pass]:  # without the loaders, whose workers keep it
+        for epoch in epochs:
+            steps = replace(sampler, seed=seed, epoch=epoch, first_step=0)
+            if epoch > epochs[0]:
+                yield Pass(samples, steps)
+            precise = [Pass(samples, steps, num_precise)] if num_precise else []
+            yield from [*precise, evaluation] * len(kinds) * is_evaluated(cfg, epoch)
+
+    return passes()

@@ -1,0 +1,258 @@
+"""Training state: what a checkpoint stores, and how training resumes from it.
+
+A checkpoint is a dict:
+
+- `epoch`: the last finished epoch, from 0; -1: none. `step`: steps done since. After the last step of an epoch, and
+  before `epoch` is increased, the evaluation of the epoch is pending.
+- `state_dict`, `optimizer`, `optimizer_names`: weights, optimizer state, names of its parameters by group.
+- `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
+- `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
+  So for any other average in `checkpoint.best_weights.KINDS`.
+- `scaler`: state of the gradient scaler; empty without one.
+- `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
+  `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
+- `meter`: for each process, its sums since the last row of metrics.
+- `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
+- `checkpoints`: names of the checkpoints that the run wrote and keeps.
+
+The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, with the same meaning.
+"""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, Best
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
+from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
+from distribuuuu.config.conflicts import OPEN_SECTIONS
+from distribuuuu.config.errors import counted
+from distribuuuu.data.seeding import derive_seed
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.fsdp import full_state_dict
+from distribuuuu.optim.ema import Ema
+from distribuuuu.optim.precision import Precision
+from distribuuuu.records.environment import peak_memory_mib
+from distribuuuu.records.step_timing import StepTiming
+from distribuuuu.tasks.meter import Meter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """The content of a checkpoint.
+
+    Attributes:
+        meter: loss and metrics of the training steps since the last row of metrics.
+        epoch: number of finished epochs.
+        step: number of steps since.
+        config: every option by its key, e.g. "MODEL.ARCH".
+        averages: averages of the weights by kind, e.g. "ema".
+        evaluated_at: the epoch and the step of the last evaluation; None before the first one.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    seed: int
+    arch: str
+    classes: tuple[str, ...]
+    global_batch: int
+    meter: Meter
+    epoch: int = 0
+    step: int = 0
+    num_rollbacks: int = 0
+    precision: Precision = field(default_factory=Precision)
+    averages: dict[str, Ema] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    timing: StepTiming = field(default_factory=StepTiming)
+    evaluated_at: tuple[int, int] | None = None
+    best_metric: str = "top1"
+    higher_is_better: bool = True
+    bests: dict[str, Best] = field(default_factory=lambda: {kind: Best() for kind in KINDS})
+
+    def __post_init__(self):
+        self._seconds_before, self._started = 0.0, time.perf_counter()
+        self._peak_before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the run so far, over all its starts."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def peak_memory_mib(self) -> float | None:
+        """Return the peak memory over all starts, see `environment.peak_memory_mib`. Every process must call it."""
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        return max(self._peak_before, peak_memory_mib(device) or 0.0) or None
+
+    @property
+    def stream_seed(self) -> int:
+        """The seed of all random numbers of a step; another one after each rollback, to avoid the same failure."""
+        return derive_seed(self.seed, self.num_rollbacks) if self.num_rollbacks else self.seed
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models to evaluate, by kind of weights."""
+        return {RAW: self.model, **{kind: average.model for kind, average in self.averages.items()}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
+        return {
+            **self._metadata(),
+            **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
+            **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
+            **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_names": self._optimizer_names(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "timing": self.timing.state_dict(),
+            "peak_memory_mib": self.peak_memory_mib(),
+            "meter": dist.gather_objects(self.meter.state_dict()),
+            "scaler": self.precision.state_dict(),
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch - 1,
+            "best_metric": self.best_metric,
+            "seed": self.seed,
+            "num_rollbacks": self.num_rollbacks,
+            "classes": list(self.classes),
+            "arch": self.arch,
+            "config": self.config,
+            "global_batch": self.global_batch,
+        }
+
+    def load_weights(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Load only the weights of a checkpoint, into the model and its averages.
+
+        Raises:
+            CheckpointError: the weights do not match the model.
+        """
+        for model in self.models.values():
+            load_state_dict(model, content["state_dict"], path)
+        if mismatch := find_class_mismatch(content, self.classes):
+            logger.warning("%s: was trained on other classes: %s", path, mismatch)
+
+    def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Resume from the content of a checkpoint of this version or of the 2021 distribuuuu.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or does not match the model, the optimizer or the classes.
+        """
+        check_resumable(content, path)
+        if mismatch := find_class_mismatch(content, self.classes):
+            raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; {WEIGHTS_ONLY}")
+        load_state_dict(self.model, content["state_dict"], path)
+        load_optimizer(self.optimizer, content["optimizer"], path)
+        self._check_groups(content, path)
+        self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
+        self._load_bests(content, path)
+        # After a rollback, the time of the discarded steps still counts.
+        seconds = max(self.seconds, float(content.get("seconds", 0.0)))
+        self._seconds_before, self._started = seconds, time.perf_counter()
+        self.precision.load_state_dict(content.get("scaler", {}))
+        for kind, average in self.averages.items():
+            tensors = content.get(KINDS[kind].tensors)
+            load_state_dict(average.model, tensors or content["state_dict"], path)
+            if not tensors:
+                logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
+                               KINDS[kind].average)  # fmt: skip
+        self.seed = int(content.get("seed", self.seed))
+        self.num_rollbacks = int(content.get("num_rollbacks", 0))
+        self.evaluated_at = None
+        self.timing.load_state_dict(content.get("timing", {}))
+        self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
+        self._load_meter(content.get("meter", []))
+        self._convert_step(int(content.get("global_batch", self.global_batch)))
+
+    def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Restore the best evaluations, unless another metric selected them. Without `best_metric`, it is the same."""
+        self.bests = {kind: Best() for kind in KINDS}
+        if (metric := content.get("best_metric", self.best_metric)) != self.best_metric:
+            logger.warning("%s: best weights were selected by %s; selection restarts with %s", path, metric,
+                           self.best_metric)  # fmt: skip
+            return
+        for kind, best in self.bests.items():
+            best.value = float(content.get(KINDS[kind].value, 0.0))
+            best.epoch = int(content.get(KINDS[kind].epoch, -1))
+
+    def reset_row(self) -> None:
+        """Start a new row of metrics, without the steps before."""
+        self._load_meter([])
+        self.timing.drop_row()
+
+    def _load_meter(self, states: list[dict[str, torch.Tensor]]) -> None:
+        """Restore the meter of each process; if the number of processes has changed, the main one gets all sums."""
+        if len(states) == dist.world_size():
+            states = [states[dist.rank()]]
+        elif not dist.is_main():
+            states = []
+        self.meter.load_state_dict(states)
+
+    def _optimizer_names(self) -> list[list[str]]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def _check_groups(self, content: dict[str, Any], path: str | os.PathLike) -> None:
+        """Raise CheckpointError if the optimizer, which stores parameters by number, now numbers them differently."""
+        expected = self._optimizer_names()
+        saved = content.get("optimizer_names", expected)
+        if saved != expected:
+            pairs = zip_longest(chain.from_iterable(saved), chain.from_iterable(expected))
+            names = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            example = f", e.g. {names[0]} instead of {names[1]}" if names else ""
+            options = "FINETUNE.LR_MULT, FINETUNE.FREEZE, OPTIM.LAYER_DECAY or a weight decay"
+            raise CheckpointError(
+                f"{path}: the parameter groups of its optimizer differ{example}: {options} has changed;"
+                f" fix: set it back, or {WEIGHTS_ONLY}"
+            )
+
+    def _convert_step(self, old_batch: int) -> None:
+        """Convert the step to the current global batch, so that no image of the epoch is skipped."""
+        if self.step and old_batch != self.global_batch:
+            seen = self.step * old_batch
+            self.step = seen // self.global_batch
+            self.reset_row()
+            logger.warning("global batch changed from %d to %d; repeated in this epoch: %s", old_batch,
+                           self.global_batch, counted(seen - self.step * self.global_batch, "image"))  # fmt: skip
+
+    @property
+    def best_value(self) -> float:
+        """The best value of the first metric over all kinds of weights."""
+        values = [self.bests[kind].value for kind in self.models]
+        return max(values) if self.higher_is_better else min(values)
+
+    def finish_step(self, num_steps: int) -> None:
+        """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
+        self.step += 1
+        for average in self.averages.values():
+            images_seen = (self.epoch * num_steps + self.step) * self.global_batch
+            average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
+
+    def finish_epoch(self, values: dict[str, float] | None = None) -> list[str]:
+        """Count the epoch as done, and evaluated if there are values; return the kinds of weights that are the best."""
+        values, better = values or {}, self.higher_is_better
+        new_bests = [kind for kind, value in values.items() if self.bests[kind].update(value, self.epoch, better)]
+        self.evaluated_at = (self.epoch, self.step) if values else None
+        self.epoch, self.step = self.epoch + 1, 0
+        return new_bests
+
+
+def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[str, ...] = ("",)) -> list[str]:
+    """Return the options that differ between two configs, e.g. ["OPTIM.BASE_LR 0.1 -> 0.2"].
+
+    Options that exist in only one version are ignored, as is an empty DATA.MEAN or DATA.STD of an older one.
+    """
+    before = {key: value for key, value in before.items() if value or key not in ("DATA.MEAN", "DATA.STD")}
+    keys = [key for key in dict.fromkeys((*before, *now)) if key.startswith(sections)]
+    known = [key for key in keys if key.startswith(OPEN_SECTIONS) or (key in before and key in now)]
+    pairs = {key: (before.get(key, "unset"), now.get(key, "unset")) for key in known}
+    return [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old != new]

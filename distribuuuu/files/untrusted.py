@@ -1,0 +1,77 @@
+"""Input from others: regular files within a size, JSON within limits, and names without control characters.
+
+A named pipe or a device blocks a plain `open` or never ends, and a name may hold sequences that a terminal or a browser
+acts on.
+"""
+
+import errno
+import io
+import json
+import os
+import re
+import stat
+from typing import IO, Any
+
+# Bytes of a JSON file, its levels, and the least integer that is refused.
+MAX_JSON, MAX_DEPTH, MAX_INTEGER = 1 << 24, 50, 1 << 64
+# Control characters, marks of the writing direction (Unicode, UAX 9), line separators, and what UTF-8 cannot represent.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: Any, keep: str = "") -> str:
+    """Return a text for a terminal or a page: control and direction characters are written as escape sequences.
+
+    Args:
+        text: the text, e.g. a file name.
+        keep: characters that are left as they are, e.g. line breaks of a message.
+    """
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), str(text))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def open_regular(path: str | os.PathLike, encoding: str | None = None, **options: Any) -> IO:
+    """Open a regular file for reading, as bytes, or as text in an encoding; `options` are those of `TextIOWrapper`.
+
+    Raises:
+        OSError: it cannot be read, or is a folder, a named pipe, a socket or a device; links are followed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    file = open(descriptor, "rb")
+    return file if encoding is None else io.TextIOWrapper(file, encoding=encoding, **options)
+
+
+def read_regular(path: str | os.PathLike, most: int) -> bytes:
+    """Return the content of a regular file of at most so many bytes; raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+    return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, is nested deeper than `MAX_DEPTH`, or has an integer of `MAX_INTEGER` or more.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    waiting = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(item, int) and abs(item) >= MAX_INTEGER:
+            raise ValueError("it has an integer of 2**64 or more")
+        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        waiting += [(child, depth + 1) for child in children]
+    return value

@@ -1,0 +1,90 @@
+"""The image files that the arguments of a command name: folders, patterns, files and lists of paths."""
+
+import glob
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.data.datasets.base import is_class, is_folder, is_image
+from distribuuuu.files.untrusted import open_regular
+
+
+def list_images(paths: Sequence[str]) -> list[str]:
+    """Return the files that the arguments of a command name, in their order.
+
+    A folder stands for the images below it, sorted by name in each folder; a pattern with `*`, `?` or `[` for its
+    matches, sorted; a text file (.txt) for the paths in its lines, `-` for those in standard input.
+
+    Raises:
+        ConfigError: with every argument that does not exist, cannot be read, or stands for no file.
+    """
+    found: list[str] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            own = list(_expand(path))
+            found += own
+            if not own:
+                problems.append(f"PATHS: {path}: holds no image")
+        except OSError as error:
+            problems.append(f"PATHS: {error.filename or path}: {_describe(error, path)}")
+        except UnicodeDecodeError:
+            problems.append(f"PATHS: {path}: is not a text file of paths")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _describe(error: OSError, path: str) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return error.strerror or str(error)
+    parent = Path(path).parent
+    return f"no such file or folder{did_you_mean(Path(path).name, os.listdir(parent) if parent.is_dir() else ())}"
+
+
+def _expand(path: str) -> Iterator[str]:
+    if path == "-":
+        yield from _lines(sys.stdin)
+    elif os.path.isdir(path):
+        yield from _walk(path, ())
+    elif os.path.lexists(path):
+        if path.lower().endswith(".txt"):
+            with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
+                yield from _lines(file)
+        else:
+            yield path
+    elif glob.has_magic(path):
+        for match in sorted(glob.glob(path, recursive=True)):
+            if not os.path.isdir(match):
+                yield from [match] if is_image(os.path.basename(match)) else ()
+            elif "**" not in path:
+                yield from _walk(match, ())
+    else:
+        raise FileNotFoundError(2, "no such file or folder", path)
+
+
+def _lines(file: Any) -> Iterator[str]:
+    for line in file:
+        if "\0" in line:
+            raise OSError(22, "is not a text file of paths")
+        if text := line.strip("\r\n"):
+            yield text
+
+
+def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
+    """Yield the images below a folder; `above` are its parents, so that circular links end."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    with os.scandir(folder) as scanned:
+        entries = sorted(scanned, key=lambda entry: entry.name)
+    for entry in entries:
+        if is_folder(entry):
+            if is_class(entry.name):
+                yield from _walk(entry.path, (*above, real))
+        elif is_image(entry.name):
+            yield entry.path

@@ -1,0 +1,355 @@
+"""Loading of trained models: a run's folder, a checkpoint, an exported folder, or a name of timm.
+
+An exported folder holds `model.safetensors` and `config.json`. The latter has the format of timm on the Hugging Face
+Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
+"""
+
+import logging
+import math
+import os
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
+from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
+from distribuuuu.config import Config, ConfigError, get_cfg, load_cfg
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.conflicts import OPEN_SECTIONS
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.json_file import load_json
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.run_files import CHECKPOINTS
+from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.loader import build_images
+from distribuuuu.data.normalize import statistics_of
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.models.constructor import find_architecture
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
+_CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
+
+
+def load_run(
+    run: str | os.PathLike,
+    cfg_file: str | None = None,
+    overrides: Sequence[str] = (),
+    device: torch.device | str | None = None,
+) -> LoadedRun:
+    """Return a trained model with its classes, its evaluation transform, its config and its results.
+
+    Nothing in the files is executed: checkpoints are read as plain data.
+
+    Args:
+        run: the OUT_DIR of a run (its best weights; the averaged ones if it has some), a checkpoint, an exported
+            folder, or `timm/NAME` for weights that timm publishes.
+        cfg_file: the config, for weights without one, such as the state dicts of the 2021 distribuuuu.
+        overrides: KEY VALUE pairs that change the config, e.g. ("TEST.IM_SIZE", "288").
+        device: where to put the model; None: a GPU if there is one.
+
+    Raises:
+        ConfigError: it is no run, is damaged, or lacks the config, the class names, or the mean and the deviation.
+    """
+    given_device = None if device is None else torch.device(device)
+    return replace(find_run(run, cfg_file, overrides), given_device=given_device).build()
+
+
+def find_run(run: str | os.PathLike, cfg_file: str | None = None, overrides: Sequence[str] = ()) -> LoadedRun:
+    """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
+    name, path = os.fspath(run), Path(run).expanduser()
+    if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
+        return _open_checkpoint(path, None, cfg_file, overrides)
+    folder = path.parent if path.is_file() else path
+    if (folder / _EXPORT_CONFIG).is_file():
+        return _open_export(folder, overrides)
+    if path.is_dir():
+        return _open_out_dir(path, cfg_file, overrides)
+    if _is_timm_name(name):
+        return _open_timm(name, overrides)
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
+
+
+# ------------------------------------------------------------------------------------ kinds of runs
+
+
+def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+    """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
+    own = folder / _CONFIG
+    cfg_file = cfg_file or (str(own) if own.is_file() else None)
+    cfg = load_cfg(cfg_file, overrides) if cfg_file else None
+    best = find_best(folder, build_kinds(cfg) if cfg else KINDS)
+    if best is None:
+        has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
+        fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
+        raise ConfigError(f"RUN: {folder} holds no {KINDS[RAW].file_name}, but {has}{fix}")
+    return _open_checkpoint(best, folder, cfg_file, overrides)
+
+
+def _open_checkpoint(path: Path, folder: Path | None, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+    """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
+    content = _read_weights(path)
+    if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
+        folder = path.parent
+    return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg_file, overrides)
+
+
+def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
+    """Return an exported folder: ours, or one in the format of timm."""
+    path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
+    settings = _read_export_config(path)
+    if not weights.is_file():
+        raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
+    entries = settings.get("distribuuuu")
+    if entries is None:
+        entries = _timm_entries(str(path), settings.get("architecture"), settings)
+    content = {"weights": RAW, **entries, "state_dict": _read_weights(weights)["state_dict"]}
+    return _assemble(str(weights), content, folder, None, overrides)
+
+
+def _read_export_config(path: Path) -> dict[str, Any]:
+    """Return the content of config.json; every value that is read later has its type.
+
+    Raises:
+        ConfigError: it cannot be read, or a value has another type.
+    """
+    try:
+        settings = load_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
+    _check_fields(path, settings, _FIELDS)
+    if isinstance(published := settings.get("pretrained_cfg"), dict):
+        _check_fields(path, published, _FIELDS, "pretrained_cfg.")
+    if isinstance(entries := settings.get("distribuuuu"), dict):
+        _check_fields(path, entries, _OWN_FIELDS, "distribuuuu.")
+    return settings
+
+
+def _check_fields(path: Path, values: Mapping[str, Any], fields: Mapping[str, Any], prefix: str = "") -> None:
+    for key, (is_valid, expected) in fields.items():
+        if values.get(key) is not None and not is_valid(values[key]):
+            got = reprlib.repr(values[key])
+            raise ConfigError(f"RUN: {path}: {prefix}{key}: got {got}; expected {expected}; fix: export it again")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+
+
+def _is_size(value: Any) -> bool:
+    return _is_triple(value) and value[0] == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_names(value: Any) -> bool:
+    return is_list_of(value, str)
+
+
+# The values that are read from config.json: a test, and its description. All may be missing or null.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_mapping, "an object")),
+    **dict.fromkeys(("architecture", "interpolation", "crop_mode"), (_is_text, "text")),
+    **dict.fromkeys(("flip", "exif_rotate"), (_is_flag, "true or false")),
+    **dict.fromkeys(("mean", "std"), (_is_triple, "three numbers")),
+    "num_classes": (lambda value: type(value) is int and 0 < value < 1 << 31, "a positive integer"),
+    "input_size": (_is_size, "[3, height, width] in pixels"),
+    "crop_pct": (lambda value: _is_number(value) and 0.01 <= value <= 100, "a number from 0.01 to 100"),
+    "label_names": (_is_names, "a list of texts"),
+}
+_OWN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "config": (_is_mapping, "an object"),
+    "classes": (_is_names, "a list of texts"),
+    "weights": (_is_text, "text"),
+}
+
+
+def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
+    """Return the weights that timm publishes under a name."""
+    import timm
+
+    published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
+    if published is None or not published.has_weights:
+        raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
+    entries = _timm_entries(name, name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
+    return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
+
+
+def _is_timm_name(name: str) -> bool:
+    if name.removeprefix("timm/") != os.path.basename(name):
+        return False
+    try:
+        return find_architecture(f"timm/{os.path.basename(name)}").source == "timm"
+    except ConfigError as error:
+        if name.startswith("timm/"):
+            raise ConfigError(f"RUN: {error}") from error
+        return False
+
+
+def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries `classes` and `config` of a model that is described in the format of timm.
+
+    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    published = settings.get("pretrained_cfg", settings)
+    try:
+        num_classes = int(settings.get("num_classes", published["num_classes"]))
+        _, height, width = published["input_size"]
+        crop_pct = published.get("crop_pct", 0.875)
+        resize = math.floor(height / crop_pct)
+        interpolation = str(published.get("interpolation", "bicubic"))
+        mean, std = (tuple(map(float, published[key])) for key in ("mean", "std"))
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"RUN: {source}: not a model config of timm: {error!r}; expected {EXPECTED}") from error
+    if height != width or published.get("crop_mode", "center") != "center" and crop_pct < 1:
+        raise ConfigError(f"RUN: {source}: needs another crop than the central square of {height} x {width} pixels")
+    arguments: dict[str, Any] = settings.get("model_args") or {}
+    classes = settings.get("label_names") or published.get("label_names")
+    if not classes and (subset := infer_imagenet_subset({"num_classes": num_classes})):
+        classes = ImageNetInfo(subset).label_descriptions()
+    options = {
+        **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
+        "MODEL.ARCH": f"timm/{arch}",
+        "MODEL.NUM_CLASSES": num_classes,
+        "TRAIN.IM_SIZE": height,
+        "TEST.IM_SIZE": resize,
+        "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
+        "DATA.MEAN": mean,
+        "DATA.STD": std,
+        "TEST.FLIP": bool(settings.get("flip")),
+        "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
+    }
+    return {"classes": list(classes) if classes else None, "config": options}
+
+
+# --------------------------------------------------------------------------------- config and classes
+
+
+def _assemble(
+    source: str, content: dict[str, Any], folder: Path | None, cfg_file: str | None, overrides: Sequence[str]
+) -> LoadedRun:
+    """Return the model of the entries of a checkpoint; a config file takes precedence over the config in them."""
+    stored = content.get("config")
+    if cfg_file:
+        cfg = load_cfg(cfg_file, overrides)
+    elif isinstance(stored, dict) and stored:
+        cfg = config_of(stored, source, overrides)
+    else:
+        what = "holds weights, but not the config that they were trained with"
+        raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
+    cfg = cfg.clone()
+    cfg.defrost()
+    for key in ("MEAN", "STD"):
+        saved = stored.get(f"DATA.{key}") if isinstance(stored, dict) else None
+        if not cfg.DATA[key] and is_list_of(saved, (int, float)) and len(saved) == 3:
+            cfg.DATA[key] = tuple(map(float, saved))
+    classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
+    data = dataset_class(cfg)
+    if not classes or (cfg.DATA.NAME == "packed" and not has_statistics):  # a packed set keeps them in its files
+        data = _open_data(source, cfg, "does not hold DATA.MEAN" if classes else "holds no class names")
+    classes = classes or data.classes
+    if not is_list_of(classes, str):
+        raise CheckpointError(f"RUN: {source}: invalid: `classes`: expected a list of texts")
+    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or len(classes)
+    if len(classes) != cfg.MODEL.NUM_CLASSES:
+        named = f"names {counted(len(classes), 'class')}, but MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}"
+        raise CheckpointError(f"RUN: {source}: {named}")
+    cfg.DATA.MEAN, cfg.DATA.STD = map(tuple, statistics_of(cfg, data))
+    cfg.MODEL.WEIGHTS, cfg.OUT_DIR = None, str(folder or Path(source).parent)
+    cfg.freeze()
+    return LoadedRun(source, str(content.get("weights")), cfg, tuple(classes), content.get("state_dict"), folder)
+
+
+def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
+    """Return the evaluation set of a config, for a file that lacks what the set knows."""
+    try:
+        return open_data(cfg)
+    except (ConfigError, OSError) as error:
+        what = f"{missing}, and the data of its config cannot be read ({error})"
+        fix = "set TRAIN.DATASET and TEST.DATASET to the data that it was trained on (--set KEY VALUE)"
+        raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
+
+
+def open_data(cfg: Config, train: bool = False) -> ImageDataset:
+    """Return a set of images of a config, which may be of others: nothing is written to the folders that it names.
+
+    The index of a folder of images is kept in the user's cache folder, and nothing is downloaded, unless an option of
+    the command line says so.
+
+    Raises:
+        ConfigError, OSError: it cannot be opened.
+    """
+    own = cfg.clone()
+    own.defrost()
+    if cfg.origins.get("DATA.CACHE_DIR") != COMMAND_LINE:
+        own.DATA.CACHE_DIR = ""
+    if cfg.origins.get("DATA.DOWNLOAD") != COMMAND_LINE:
+        own.DATA.DOWNLOAD = False
+    family = dataset_class(own)
+    own.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or family.count_classes(own)
+    if issubclass(family, ImageFolder):
+        family = type(family.__name__, (family,), {"index_in_root": False})
+    return build_images(own, train, family)
+
+
+def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of the options that a checkpoint stores, changed by KEY VALUE pairs.
+
+    Options of other versions of this package are left out, with a warning.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    known, words, unknown = dict(iter_options(get_cfg())), [], []
+    for key, value in options.items():
+        if str(key).startswith(tuple(f"{section}." for section in OPEN_SECTIONS)) or key in known:
+            is_text = isinstance(value, str) and key in known
+            words += [key, value if is_text else repr(value)]
+        else:
+            unknown.append(str(key))
+    if unknown:
+        logger.warning("%s: options of another version are ignored: %s", source, first_few(unknown))
+    cfg, problems = read_cfg(None, [*words, *overrides])
+    origins = {**dict.fromkeys(map(str, options), source), **dict.fromkeys(overrides[::2], COMMAND_LINE)}
+    if problems:
+        raise ConfigError(problems, origins)
+    cfg.origins.update((key, origins.get(key, source)) for key in cfg.origins)  # an option may set another one
+    return cfg
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """Return the content of a weights file, see `read_checkpoint`; its errors are raised as errors of RUN."""
+    try:
+        return read_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"RUN: {error}") from error

@@ -1,0 +1,325 @@
+"""A trained model with its classes, its evaluation transform and predictions for images in memory or on disk."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from distribuuuu.checkpoint.best_weights import KINDS
+from distribuuuu.checkpoint.load import load_state_dict
+from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
+from distribuuuu.data.loader import BadImageError, build_transform
+from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.distributed.fsdp import inference
+from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.setup import set_backends
+from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
+from distribuuuu.inference.image_arguments import list_images
+from distribuuuu.launch.host import copy_to_host, count_cores
+from distribuuuu.models import build_model
+from distribuuuu.optim.precision import build_precision
+from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.tasks.base import Task, build_task
+from distribuuuu.tasks.metrics import StepOutput
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+# What can be predicted: a path, a PIL image, or uint8 pixels (H, W, 3) or (H, W).
+Image = Any
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """The evaluation transform of a run: decode, resize, center crop, normalize.
+
+    Attributes:
+        crop: the resize and the crop.
+        decoder, options: DATA.DECODER, and DATA.MAX_PIXELS and DATA.EXIF_ROTATE.
+        mean, std: per channel, of pixel values 0 to 1.
+        channels_last: MODEL.CHANNELS_LAST.
+    """
+
+    crop: CenterCrop
+    decoder: str
+    options: DecodeOptions
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    channels_last: bool = False
+
+    def __call__(self, image: Image) -> torch.Tensor:
+        """Return float32 (3, size, size) on the CPU from a path, a PIL image or uint8 pixels.
+
+        Raises:
+            ValueError, RuntimeError, OSError: it is no image.
+        """
+        item = UnlabeledImages([image]).read(0)
+        pixels = self.crop(open_lazy_image(item, self.decoder, self.options), SampleRNG(0, 0))
+        return self.normalizer()(pixels[None])[0]
+
+    def normalizer(self, device: torch.device = CPU, channels_last: bool = False) -> Normalizer:
+        """Return the normalization of uint8 crops (N, 3, size, size); arguments as for `Normalizer`."""
+        return Normalizer(device, self.mean, self.std, channels_last)
+
+
+def build_eval_transform(cfg) -> EvalTransform:
+    """Return the evaluation transform of a config that sets DATA.MEAN and DATA.STD."""
+    data, options = cfg.DATA, build_decode_options(cfg)
+    crop = build_transform(cfg, ImageDataset(), train=False)
+    assert isinstance(crop, CenterCrop)
+    return EvalTransform(crop, data.DECODER, options, data.MEAN, data.STD, cfg.MODEL.CHANNELS_LAST)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classes of one image, the most probable first.
+
+    Attributes:
+        image: its path; `image N`, from 0, for an image in memory.
+        labels: the class names: the `topk` most probable ones, or with several labels per image those above a
+            threshold.
+        probabilities: of the labels, by softmax, or with several labels per image by sigmoid.
+        error: why the image cannot be read; None if it can.
+    """
+
+    image: str
+    labels: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    error: str | None = None
+
+
+class Selection(NamedTuple):
+    """The number of classes, or the threshold, of a prediction.
+
+    Attributes:
+        topk: number of the most probable classes; None with several labels per image.
+        threshold: least probability, exclusive, with several labels per image.
+    """
+
+    topk: int | None = None
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRun:
+    """A trained model, ready to predict. Its files have been read; it is built at the first use of `model`.
+
+    Attributes:
+        source: the file of the weights, or the name of published weights.
+        weights: "raw", "ema" (their moving average) or "published".
+        cfg: the frozen config; DATA.MEAN, DATA.STD and MODEL.NUM_CLASSES are set.
+        classes: the class names.
+        state_dict: the weights of the file; None for published ones.
+        folder: the folder with results.json; None: there is none.
+        given_device: the device of the model; None: a GPU if there is one.
+    """
+
+    source: str
+    weights: str
+    cfg: Config
+    classes: tuple[str, ...]
+    state_dict: dict[str, torch.Tensor] | None
+    folder: Path | None = None
+    given_device: torch.device | None = None
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.given_device or pick_device(0)
+
+    @cached_property
+    def transform(self) -> EvalTransform:
+        """The evaluation transform of the run."""
+        return build_eval_transform(self.cfg)
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of the run."""
+        return build_task(self.cfg, self.classes, self.device, build_precision(self.cfg, self.device))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model in evaluation mode, on `device`: images (N, 3, H, W) -> logits (N, classes).
+
+        Raises:
+            ConfigError: it cannot be built, the weights do not fit, or the task has no classes to predict.
+        """
+        set_backends(self.cfg, self.device)
+        # The algorithm must not depend on measurements of the process.
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+        if self.task.num_outputs != len(self.classes):
+            reason = "whose model has no output per class; nothing to predict"
+            raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
+        model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
+        if self.state_dict is not None:
+            load_state_dict(model, self.state_dict, self.source)
+        return model.to(self.device).eval()
+
+    def build(self) -> "LoadedRun":
+        """Build the model now, so that its errors are raised here; return the run."""
+        _ = self.model
+        return self
+
+    @cached_property
+    def results(self) -> dict | None:
+        """The content of results.json; None if there is none, or if it is damaged, with a warning."""
+        if self.folder is None or not os.path.lexists(self.folder / FILE_NAME):
+            return None
+        try:
+            return read_results(self.folder / FILE_NAME)
+        except ConfigError as error:
+            logger.warning("left out: %s", error)
+            return None
+
+    def describe(self) -> str:
+        """Return a line about the model, its weights and the preprocessing of images."""
+        averages = {name: f" ({kind.average} of the weights)" for name, kind in KINDS.items() if kind.average}
+        kind = {**averages, "published": " (published weights)"}.get(self.weights, "")
+        sizes = f"images resized to {self.transform.crop.resize_to} px, cropped to {self.transform.crop.size} px"
+        return f"model: {self.cfg.MODEL.ARCH}, {counted(len(self.classes), 'class')}; {self.source}{kind}; {sizes}"
+
+    def predict(
+        self, images: Any, topk: int | None = None, threshold: float | None = None, skip_bad: bool = False
+    ) -> list[Prediction]:
+        """Return the prediction of each image, in order.
+
+        Args:
+            images: an image or several ones: paths of files or folders, PIL images, uint8 pixels (H, W, 3) or (H, W).
+            topk: the number of classes (5), for a model with one label per image.
+            threshold: the least probability of a label (0.5), for a model with several labels per image.
+            skip_bad: return a prediction with `error` for an image that cannot be read.
+
+        Raises:
+            ConfigError: a path does not exist, or `topk` or `threshold` does not suit the model.
+            BadImageError: an image cannot be read, and `skip_bad` is False.
+        """
+        selection = choose_selection(self.task.multilabel, topk, threshold)
+        items, size = _as_items(images), self.cfg.TEST.BATCH_SIZE
+        # Threads, as processes cannot be forked safely from a notebook.
+        loading = min(32, size), min(count_cores(), len(items) // 2), "thread"
+        chunks = self.predict_chunks(items, list_spans(len(items), size), selection, *loading)
+        predictions = [prediction for chunk in chunks for prediction in chunk]
+        bad = next((prediction for prediction in predictions if prediction.error), None)
+        if bad and not skip_bad:
+            raise BadImageError(f"broken image: {bad.image}: {bad.error}; fix: remove it, or pass skip_bad=True")
+        return predictions
+
+    def predict_chunks(
+        self, items: Sequence[Image], spans: Sequence[range], selection: Selection, *loading: Any
+    ) -> Iterator[list[Prediction]]:
+        """Yield the predictions of each chunk of some images.
+
+        Args:
+            items: all images.
+            spans: the positions of the images of each chunk.
+            selection: the classes to name.
+            loading: batch size, number and kind of the workers, see `ChunkLoader`.
+        """
+        images = UnlabeledImages(items)
+        loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
+        self.build()  # after the workers have been forked: the model may be on a GPU
+        started = (
+            (span, start_selection(self.compute_output(pixels), selection, self.cfg.TRAIN.TOPK), causes)
+            for span, pixels, causes in loader.chunks()
+        )
+        for span, finish, causes in one_behind(started, self.device):
+            predictions = []
+            for index, (numbers, probabilities) in zip(span, finish(), strict=True):
+                name = images.describe(index)
+                if index in causes:
+                    predictions.append(Prediction(name, error=causes[index]))
+                else:
+                    labels = tuple(self.classes[number] for number in numbers)
+                    predictions.append(Prediction(name, labels, tuple(probabilities)))
+            yield predictions
+
+    @explain_out_of_memory("the prediction", batch="test")
+    def compute_output(self, images: torch.Tensor) -> StepOutput:
+        """Return the output of the evaluation step of the task for normalized images (N, 3, H, W) on the device."""
+        num, classes = len(images), len(self.classes)
+        shape, dtype = ((num, classes), torch.float32) if self.task.multilabel else ((num,), torch.int64)
+        with inference(self.model):
+            return self.task.eval_step(self.model, images, torch.zeros(shape, dtype=dtype, device=images.device))
+
+
+def choose_selection(multilabel: bool, topk: int | None, threshold: float | None) -> Selection:
+    """Return which classes are to be predicted.
+
+    Raises:
+        ConfigError: `topk` with several labels per image, `threshold` with one, or a value out of range.
+    """
+    if multilabel and topk is not None:
+        raise ConfigError("--topk: the model gives an image several labels; fix: use --threshold P, or leave it out")
+    if not multilabel and threshold is not None:
+        raise ConfigError("--threshold: the model gives an image one label; fix: use --topk K, or leave it out")
+    if topk is not None and topk < 1:
+        raise ConfigError(f"--topk: got {topk}; expected 1 or more")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ConfigError(f"--threshold: got {threshold:g}; expected 0 to 1")
+    if multilabel:
+        return Selection(threshold=0.5 if threshold is None else threshold)
+    return Selection(topk=5 if topk is None else topk)
+
+
+def start_selection(
+    output: StepOutput, selection: Selection, eval_topk: int
+) -> Callable[[], list[tuple[list[int], list[float]]]]:
+    """Start to copy an output from the device; return the function that waits for it, see `select_classes`."""
+    copied = [output.logits]
+    if selection.topk is not None:
+        copied.append(output.ranked(min(eval_topk, output.logits.shape[1]))[:, :1])
+    wait = copy_to_host(copied)
+    return lambda: select_classes(selection, *wait())
+
+
+def select_classes(
+    selection: Selection, logits: torch.Tensor, first: torch.Tensor | None = None
+) -> list[tuple[list[int], list[float]]]:
+    """Return the numbers of the chosen classes of each image and their probabilities, the most probable first.
+
+    With one label per image, the first class is that of the metric top1, also if several logits are equal; it depends
+    on TRAIN.TOPK.
+
+    Args:
+        selection: which classes to choose.
+        logits: (N, classes), on the CPU.
+        first: the first class of each image (N, 1), with one label per image.
+    """
+    scores = logits.double()
+    num_classes = scores.shape[1]
+    if selection.topk is None:
+        probabilities = scores.sigmoid()
+        ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
+        counts = (ranked > selection.threshold).sum(1).tolist()
+    else:
+        probabilities, num = scores.softmax(dim=1), min(selection.topk, num_classes)
+        assert first is not None
+        order = scores.scatter(1, first, torch.inf).topk(num).indices
+        ranked, counts = probabilities.gather(1, order), [num] * len(order)
+    rows = zip(order.tolist(), ranked.tolist(), counts, strict=True)
+    return [(numbers[:count], values[:count]) for numbers, values, count in rows]
+
+
+def _as_items(images: Any) -> list[Image]:
+    """Return a list of single images from the argument of `predict`; folders are listed."""
+    if isinstance(images, (str, os.PathLike, bytes)) or hasattr(images, "getexif"):  # a PIL image has this method
+        images = [images]
+    elif isinstance(images, (np.ndarray, torch.Tensor)):
+        images = [images] if images.ndim < 4 else list(images)
+    items: list[Image] = []
+    for item in images:
+        items += list_images([os.fspath(item)]) if isinstance(item, (str, os.PathLike)) else [item]
+    return items

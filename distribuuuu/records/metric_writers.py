@@ -1,0 +1,139 @@
+"""Writers of metrics.jsonl and TensorBoard events, and the reader of records. A full disk does not stop the run."""
+
+import functools
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config.errors import counted
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.untrusted import parse_json
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two attempts to write events.
+RETRY_S = 60.0
+# The least epoch or step that is refused.
+_MAX_POSITION = 1 << 31
+
+
+class RecordFile:
+    """A JSON Lines file. Lines that cannot be written are kept in memory and written with the next one.
+
+    Args:
+        path: the file; created again, with its folder, if it is deleted.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._unwritten: list[str] = []
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record as a line."""
+        self._unwritten.append(json.dumps(record) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write("".join(self._unwritten).encode())
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                logger.warning("%s CANNOT BE WRITTEN, its lines are kept in memory: %s", self.path, error)
+            return
+        self._unwritten.clear()
+
+    def _write(self, data: bytes) -> None:
+        """Append all of the data or, on a full disk, nothing."""
+        with open(self.path, "ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(before)
+                raise
+
+
+class EventFile:
+    """TensorBoard events. Those that cannot be written are lost with a warning; later ones go to a new file.
+
+    Args:
+        folder: folder of the event files.
+        purge_step: TensorBoard hides events of earlier starts from this step on.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        self.folder = folder
+        self._writer: Any = None
+        self._retry_at = 0.0
+        threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
+        self._call(None, purge_step=purge_step)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a point to a curve."""
+        self._call("add_scalar", tag, value, step)
+
+    def image(self, tag: str, pixels: Any, step: int) -> None:
+        """Add an image, uint8 (3, H, W)."""
+        self._call("add_image", tag, pixels, step)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._writer:
+            self._call("close")
+
+    def _call(self, method: str | None, *arguments: Any, purge_step: int | None = None) -> None:
+        if self._writer is None and time.monotonic() < self._retry_at:
+            return
+        try:
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(self.folder, purge_step=purge_step)
+            if method:
+                getattr(self._writer, method)(*arguments)
+        except OSError as error:
+            logger.warning("TensorBoard events CANNOT BE WRITTEN, those of %.0f s are lost: %s", RETRY_S, error)
+            self._writer, self._retry_at = None, time.monotonic() + RETRY_S
+
+
+def _ignore_tensorboard(excepthook: Callable, args: threading.ExceptHookArgs) -> None:
+    """Call `excepthook`, except for threads of TensorBoard, which raise their exception again in the next call."""
+    if not type(args.thread).__module__.startswith("tensorboard"):
+        excepthook(args)
+
+
+def drop_records_after(path: Path, epoch: int, step: int) -> None:
+    """Keep the records of metrics.jsonl up to a position (finished epochs, steps since); drop unreadable lines."""
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        records = {line: parse_record(line) for line in content.splitlines()}
+        if num_lost := sum(record is None for record in records.values()):
+            logger.warning("%s: %s removed: not a valid record", path, counted(num_lost, "line"))
+        kept = [line + b"\n" for line in content.splitlines()
+                if (record := records[line]) and _find_position(record) <= (epoch, step)]  # fmt: skip
+        if b"".join(kept) != content:
+            with replacing(path) as file:
+                file.writelines(kept)
+    except OSError as error:
+        logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are repeated: %s", path, error)
+
+
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the record in a line of metrics.jsonl; None: it has no kind or no position (epoch from 1, step)."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    has_position = all(type(record.get(key)) is int and 0 <= record[key] < _MAX_POSITION for key in ("epoch", "step"))
+    return record if has_position else None
+
+
+def _find_position(record: dict[str, Any]) -> tuple[int, float]:
+    """Return (finished epochs, steps since) of a record; infinite steps for an evaluation."""
+    return record["epoch"] - 1, math.inf if record["kind"].startswith("eval") else record["step"]

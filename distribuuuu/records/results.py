@@ -1,0 +1,322 @@
+"""results.json of a run: schema, atomic writing, loading.
+
+Epochs count from 1 and accuracies are percentages; null means unknown. `SCHEMA` lists the keys and their types:
+
+- `config`: the config file, e.g. `fashion_mnist/resnet14`; `overrides`: its options changed on the command line;
+  `config_hash`: equal for all seeds of one config, see `hash_config`.
+- `accuracy`: loss and metrics of the `raw` weights and, if there is one, of their moving average, `ema`; each of the
+  last and of the best epoch. The best one is selected on the same images, so it is optimistic.
+- `evaluation.metrics`: metrics and display names; the first selects the best epoch. `evaluation.k`: k of `topk`.
+- `training.hours`: over all starts, including evaluation; `training.images_per_s`: training steps of all starts.
+- `peak_memory.mib`: maximum over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the
+  host memory of the main process ("host").
+
+test_results.json of test_net.py has the same keys except `training` and `seed`, and `weights`, the evaluated file.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config import Config, ConfigError, run_files
+from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.conflicts import AUTO
+from distribuuuu.config.json_file import load_json
+from distribuuuu.files.atomic_file import replacing
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+FILE_NAME, TEST_FILE_NAME = run_files.RESULTS, run_files.TEST_RESULTS
+# Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
+NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "TEST.SAVE_PREDICTIONS",
+              "TEST.LABELS", "DATA.CACHE_DIR", "DATA.CACHE_GB", "DATA.TIMEOUT_S")  # fmt: skip
+# Options that are not meant to change results: hashed, but not listed as overrides.
+SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
+              "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
+              "DIST.STARTUP_TIMEOUT_S", "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS",
+              "CHECKPOINT.KEEP_LAST", "CHECKPOINT.KEEP_EVERY")  # fmt: skip
+
+_NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
+_MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
+_EVALUATION = {"epoch": int, "loss": _MAYBE_NUMBER}
+SCHEMA: dict[str, Any] = {
+    "schema": int,
+    "kind": str,
+    "finished": bool,
+    "config": _MAYBE_TEXT,
+    "overrides": dict,
+    "config_hash": str,
+    "seed": int,
+    "model": {"arch": str, "params_m": _NUMBER},
+    "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
+    "evaluation": {"resize": int, "crop": int, "interpolation": str, "count": int},
+    "accuracy": {"raw": {"last": _EVALUATION, "best": {**_EVALUATION, "epoch": _MAYBE_INT}}},
+    "training": {
+        "px": int,
+        "epochs_done": int,
+        "epochs_planned": int,
+        "global_batch": int,
+        "processes": int,
+        "hours": _NUMBER,
+        "images_per_s": _MAYBE_NUMBER,
+    },
+    "peak_memory": {"mib": _MAYBE_NUMBER, "of": str},
+    "hardware": str,
+    "versions": dict,
+    "commit": _MAYBE_TEXT,
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run.
+
+    Attributes:
+        epochs: finished epochs.
+        hours: of training so far, over all starts, including evaluation.
+        images_per_s: of the training steps; None: none was timed.
+        peak_memory_mib: maximum memory in use; None: unknown.
+        metric: the metric that selects the best evaluation, e.g. "top1".
+        bests: for each kind of weights, the value and the epoch, from 1, of the best evaluation; epoch None: not
+            recorded in the resumed checkpoint.
+    """
+
+    epochs: int
+    hours: float
+    images_per_s: float | None
+    peak_memory_mib: float | None
+    metric: str
+    bests: dict[str, tuple[float, int | None]]
+
+
+# --------------------------------------------------------------------------------------- config
+
+
+def _is_hashed(key: str) -> bool:
+    return key not in NOT_HASHED and not key.startswith("LOG.")
+
+
+def hash_config(cfg: Config) -> str:
+    """Return the SHA-256 of all options except `NOT_HASHED` and LOG.*: equal for all seeds of a config."""
+    # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
+    options = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
+    values = [(key, AUTO if is_found(cfg, key) else value) for key, value in options]
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def is_found(cfg: Config, key: str) -> bool:
+    """Tell whether the value of an option was `auto` and has been found on this machine."""
+    return cfg.origins.get(key, "").startswith(f"{AUTO}, ")
+
+
+def config_name(cfg: Config) -> str | None:
+    """Return the folder and the name of the YAML file, e.g. 'imagenet/resnet50'; None without a file."""
+    # The first match: the origin of a derived value contains a key, and follows the value that it is derived from.
+    files = (re.fullmatch(r"(.+):\d+", origin) for origin in cfg.origins.values())
+    path = next((Path(match[1]) for match in files if match), None)
+    return "/".join([*path.absolute().parts[-2:-1], path.stem]) if path else None
+
+
+def list_overrides(cfg: Config) -> dict[str, Any]:
+    """Map the options of the command line to their values, except `NOT_HASHED`, LOG.* and `SPEED_ONLY`."""
+    return {
+        key: value
+        for key, value in iter_options(cfg)
+        if _is_hashed(key) and key not in SPEED_ONLY and cfg.origins.get(key) == "command line"
+    }
+
+
+def describe_evaluation(cfg: Config) -> dict[str, Any]:
+    """Return the preprocessing of evaluation images; sizes in pixels."""
+    return {
+        "resize": cfg.TEST.IM_SIZE,
+        "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
+        "interpolation": cfg.TEST.INTERPOLATION,
+        **({"labels": cfg.TEST.LABELS} if cfg.TEST.LABELS else {}),
+        **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image
+    }
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, evaluations: dict[str, dict]) -> bool:
+    """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
+
+    Args:
+        facts: entries that are constant over the run (`run_results.collect_metadata`).
+        evaluations: results of `evaluate` for each kind of weights, e.g. "raw" and "ema".
+    """
+    path = Path(out_dir) / FILE_NAME
+    previous: dict = {}
+    with contextlib.suppress(ConfigError):
+        previous = read_results(path)["accuracy"]
+    accuracy = {}
+    for kind, result in evaluations.items():
+        last = {"epoch": progress.epochs, **_drop_count(result)}
+        accuracy[kind] = {"last": last, "best": _find_best(last, progress, kind, previous.get(kind, {}))}
+    training = {
+        **facts["training"],
+        "epochs_done": progress.epochs,
+        "hours": round(progress.hours, 6),
+        "images_per_s": progress.images_per_s,
+    }
+    record = {
+        "schema": SCHEMA_VERSION,
+        "kind": "training",
+        "finished": progress.epochs >= training["epochs_planned"],
+        **facts,
+        "training": training,
+        "evaluation": {**facts["evaluation"], "count": evaluations["raw"]["count"]},
+        "accuracy": accuracy,
+        "peak_memory": {**facts["peak_memory"], "mib": progress.peak_memory_mib},
+    }
+    return write_json(path, record)
+
+
+def write_evaluation(out_dir: str | os.PathLike, facts: dict, weights: str, evaluations: dict[str, dict]) -> bool:
+    """Write OUT_DIR/test_results.json of `test_net.py`; return whether that succeeded."""
+    record = {
+        "schema": SCHEMA_VERSION,
+        "kind": "evaluation",
+        **facts,
+        "weights": weights,
+        "evaluation": {**facts["evaluation"], "count": next(iter(evaluations.values()))["count"]},
+        "accuracy": {kind: _drop_count(result) for kind, result in evaluations.items()},
+    }
+    return write_json(Path(out_dir) / TEST_FILE_NAME, record)
+
+
+def _drop_count(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "count"}
+
+
+def _find_best(last: dict, progress: Progress, kind: str, previous: dict) -> dict:
+    """Return the best evaluation: the last one, the best one of the previous file, or only its selecting metric."""
+    value, epoch = progress.bests.get(kind, (None, last["epoch"]))
+    if epoch == last["epoch"]:
+        return last
+    best = previous.get("best", {})
+    # After a rollback, the previous file may have another evaluation of the same epoch.
+    if best.get("epoch") == epoch and best.get(progress.metric) == value:
+        return best
+    return {**dict.fromkeys(last), "epoch": epoch, progress.metric: value}
+
+
+def write_json(path: Path, record: dict) -> bool:
+    """Write a JSON file atomically, creating its folder; log a warning and return False if that fails."""
+    text = json.dumps(replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError as error:
+        logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
+        return False
+    return True
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def archive_results(out_dir: str | os.PathLike) -> None:
+    """Rename results.json of an earlier run, so that it is not mistaken for that of the starting run."""
+    path = Path(out_dir) / FILE_NAME
+    with contextlib.suppress(OSError):
+        os.replace(path, path.with_name("results.older.json"))
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
+    """Return the results of a training run, or of an evaluation (`kind` "evaluation"); all values have their types.
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, or does not match the schema.
+    """
+    record = load_json(path)
+    if not isinstance(record, dict) or "schema" not in record:
+        raise ConfigError(f"{path}: not a results.json: it has no `schema`")
+    if record["schema"] != SCHEMA_VERSION:
+        raise ConfigError(f"{path}: `schema`: got {reprlib.repr(record['schema'])}; expected {SCHEMA_VERSION}")
+    if record.get("kind") != kind:
+        fix = "pass the results.json of a training run" if kind == "training" else "evaluate the run again"
+        raise ConfigError(f"{path}: `kind`: got {reprlib.repr(record.get('kind'))}; expected {kind!r}; fix: {fix}")
+    if problem := _find_schema_error(record, _build_schema(record)):
+        raise ConfigError(f"{path}: {problem}")
+    return record
+
+
+def list_metrics(record: dict) -> dict[str, str]:
+    """Map the metrics of a record to their display names; derived from other keys in files of older versions."""
+    evaluation = record["evaluation"]
+    older = {"map": "map"} if "multilabel" in evaluation else {"top1": "top1", "topk": f"top{evaluation.get('k')}"}
+    return evaluation.get("metrics", older)
+
+
+def _build_schema(record: dict) -> dict[str, Any]:
+    """Return the schema with the metrics and the kinds of weights of a record."""
+    evaluation, accuracy = record.get("evaluation"), record.get("accuracy")
+    kinds = tuple(accuracy) if isinstance(accuracy, dict) else ("raw",)
+    expected = dict(SCHEMA["evaluation"])
+    metrics: dict[str, Any] = {}
+    if isinstance(evaluation, dict):
+        listed = list_metrics(record)
+        if isinstance(listed, dict):
+            metrics = dict.fromkeys(listed, _MAYBE_NUMBER)
+        if "metrics" in evaluation:
+            expected["metrics"] = dict.fromkeys(metrics, str) if isinstance(listed, dict) else dict
+        if "topk" in metrics:
+            expected["k"] = int
+    result = {**_EVALUATION, **metrics}
+    if record["kind"] == "evaluation":
+        del result["epoch"]
+        data = {key: SCHEMA["data"][key] for key in ("name", "folder", "num_classes")}
+        same = {
+            key: value for key, value in SCHEMA.items() if key not in ("finished", "seed", "training", "peak_memory")
+        }
+        return {**same, "weights": str, "data": data, "evaluation": expected, "accuracy": dict.fromkeys(kinds, result)}
+    results = dict.fromkeys(("raw", *kinds), {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
+    return {**SCHEMA, "evaluation": expected, "accuracy": results}
+
+
+def _find_schema_error(value: Any, schema: Any, name: str = "") -> str | None:
+    """Return the first missing key or value of a wrong type.
+
+    Args:
+        value: the JSON value.
+        schema: a type, a tuple of types, or a dictionary of schemas by key.
+        name: dotted key of the value.
+    """
+    if not isinstance(schema, dict):
+        matches = isinstance(value, schema) and (not isinstance(value, bool) or schema is bool)
+        is_huge = isinstance(value, _NUMBER) and abs(value) >= 1 << 64
+        if matches and not is_huge:
+            return None
+        names = " or ".join(one.__name__ for one in (schema if isinstance(schema, tuple) else (schema,)))
+        return f"`{name}`: got {reprlib.repr(value)}; expected {names}{' below 2**64' if is_huge else ''}"
+    if not isinstance(value, dict):
+        return f"`{name}`: got {reprlib.repr(value)}; expected dict"
+    for key, inner in schema.items():
+        inner_name = f"{name}.{key}" if name else key
+        if key not in value:
+            return f"`{inner_name}` is missing"
+        if problem := _find_schema_error(value[key], inner, inner_name):
+            return problem
+    return None

@@ -1,0 +1,384 @@
+"""Logging of a run: terminal, train.log, metrics.jsonl, TensorBoard, progress bar.
+
+Only the main process writes files; the other processes print warnings.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from distribuuuu.config import run_files
+from distribuuuu.distributed import comm as dist
+from distribuuuu.files.untrusted import printable
+from distribuuuu.records.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
+from distribuuuu.records.metric_writers import EventFile, RecordFile, drop_records_after
+from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
+
+logger = logging.getLogger("distribuuuu")
+# Loggers of the table of steps, and of the table of epochs, which a terminal shows above the progress bar instead.
+_table_log, _epochs_log = logging.getLogger("distribuuuu.steps"), logging.getLogger("distribuuuu.epochs")
+
+# Seconds between two logged steps, or evaluation batches, while no metrics are read.
+LOG_INTERVAL_S = 15.0
+# Progress bars: the position, the time left of the epoch or the evaluation, then what `RunLog` appends.
+_BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
+_TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
+# ANSI colors of the level names.
+_COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
+# Steps or seconds of a start before the data time is checked: over a few steps it is noise.
+_MIN_STEPS, _MIN_S = 50, 20.0
+# Seconds between two checks within an epoch; long enough that the first batches of an epoch hardly count.
+_CHECK_INTERVAL_S = 60.0
+
+
+class _LineFormatter(logging.Formatter):
+    """Format of a line: time, rank if it is not 0, level from WARNING on (optionally colored), message."""
+
+    def __init__(self, time_format: str, colored: bool = False):
+        super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
+        self._colored = colored
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line of a record; its time and message are already formatted."""
+        record.message = printable(record.message, keep="\n\t")  # it may name files and classes
+        if record.levelno < logging.WARNING:
+            return super().formatMessage(record)
+        color = _COLORS.get(record.levelno) if self._colored else None
+        level = f"\x1b[{color}m{record.levelname}:\x1b[0m" if color else f"{record.levelname}:"
+        return super().formatMessage(logging.makeLogRecord({**record.__dict__, "message": f"{level} {record.message}"}))
+
+
+class _TerminalHandler(logging.StreamHandler):
+    """Handler that prints above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record while the bar is hidden."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Ignore a line that cannot be written, e.g. if standard error is a file on a full disk."""
+
+
+class _FileHandler(logging.FileHandler):
+    """Handler of train.log that ignores write errors, e.g. on a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Ignore a line that cannot be written; the terminal shows it."""
+
+    def close(self) -> None:
+        """Close the file; ignore that buffered lines cannot be written."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
+    """Log to the terminal and to out_dir/log_name, if a name is given; other ranks print warnings only."""
+    close_logging()
+    main = dist.is_main()
+    handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
+    if main and log_name:
+        handlers.append(_file_handler(out_dir, log_name))
+    handlers[0].setFormatter(_LineFormatter(_TERMINAL_TIME, colored=supports_color()))
+    if has_progress_bar():
+        handlers[0].addFilter(lambda record: record.name != _table_log.name)
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if main else logging.WARNING)
+    logger.propagate = False
+
+
+@contextlib.contextmanager
+def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
+    """Set up logging (`set_up_logging`) for the duration of a block."""
+    set_up_logging(out_dir, log_name)
+    try:
+        yield
+    finally:
+        close_logging()
+
+
+def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
+    """Append lines to out_dir/log_name but not to the terminal; ignore write errors."""
+    with contextlib.suppress(OSError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
+        for line in lines:
+            handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
+
+
+def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
+    handler = _FileHandler(Path(out_dir) / log_name, encoding="utf-8")
+    handler.setFormatter(_LineFormatter(_FILE_TIME))
+    handler.addFilter(lambda record: record.name != _epochs_log.name)
+    return handler
+
+
+def close_logging() -> None:
+    """Remove the handlers of the package's logger and close their files."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def has_progress_bar() -> bool:
+    """Return whether this process draws a progress bar: the main process, on a terminal or in a notebook."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    is_notebook = kernel is not None and kernel.IPKernelApp.initialized()
+    return dist.is_main() and sys.stderr is not None and (is_notebook or sys.stderr.isatty())
+
+
+def supports_color() -> bool:
+    """Return whether standard error is a terminal with colors; NO_COLOR disables them (no-color.org)."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0, every: int = 1) -> tqdm:
+    """Wrap the items in a progress bar that is updated every `every` items; it is hidden off a terminal."""
+    return tqdm(
+        items,
+        desc=label,
+        total=total,
+        initial=initial,
+        miniters=every,
+        disable=not has_progress_bar(),
+        leave=False,
+        dynamic_ncols=True,
+        bar_format=_BAR_FORMAT,
+    )
+
+
+def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
+    """Return a function that iterates over an evaluation loader, logs its position by time and shows a progress bar.
+
+    The bar is updated every `every` batches.
+    """
+
+    def iterate(loader: Any) -> Iterator:
+        shown_at = time.perf_counter()
+        for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
+            yield batch
+            if time.perf_counter() - shown_at >= LOG_INTERVAL_S:
+                shown_at = time.perf_counter()
+                _table_log.info("validation: batch %d/%d", number, len(loader))
+
+    return iterate
+
+
+class RunLog:
+    """metrics.jsonl, TensorBoard and the table of steps of a run.
+
+    Args:
+        out_dir: output folder of the run.
+        tensorboard: write events to out_dir/tensorboard.
+        train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
+            evaluation metric selects the best epoch.
+        num_epochs: epochs of the run.
+        num_steps: steps per epoch.
+        images_per_step: images per step of all processes.
+        epoch, step: position of this start; later records, from an interrupted run, are removed.
+        timing: timing of the steps; None: a new one.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | os.PathLike,
+        *,
+        tensorboard: bool,
+        train_metrics: dict[str, str],
+        eval_metrics: dict[str, str],
+        num_epochs: int,
+        num_steps: int,
+        images_per_step: int,
+        epoch: int = 0,
+        step: int = 0,
+        timing: StepTiming | None = None,
+    ):
+        self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
+        self.num_epochs = num_epochs
+        self.num_steps = num_steps
+        self._images_per_step = images_per_step
+        labels = list(train_metrics.values())
+        self._table, self._epochs = build_tables(_table_log, _epochs_log, num_epochs, num_steps, labels)
+        self._evaluation = ""  # of the bar
+        self._out_dir = Path(out_dir)
+        self._shows_curves = tensorboard
+        self._records: RecordFile | None = None
+        self._events: EventFile | None = None
+        self._has_warned = False
+        self._timing = timing or StepTiming()
+        self.rewind(epoch, step)
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """Continue from an earlier position; remove the records after it."""
+        self._started = self._last_read = self._shown_at = time.perf_counter()
+        self._first_position = self._read_position = epoch * self.num_steps + step
+        self._is_first_read = True
+        # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
+        self._eta_origin: tuple[float, int] | None = None
+        self._table.start()
+        self._epochs.start()
+        if not dist.is_main():
+            return
+        path = self._out_dir / run_files.METRICS
+        drop_records_after(path, epoch, step)
+        self._records = RecordFile(path)
+        if self._shows_curves:
+            self._close_events()
+            self._events = EventFile(self._out_dir / run_files.TENSORBOARD, purge_step=self._first_position + 1)
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """True if this process writes TensorBoard events."""
+        return self._events is not None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close_events()
+
+    def _close_events(self) -> None:
+        if self._events:
+            self._events.close()
+
+    def steps(self, epoch: int, first: int) -> Iterator[int]:
+        """Yield the steps of an epoch from `first` on, with a progress bar; start the timing of `train`."""
+        self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
+        if first < self.num_steps:  # otherwise only the evaluation remains
+            self._timing.begin(self._last_read)
+        self._checked_s = self._data_time_s = 0.0
+        self._readings: list[tuple[dict, float, float]] = []  # metrics, seconds, seconds of waiting for data
+        label = f"epoch {epoch + 1}/{self.num_epochs}"
+        self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        self._show_in_bar()
+        yield from self._bar
+
+    def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
+        """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
+        now = self._last_read = time.perf_counter()
+        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self.num_steps)
+        position = epoch * self.num_steps + step
+        speed = {
+            "images_per_s": metrics["count"] / elapsed,
+            "wait": min(1.0, data_time_s / elapsed),
+            "eta_s": self._eta_s(now, position),
+        }
+        self._read_position = position
+        self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
+        self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
+        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], self._cells(metrics, speed["wait"]))
+        self._readings.append((metrics, elapsed, data_time_s))
+        if step == self.num_steps and has_progress_bar():
+            self._add_epoch(epoch, lr, speed["eta_s"])
+
+    def _cells(self, metrics: Mapping[str, float], wait: float) -> dict[str, str]:
+        values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
+        return {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{wait:.0%}"}
+
+    def _add_epoch(self, epoch: int, lr: float, eta_s: float) -> None:
+        """Log the means over the images of an epoch; after a resume, over those of this start."""
+        count = sum(metrics["count"] for metrics, _, _ in self._readings)
+        names = ("loss", *self.train_metrics)
+        means = {name: sum(one["count"] * one[name] for one, _, _ in self._readings) / count for name in names}
+        seconds = sum(elapsed for _, elapsed, _ in self._readings)
+        cells = self._cells(means, min(1.0, sum(waited for _, _, waited in self._readings) / seconds))
+        cells |= {"epoch": f"{epoch + 1}/{self.num_epochs}", "lr": format_lr(lr), "eta": format_duration(eta_s)}
+        self._epochs.add({**cells, "img/s": format_speed(count / seconds)})
+
+    def _show_in_bar(self, text: str = "") -> None:
+        """Show a text and the last evaluation at the end of the bar."""
+        self._bar.set_postfix_str(", ".join(filter(None, (text, self._evaluation))), refresh=False)
+
+    def show_step(self, epoch: int, step: int, lr: float) -> None:
+        """Log a step without metrics: the first one of a start, then one every LOG_INTERVAL_S seconds.
+
+        Only the main process logs it, by its own clock. The loss is missing because reading it is a collective.
+        """
+        now, position = time.perf_counter(), epoch * self.num_steps + step
+        if self._eta_origin and now - self._shown_at < LOG_INTERVAL_S:
+            return
+        images_per_s = (position - self._read_position) * self._images_per_step / (now - self._last_read)
+        eta_s = self._eta_s(now, position) if self._eta_origin else None
+        self._add_row(now, position, lr, images_per_s, eta_s, {})
+
+    def _add_row(
+        self, now: float, position: int, lr: float, images_per_s: float, eta_s: float | None, metrics: dict[str, str]
+    ) -> None:
+        epoch, step = (position - 1) // self.num_steps, (position - 1) % self.num_steps + 1
+        cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": format_lr(lr)}
+        cells |= {"img/s": format_speed(images_per_s)} | ({} if eta_s is None else {"eta": format_duration(eta_s)})
+        self._table.add({**cells, **metrics})
+        self._shown_at, self._eta_origin = now, self._eta_origin or (now, position)
+
+    def _eta_s(self, now: float, position: int) -> float:
+        """Return the estimated seconds until the end of the run, at the speed of this start."""
+        since, first = self._eta_origin or (self._started, self._first_position)
+        return (now - since) / (position - first) * (self.num_epochs * self.num_steps - position)
+
+    def _check_data_time(self, elapsed: float, data_time_s: float, num_steps: int, ends_epoch: bool) -> None:
+        """Warn once if waiting for data limits an epoch or a minute of it.
+
+        The first read of a start is ignored: the first batches always have to be waited for.
+        """
+        if self._is_first_read:
+            self._is_first_read = False
+            return
+        self._checked_s, self._data_time_s = self._checked_s + elapsed, self._data_time_s + data_time_s
+        is_noise = num_steps < _MIN_STEPS and self._last_read - self._started < _MIN_S
+        if is_noise or not (ends_epoch or self._checked_s >= _CHECK_INTERVAL_S):
+            return
+        fraction, self._checked_s, self._data_time_s = min(1.0, self._data_time_s / self._checked_s), 0.0, 0.0
+        if fraction > MAX_DATA_FRACTION and dist.is_main() and not self._has_warned:
+            self._has_warned = True
+            message = "%.0f %% of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"
+            logger.warning(message, 100 * fraction)
+
+    def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
+        """Log the evaluation at the end of an epoch; its seconds count from the last `train`.
+
+        Args:
+            epoch: from 0.
+            results: results of `evaluate` for each kind of weights, "raw" and "ema".
+            bests: best evaluation of each kind: `value` of the first metric; its text includes the epoch.
+        """
+        seconds, best_texts = time.perf_counter() - self._last_read, []
+        selecting = next(iter(self.eval_metrics.values()), "loss")
+        for weights, metrics in results.items():
+            kind, suffix = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
+            best = bests[weights]
+            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{selecting}": best.value, "seconds": seconds})
+            values = " ".join(f"{label} {metrics[name]:.2f}" for name, label in self.eval_metrics.items())
+            loss = format_decimal(metrics["loss"], 6)
+            logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, suffix, values, loss)
+            self._evaluation = f"val {values.split(' ')[1] if values else loss}"
+            best_texts.append(f"{suffix[2:]} {best}".lstrip())
+        logger.info("best %s so far: %s", selecting, ", ".join(best_texts))
+        self._shown_at = time.perf_counter()
+
+    def images(self, tag: str, pixels: torch.Tensor) -> None:
+        """Write uint8 (N, 3, H, W) to TensorBoard as a grid."""
+        if self._events and len(pixels):
+            from torchvision.utils import make_grid
+
+            self._events.image(tag, make_grid(pixels, nrow=8), 0)
+
+    def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
+        labels = self.train_metrics if kind == "train" else self.eval_metrics
+        values = {labels.get(name, name): value for name, value in values.items()}
+        if self._records:
+            time_s = round(time.time(), 3)
+            self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})
+        if self._events:
+            for name, value in values.items():
+                if name in ("count", "eta_s"):  # no curves
+                    continue
+                self._events.scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)

@@ -1,1 +1,0 @@
-"""Logs, TensorBoard, results.json, environment facts, result tables."""

@@ -1,1 +1,0 @@
-"""Preparation of many runs: splits of a data set."""

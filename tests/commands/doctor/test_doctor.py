@@ -1,0 +1,152 @@
+"""The command doctor: exit status, text of 80 columns, JSON, and interruption."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.images import draw_folder
+from support.runs import ROOT
+
+from distribuuuu.commands.doctor import doctor
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    draw_folder(tmp_path, "train", {"ant": 12, "bee": 14}, (60, 50))
+    draw_folder(tmp_path, "val", {"ant": 3, "bee": 4}, (60, 50))
+    return tmp_path
+
+
+def run(capsys, *args) -> tuple[int, str, str]:
+    before = signal.getsignal(signal.SIGPIPE)
+    status = doctor.doctor("distribuuuu doctor", [*map(str, args), "--workers", "0"])
+    assert signal.getsignal(signal.SIGPIPE) == before, "a connection that a server closes must not end the process"
+    return status, *capsys.readouterr()
+
+
+def test_a_clean_folder_exits_with_0(root, capsys):
+    status, text, _ = run(capsys, root)
+    assert status == 0 and "0 problems, 0 notes" in text and "bee" in text and "suggested" in text
+
+
+def test_problems_exit_with_2_and_name_files_and_fix(root, capsys):
+    for number in range(9):
+        shutil.copy(root / f"train/ant/00{number}.jpg", root / f"val/bee/a_rather_long_name_of_an_image_{number}.jpg")
+        (root / f"train/bee/0{number}.jpg").touch()
+    status, text, _ = run(capsys, root)
+    assert status == 2 and "3 problems, 0 notes" in text
+    assert "      = val/bee/a_rather_long_name_of_an_image_0.jpg" in text.replace("    = ", "      = ")
+    assert "and 4 groups more" in text and "and 4 files more" in text and text.count("fix: ") == 3
+    assert "broken: 9 images empty" in text and "the file is empty" in text
+    lines = text.splitlines()[2:]
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_json_lists_all_files(root, capsys):
+    for number in range(9):
+        (root / f"train/bee/0{number}.jpg").touch()
+    status, text, _ = run(capsys, root, "--format", "json")
+    report = json.loads(text)
+    assert status == 2 and report["version"] == 1 and len(report["findings"][0]["files"]) == 9
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    for key in [*report, *report["findings"][0], *report["splits"]["train"], *report["statistics"]]:
+        assert f"`{key}`" in page, f"docs/doctor.md does not describe {key}"
+
+
+def test_every_kind_of_finding_is_documented():
+    source = (ROOT / "distribuuuu/commands/doctor/findings.py").read_text()
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    kinds = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    for kind in ("truncated", "broken", "oversized", "leakage", "contradicting_labels", "similar_class_names",
+                 "unknown_class", "empty_class", "unreadable_folder", "image_without_class", "duplicates", "animated",
+                 "single_color", "rotated", "gray", "tiny", "large", "elongated", "imbalance", "few_images",
+                 "unevaluated_class", "ignored_file", "one_class", "nested_splits", "nested_classes",
+                 "one_split"):  # fmt: skip
+        assert f'"{kind}"' in source and kind in kinds
+
+
+def test_many_classes_are_shortened(tmp_path, capsys):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {f"class {number} {'x' * 60}": 10 for number in range(30)}, (20, 20))
+    status, text, _ = run(capsys, tmp_path)
+    assert status == 0 and max(map(len, text.splitlines()[2:])) <= 80
+    assert "..." in text and text.count("class ") < 40
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "got no data; expected FOLDER or --cfg FILE"),
+        (["/no/such"], "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
+        (["x", "--cfg", "y"], "expected one of them"),
+        (["x", "--format", "jsn"], "did you mean json?"),
+        (["x", "--workers", "-1"], "--workers: got -1; expected 0 or more"),
+        (["x", "--wrkers", "1"], "did you mean --workers"),
+        (["x", "DATA.NO_SUCH", "1"], "DATA.NO_SUCH"),
+        (["--cfg", "no.yaml"], "no such file"),
+        (["TRAIN.DATASET", "/no/such"], "TRAIN.DATASET"),
+    ],
+)
+def test_mistakes_are_reported(args, message, capsys):
+    assert doctor.doctor("distribuuuu doctor", args) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_reported(tmp_path, capsys):
+    (tmp_path / "train/cat").mkdir(parents=True)
+    status, _, errors = run(capsys, tmp_path)
+    assert status == 2 and "no images" in errors
+
+
+def test_the_set_of_a_config_is_checked(root, capsys):
+    status, text, _ = run(capsys, "TRAIN.DATASET", root, "MODEL.NUM_CLASSES", "2")
+    assert status == 0 and "33 images, 2 splits" in " ".join(text.split())
+
+
+def test_names_that_are_not_text_are_printed(root, capsys):
+    os.rename(root / "train/ant", os.fsencode(root / "train") + b"/\xff ant")
+    os.rename(root / "val/ant", os.fsencode(root / "val") + b"/\xff ant")
+    shutil.copy(root / "train/bee/000.jpg", os.fsencode(root / "val") + b"/\xff ant/\xfe.jpg")
+    status, text, _ = run(capsys, root)
+    assert status == 2 and "\\udcff ant/\\udcfe.jpg" in text
+    status, text, _ = run(capsys, root, "--format", "json")
+    assert "\\udcff ant/\\udcfe.jpg" in text and json.loads(text)["status"] == "problems"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_output_that_cannot_be_written_is_reported(root):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "distribuuuu", "doctor", str(root), "--workers", "0"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 2 and "standard output: cannot be written: No space left" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 40}, (60, 50))
+    os.mkdir(tmp_path / "train/bee")
+    for number in range(20_000):
+        os.link(tmp_path / f"train/ant/{number % 40:03d}.jpg", tmp_path / f"train/bee/{number}.jpg")
+    command = [sys.executable, "-m", "distribuuuu", "doctor", str(tmp_path), "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None and len(children.read_text().split()) < 2:
+        time.sleep(0.05)
+    workers = children.read_text().split()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors and "SIGINT" in errors
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)

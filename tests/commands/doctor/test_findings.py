@@ -1,0 +1,334 @@
+"""The check of a data set: what is found in made folders, and that odd files do not stop it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.images import draw_folder
+
+from distribuuuu.commands.doctor.findings import examine, spelling_key
+from distribuuuu.commands.doctor.layout import open_cfg, open_folder
+from distribuuuu.commands.scan.duplicates import find_groups
+from distribuuuu.commands.scan.scan import scan_images
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions
+
+
+def check(root: Path, options: DecodeOptions = DEFAULTS, workers: int = 0) -> dict:
+    return report_on(open_folder(root), options, workers)
+
+
+def report_on(splits, options: DecodeOptions = DEFAULTS, workers: int = 0) -> dict:
+    scan = scan_images(splits, options, workers, lambda num: None)
+    return examine(scan, find_groups(scan, options), options)
+
+
+def kinds(report: dict) -> dict[str, dict]:
+    assert len({finding["kind"] for finding in report["findings"]}) == len(report["findings"])
+    return {finding["kind"]: finding for finding in report["findings"]}
+
+
+def names(finding: dict, root: Path) -> list[str]:
+    return [os.path.relpath(file, root) for file in finding["files"]]
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    draw_folder(tmp_path, "train", {"ant": 12, "bee": 14}, (60, 50))
+    draw_folder(tmp_path, "val", {"ant": 3, "bee": 4}, (60, 50))
+    return tmp_path
+
+
+def test_a_clean_folder_has_no_findings(root):
+    report = check(root)
+    assert report["status"] == "clean" and report["findings"] == []
+    assert report["splits"]["train"] == {"images": 26, "classes": {"ant": 12, "bee": 14}, "imbalance": 1.17}
+    assert report["statistics"]["width"]["max"] == 60 and report["statistics"]["aspect_ratio"]["median"] == 1.2
+    assert report["suggested"]["TRAIN.IM_SIZE"] == 50
+    assert not (root / ".distribuuuu").exists()
+
+
+def test_workers_find_the_same(root):
+    shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
+    (root / "train/bee/y.png").write_bytes(b"no image")
+    assert check(root, workers=2) == check(root)
+
+
+def test_mean_and_std_are_those_of_the_training_pixels(root):
+    pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(root.glob("train/*/*.jpg"))]
+    report = check(root)
+    assert report["statistics"]["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=1e-4)
+    assert report["statistics"]["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), abs=1e-4)
+
+
+def test_statistics_of_large_jpegs_agree_with_full_decoding(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 12}, (700, 560))
+    pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(tmp_path.glob("train/*/*.jpg"))]
+    statistics = check(tmp_path)["statistics"]
+    assert statistics["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=2e-3)
+    assert statistics["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), rel=0.01)
+    assert statistics["width"]["min"] == 700 and statistics["height"]["min"] == 560
+
+
+def test_damaged_images_are_named_with_the_reason(root):
+    whole = (root / "train/ant/000.jpg").read_bytes()
+    (root / "train/ant/cut.jpg").write_bytes(whole[:-100])
+    Image.open(root / "train/ant/001.jpg").save(root / "train/ant/cut.png")
+    (root / "train/ant/cut.png").write_bytes((root / "train/ant/cut.png").read_bytes()[:-100])
+    (root / "val/bee/empty.jpg").touch()
+    (root / "val/bee/text.jpg").write_text("hello")
+    found = kinds(check(root))
+    assert names(found["truncated"], root) == ["train/ant/cut.jpg", "train/ant/cut.png"]
+    assert names(found["broken"], root) == ["val/bee/empty.jpg", "val/bee/text.jpg"]
+    assert "the file is empty" in found["broken"]["reasons"][str(root / "val/bee/empty.jpg")]
+    assert {finding["severity"] for finding in found.values()} == {"problem"} and found.keys() == {
+        "truncated",
+        "broken",
+    }
+
+
+def test_unusual_images_are_notes(root):
+    frames = [Image.new("RGB", (60, 50), color) for color in ("red", "blue")]
+    frames[0].save(root / "train/ant/moving.png", save_all=True, append_images=frames[1:])
+    noise = np.random.default_rng(0).integers(0, 256, (300, 40, 3), np.uint8)
+    Image.fromarray(noise).save(root / "train/ant/long.png")
+    Image.fromarray(noise[:9, :9]).save(root / "train/bee/tiny.png")
+    Image.fromarray(noise[:40, :, 0]).save(root / "train/bee/gray.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(noise[:45]).save(root / "val/bee/rotated.jpg", exif=exif)
+    report = check(root)
+    found = kinds(report)
+    assert {kind: names(finding, root) for kind, finding in found.items()} == {
+        "animated": ["train/ant/moving.png"],
+        "single_color": ["train/ant/moving.png"],
+        "rotated": ["val/bee/rotated.jpg"],
+        "gray": ["train/bee/gray.png"],
+        "tiny": ["train/bee/tiny.png"],
+        "elongated": ["train/ant/long.png"],
+    }
+    assert report["status"] == "clean" and all(finding["fix"] for finding in found.values())
+    assert "rotated" not in kinds(check(root, DecodeOptions(exif_rotate=True)))
+
+
+def test_images_above_the_limit_are_a_problem(root):
+    Image.new("RGB", (90, 80)).save(root / "val/ant/big.png")
+    found = kinds(check(root, DecodeOptions(max_pixels=4000)))
+    assert names(found["oversized"], root) == ["val/ant/big.png"] and found["oversized"]["severity"] == "problem"
+
+
+def test_copies_are_sorted_by_what_they_mean(root):
+    shutil.copy(root / "train/ant/000.jpg", root / "train/ant/copy.jpg")
+    Image.open(root / "train/ant/001.jpg").save(root / "val/ant/leak.jpg", quality=60)
+    shutil.copy(root / "train/bee/002.jpg", root / "train/ant/contradiction.jpg")
+    found = kinds(check(root))
+    assert found.keys() == {"leakage", "contradicting_labels", "duplicates"}
+    assert [finding["severity"] for finding in found.values()] == ["problem", "problem", "note"]
+    (leak,), (contradiction,), (copy,) = (finding["groups"] for finding in found.values())
+    assert not leak["identical"] and contradiction["identical"] and copy["identical"]
+    assert names(found["leakage"], root) == ["train/ant/001.jpg", "val/ant/leak.jpg"]
+    assert [file["classes"] for file in contradiction["files"]] == [["ant"], ["bee"]]
+    assert [file["split"] for file in leak["files"]] == ["train", "val"]
+
+
+def test_class_folders_are_compared(root):
+    draw_folder(root, "train", {"Ant ": 11, "cat": 11, "empty": 0})
+    draw_folder(root, "val", {"BEE": 2})
+    found = kinds(check(root))
+    assert names(found["similar_class_names"], root) == ["train/Ant ", "train/ant", "val/ant", "val/BEE",
+                                                         "train/bee", "val/bee"]  # fmt: skip
+    assert names(found["unknown_class"], root) == ["val/BEE"]
+    assert names(found["unevaluated_class"], root) == ["train/Ant ", "train/cat", "train/empty"]
+    assert names(found["empty_class"], root) == ["train/empty"]
+    assert found["unevaluated_class"]["severity"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("T-Shirt", "t-shirt", True), ("ice cream", "ice_cream", True), ("caf\u00e9", "cafe\u0301", True),
+        (" cat", "cat", True), ("1_0", "10", False), ("n01440764", "n01443537", False), ("c++", "c", False),
+    ],
+)  # fmt: skip
+def test_spellings(one, other, same):
+    assert (spelling_key(one) == spelling_key(other)) == same
+
+
+def test_imbalance_and_small_classes_are_notes(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 4, "bee": 60})
+    found = kinds(check(tmp_path))
+    assert found.keys() == {"imbalance", "few_images", "one_split"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
+
+
+def test_odd_files_do_not_stop_the_check(root):
+    os.mkfifo(root / "train/ant/pipe.jpg")
+    os.symlink(root / "train", root / "train/ant/loop")
+    os.symlink("missing", root / "train/ant/dangling.jpg")
+    (root / "train/ant/folder.jpg").mkdir()
+    (root / "train/ant/.hidden.jpg").write_text("x")
+    (root / "train/ant/notes.txt").write_text("x")
+    (root / "train/ant/clip.gif").write_text("x")
+    shutil.copy(root / "train/ant/001.jpg", os.fsencode(root / "train/ant") + b"/\xff.jpg")
+    (root / "train/stray.jpg").write_text("x")
+    found = kinds(check(root))
+    assert names(found["broken"], root) == ["train/ant/dangling.jpg", "train/ant/pipe.jpg"]
+    assert names(found["ignored_file"], root) == ["train/ant/clip.gif", "train/ant/notes.txt"]
+    assert names(found["image_without_class"], root) == ["train/stray.jpg"]
+    assert os.fsencode(found["duplicates"]["files"][1]).endswith(b"\xff.jpg")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can list every folder")
+def test_folders_that_cannot_be_listed_are_a_problem_for_users(root):
+    (root / "train/ant").chmod(0)
+    try:
+        assert names(kinds(check(root))["unreadable_folder"], root) == ["train/ant"]
+    finally:
+        (root / "train/ant").chmod(0o755)
+
+
+def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
+    def refuse(path, scandir=os.scandir):
+        if os.fspath(path).endswith("train/bee"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = kinds(check(root))
+    assert names(found["unreadable_folder"], root) == ["train/bee"]
+    assert found["unreadable_folder"]["reasons"] == {str(root / "train/bee"): "Permission denied"}
+    assert "empty_class" not in found
+
+
+# ------------------------------------------------------------------------------------------- layouts
+
+
+def test_a_folder_of_classes_is_one_split(root):
+    report = check(root / "train")
+    assert list(report["splits"]) == ["all"] and report["images"] == 26
+
+
+def test_a_class_may_be_called_test(tmp_path):
+    draw_folder(tmp_path, "", {"test": 3, "bee": 3})
+    assert list(open_folder(tmp_path)["all"].classes) == ["bee", "test"]
+    draw_folder(tmp_path, "Train", {"bee": 3})
+    assert list(open_folder(tmp_path)) == ["Train", "test"]
+
+
+def test_lists_of_images_with_labels(root):
+    (root / "list").mkdir()
+    (root / "list/train.csv").write_text("image,labels\n../train/ant/000.jpg,x;y\n../train/ant/001.jpg,x\n")
+    (root / "list/val.csv").write_text("image,labels\n../train/ant/000.jpg,y;x\n../train/bee/001.jpg,z\n../no.jpg,\n")
+    found = kinds(report := check(root / "list"))
+    assert report["splits"]["train"]["classes"] == {"x": 2, "y": 1} and report["images"] == 5
+    assert found.keys() == {"broken", "unknown_class", "leakage", "few_images"}
+    assert found["leakage"]["groups"][0]["files"][1]["classes"] == ["x", "y"]
+
+
+def test_lists_with_one_label(root):
+    (root / "train.csv").write_text("path,label\ntrain/ant/000.jpg,x\ntrain/ant/001.jpg,y\n")
+    (root / "val.csv").write_text("path,label\ntrain/ant/000.jpg,y\nno.jpg,z\n")
+    cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root)])
+    report = report_on(open_cfg(cfg))
+    found = kinds(report)
+    assert found.keys() == {
+        "broken",
+        "unknown_class",
+        "leakage",
+        "contradicting_labels",
+        "few_images",
+        "unevaluated_class",
+    }
+    assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
+    (root / "lists").mkdir()
+    (root / "train.csv").rename(root / "lists/train.csv")
+    assert list(open_folder(root / "lists")) == ["train"]
+
+
+def test_packed_data(root):
+    from distribuuuu.commands.pack.pack import parse_args
+    from distribuuuu.commands.pack.packer import pack_split
+
+    shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
+    job = parse_args([str(root / "packed"), "--workers", "0", "TRAIN.DATASET", str(root)])
+    for train in job.trains:
+        pack_split(job, train)
+    (leak,) = kinds(check(root / "packed"))["leakage"]["groups"]
+    assert ["003.jpg" in leak["files"][0]["file"], "x.jpg" in leak["files"][1]["file"]] == [True, True]
+
+
+def test_the_sets_of_a_config(root):
+    cfg = load_cfg(None, ["TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2"])
+    assert report_on(open_cfg(cfg))["splits"]["val"]["images"] == 7
+    cfg = load_cfg(None, ["TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2", "TEST.SPLIT", "train"])
+    assert list(open_cfg(cfg)) == ["train"]
+    with pytest.raises(ConfigError, match=r"TEST\.SPLIT.*no folder 'vall'"):
+        open_cfg(load_cfg(None, ["TRAIN.DATASET", str(root), "TEST.SPLIT", "vall"]))
+
+
+def test_any_registered_set_of_a_config():
+    splits = open_cfg(load_cfg(None, ["DATA.NAME", "dummy", "MODEL.NUM_CLASSES", "3"]))
+    assert list(splits) == ["train", "test"] and splits["train"].read(0) is not None
+
+
+def test_a_folder_with_one_class_is_a_problem(root, tmp_path):
+    draw_folder(tmp_path / "one", "ant", {"": 12})
+    finding = kinds(check(tmp_path / "one"))["one_class"]
+    assert finding["severity"] == "problem" and finding["message"] == "all: the only class is 'ant'"
+    (tmp_path / "parent").mkdir()
+    for split in ("train", "val"):
+        shutil.move(root / split, tmp_path / "parent" / "my_images" / split)
+    found = kinds(check(tmp_path / "parent"))
+    assert found["one_class"]["message"] == "all: the only class is 'my_images', whose folder holds train, val"
+    assert found["one_class"]["fix"] == f"use {tmp_path}/parent/my_images in place of {tmp_path}/parent"
+    assert not kinds(check(tmp_path / "parent" / "my_images")), "the data set itself is clean"
+
+
+def test_a_split_whose_only_folder_holds_the_classes_is_a_problem(root):
+    for split in ("train", "val"):
+        shutil.move(root / split, root / "moved")
+        shutil.move(root / "moved", root / split / "images")
+    found = kinds(check(root))["one_class"]
+    assert found["fix"] == f"use {root}/train/images in place of {root}/train"
+
+
+def test_data_sets_side_by_side_are_a_problem(root, tmp_path):
+    for name in ("one", "two"):
+        for split in ("train", "val"):
+            shutil.copytree(root / split, tmp_path / "parent" / name / split)
+    finding = kinds(check(tmp_path / "parent"))["nested_splits"]
+    assert finding["severity"] == "problem" and names(finding, tmp_path / "parent") == ["one", "two"]
+
+
+def test_splits_of_unknown_names_are_noted(root, tmp_path):
+    shutil.move(root / "train", tmp_path / "parent" / "learn")
+    shutil.move(root / "val", tmp_path / "parent" / "judge")
+    finding = kinds(check(tmp_path / "parent"))["nested_classes"]
+    assert "(ant, bee): judge, learn" in finding["message"] and finding["severity"] == "note"
+    draw_folder(tmp_path / "dated" / "ant", "2024", {"": 6})  # sub-folders of a class, of which it has more
+    draw_folder(tmp_path / "dated" / "bee", "2025", {"": 6})
+    assert "nested_classes" not in kinds(check(tmp_path / "dated"))
+
+
+def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(root):
+    shutil.rmtree(root / "val")
+    finding = kinds(check(root))["one_split"]
+    assert finding["fix"] == f"distribuuuu split {root / 'train'} --val 0.2 --out train_lists"
+    assert kinds(check(root / "train"))["one_split"]["message"] == "no images to evaluate: all is the only split"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
+        (lambda root: root.mkdir(), "has no sub-folder"),
+        (lambda root: (root.mkdir(), (root / "x.jpg").touch()), "images, but no class folders"),
+        (lambda root: root.touch(), "data is a file; expected a folder"),
+    ],
+)
+def test_folders_that_cannot_be_checked(tmp_path, make, message):
+    make(tmp_path / "data")
+    with pytest.raises(ConfigError, match=message):
+        open_folder(tmp_path / "data")

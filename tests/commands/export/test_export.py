@@ -1,0 +1,375 @@
+"""Exported folders: equal outputs when they are read back, the check, and errors that leave nothing behind."""
+
+import errno
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from support.images import draw_folder
+from support.runs import ROOT
+from support.saved_runs import save_run
+from support.tiers import slow
+
+from distribuuuu import load_run
+from distribuuuu.commands.export import exporter as export
+from distribuuuu.commands.export.export_check import FlipAverage
+from distribuuuu.commands.export.exporter import crop_percentage, export_run
+from distribuuuu.commands.main import dispatch
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.launch.detect import Launch
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+TEXTS = ("README.md", "export.json", "config.json")
+# Neither ImageNet's nor timm's defaults.
+OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "37")
+
+
+def logits_of(model, cfg) -> torch.Tensor:
+    """Return the logits of the whole evaluation set, read by the evaluation loader."""
+    with torch.inference_mode():
+        return torch.cat([model(images) for images, _ in build_loader(cfg, Launch("alone"), CPU, train=False)])
+
+
+def left_beside(tmp_path) -> list[str]:
+    """Return what an export has left in tmp_path besides the run."""
+    return sorted(entry.name for entry in tmp_path.iterdir() if entry.name != "out")
+
+
+def command(*args) -> int:
+    """Run `distribuuuu export ...` in this process; return the exit status."""
+    return dispatch("distribuuuu", ["export", *map(str, args)])
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "timm/resnet18", "vit_tiny_patch16_224", "efficientnet_b0",
+                                  "convnext_atto"])  # fmt: skip
+def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_path, arch):
+    kwargs = ["MODEL.KWARGS.drop_path_rate", "0.1"] if arch == "convnext_atto" else []
+    cfg = small_cfg("MODEL.ARCH", arch, "TEST.INTERPOLATION", "bicubic", *OTHER, *kwargs)
+    run = load_run(save_run(cfg), device="cpu")
+    record = export_run(run, "timm", tmp_path / "exported")
+    assert record["verified"] and record["images"] == 37 and record["max_probability_difference"] < 1e-5
+    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
+    assert torch.equal(logits_of(model, cfg), logits_of(run.model, cfg))
+    found = model.pretrained_cfg
+    assert list(found["label_names"]) == ["ant", "bee", "cat"] and found["num_classes"] == 3
+    assert tuple(found["mean"]) == (0.4, 0.5, 0.3) and tuple(found["std"]) == (0.2, 0.3, 0.25)
+    assert tuple(found["input_size"]) == (3, 32, 32) and found["interpolation"] == "bicubic"
+    assert math.floor(32 / found["crop_pct"]) == 37
+
+
+def test_the_transform_of_timm_is_the_evaluation_transform(small_cfg, tmp_path, image_folder):
+    cfg = small_cfg("MODEL.ARCH", "resnet18", *OTHER)
+    export_run(load_run(save_run(cfg), device="cpu"), "timm", tmp_path / "exported", check_images=1)
+    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True)
+    transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))
+    image = Image.open(next((image_folder / "val" / "bee").iterdir())).convert("RGB")
+    theirs = transform(image)
+    ours = load_run(cfg.OUT_DIR, device="cpu").transform(image)
+    assert theirs.shape == ours.shape
+    gray_levels = (theirs - ours).abs() * torch.tensor(cfg.DATA.STD).view(3, 1, 1) * 255
+    assert gray_levels.max() < 1.5  # PIL and torch round differently
+
+
+def test_the_crop_percentage_gives_the_resize_back():
+    for resize in range(1, 600, 7):
+        for crop in range(1, 600, 11):
+            assert math.floor(crop / crop_percentage(crop, resize)) == resize
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [
+        ("resnet8", "timm has no model resnet8"),
+        ("torchvision/efficientnet_b0", "is another model: its "),
+    ],
+)
+def test_models_that_timm_does_not_know_are_refused(small_cfg, tmp_path, arch, reason):
+    run = load_run(save_run(small_cfg("MODEL.ARCH", arch)), device="cpu")
+    with pytest.raises(ConfigError, match="--to safetensors") as caught:
+        export_run(run, "timm", tmp_path / "exported")
+    assert reason in str(caught.value) and left_beside(tmp_path) == []
+
+
+@pytest.mark.parametrize("to", ["timm", "onnx", "torch"])
+def test_a_resize_that_a_format_cannot_express_is_refused(small_cfg, tmp_path, to):
+    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", "TEST.INTERPOLATION", "opencv_area")), device="cpu")
+    with pytest.raises(ConfigError, match="cannot express TEST.INTERPOLATION opencv_area; fix: --to safetensors"):
+        export_run(run, to, tmp_path / "exported")
+    assert left_beside(tmp_path) == []
+
+
+def test_a_model_of_timm_with_other_outputs_is_refused(small_cfg, tmp_path, monkeypatch):
+    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18")), device="cpu")
+    run.model.maxpool = torch.nn.AvgPool2d(3, 2, 1)
+    with pytest.raises(ConfigError, match="computes other outputs"):
+        export_run(run, "timm", tmp_path / "exported")
+
+
+@pytest.mark.parametrize("arch", ["botnet50", "resnet8"])
+def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch):
+    cfg = small_cfg("MODEL.ARCH", arch, "TEST.FLIP", "True", *OTHER)
+    run = load_run(save_run(cfg), device="cpu")
+    record = export_run(run, "safetensors", tmp_path / "exported", check_images=8)
+    assert record["verified"] and record["max_probability_difference"] < 1e-6
+    read = load_run(tmp_path / "exported", device="cpu")
+    assert torch.equal(logits_of(read.model, cfg), logits_of(run.model, cfg))
+    assert (read.classes, read.transform, read.weights) == (run.classes, run.transform, run.weights)
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    expected = {"architecture": arch, "num_classes": 3, "label_names": ["ant", "bee", "cat"], "resize": 37, "crop": 32}
+    expected |= {"mean": [0.4, 0.5, 0.3], "std": [0.2, 0.3, 0.25], "interpolation": "bilinear", "flip": True}
+    assert {key: config[key] for key in expected} == expected
+    for path in (tmp_path / "exported").glob("*.[jm][sd]*"):
+        assert str(image_folder) not in path.read_text() and str(tmp_path) not in path.read_text(), path
+
+
+@pytest.mark.parametrize("flip", [slow(False), True])
+def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg, tmp_path, flip):
+    cfg = small_cfg("TEST.FLIP", flip, *OTHER)
+    run = load_run(save_run(cfg), device="cpu")
+    assert export_run(run, "torch", tmp_path / "exported")["verified"]
+    extra = {"metadata.json": ""}
+    module = torch.export.load(tmp_path / "exported" / "model.pt2", extra_files=extra).module()
+    images = build_images(cfg, train=False)
+    pixels = [torch.randint(0, 256, (3, 40 + index, 50), dtype=torch.uint8) for index in range(9)]
+    crops = torch.stack([run.transform.crop.transform_batch(image) for image in pixels])
+    with torch.inference_mode():
+        expected = (FlipAverage(run.model) if flip else run.model)(run.transform.normalizer()(crops))
+    for num in (1, 3, 9):
+        torch.testing.assert_close(module(crops[:num]), expected[:num])
+    assert json.loads(extra["metadata.json"])["label_names"] == list(images.classes)
+
+
+def test_the_reference_is_the_evaluation_of_the_run(small_cfg, tmp_path):
+    cfg = small_cfg("EMA.HALF_LIFE", "40", "TEST.FLIP", "True", "OPTIM.BASE_LR", "0.02")
+    train_model(cfg)
+    expected = evaluate_run(cfg)
+    run = load_run(cfg.OUT_DIR, device="cpu")
+    record = export_run(run, "safetensors", tmp_path / "exported")
+    assert record["top1"] == {"run": expected["top1"], "export": expected["top1"]}
+    assert record["weights"] == "ema" and record["source"] == "best_ema.pth.tar"
+    assert "moving average (EMA)" in (tmp_path / "exported" / "README.md").read_text()
+    assert load_run(tmp_path / "exported", device="cpu").weights == "ema"
+
+
+def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
+    draw_folder(tmp_path / "data", "images", {"a": 9})
+    rows = "".join(f"images/a/{index:03d}.jpg,{'ant;bee' if index % 2 else 'cat'}\n" for index in range(9))
+    for split in ("train", "val"):
+        (tmp_path / "data" / f"{split}.csv").write_text(f"image,labels\n{rows}")
+    settings = {
+        "DATA.NAME": "multilabel", "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.IM_SIZE": 16,
+        "TEST.IM_SIZE": 18, "TRAIN.DATASET": tmp_path / "data", "OUT_DIR": tmp_path / "out", "LOSS.NAME": "bce",
+    }  # fmt: skip
+    cfg = load_cfg(None, [str(word) for pair in settings.items() for word in pair])
+    record = export_run(load_run(save_run(cfg), device="cpu"), "torch", tmp_path / "exported")
+    assert record["verified"] and record["map"]["run"] == record["map"]["export"] and "top1" not in record
+
+
+@pytest.mark.parametrize("to", ["timm", "safetensors", "torch"])
+def test_a_wrong_mean_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsys, to):
+    arch = "resnet18" if to == "timm" else "resnet8"
+    cfg = small_cfg("MODEL.ARCH", arch, "DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
+    train_model(cfg)
+    file, write, without = export.FORMATS[to]
+
+    def write_wrongly(run, folder):
+        cfg = run.cfg.clone()
+        cfg.defrost()
+        cfg.DATA.MEAN = (0.9, 0.1, 0.9)
+        write(replace(run, cfg=cfg), folder)
+
+    monkeypatch.setitem(export.FORMATS, to, export.Format(file, write_wrongly, without))
+    assert command(cfg.OUT_DIR, "--to", to, tmp_path / "exported") == 1
+    record = json.loads((tmp_path / "exported" / "export.json").read_text())
+    assert not record["verified"] and record["file"] == f"{file}.unverified"
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert f"{file}.unverified" in names and file not in names
+    assert "NOT VERIFIED" in (tmp_path / "exported" / "README.md").read_text()
+    assert "NOT VERIFIED" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.fixture
+def saved(small_cfg):
+    """Return the folder of a run with random weights."""
+    return save_run(small_cfg())
+
+
+def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    cases = {
+        ("--to", "timn", "new"): "--to: got timn; expected one of timm, safetensors, onnx, torch; did you mean timm?",
+        ("new",): "--to: got nothing; expected one of timm",
+        ("--to", "timm", "full"): "is not empty: it holds notes.txt; fix: name a new folder",
+        ("--to", "timm", "file"): "expected a new folder: Not a directory",
+        ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
+        ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
+        ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 1 or more",
+        ("--too", "timm", "new"): "did you mean --to, --set?",
+        ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
+    }
+    for words, expected in cases.items():
+        folder = [str(tmp_path / word) if word in ("new", "full", "file", "new.pt2") else word for word in words]
+        assert command("no_run", *folder) == 2
+        assert expected in capsys.readouterr().err, words
+    assert left_beside(tmp_path) == ["file", "full"]
+
+
+def test_a_missing_package_is_named_with_the_pip_line(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("distribuuuu.commands.export.onnx_file.find_spec", lambda name: None)
+    assert command(saved, "--to", "onnx", tmp_path / "new") == 2
+    expected = "needs onnx, onnxscript, onnxruntime, not installed; fix: pip install 'distribuuuu[onnx]'"
+    assert expected in capsys.readouterr().err and left_beside(tmp_path) == []
+
+
+def test_data_of_other_classes_are_refused(saved, tmp_path, capsys):
+    draw_folder(tmp_path / "other", "train", {"ant": 1, "bee": 1, "dog": 1})
+    draw_folder(tmp_path / "other", "val", {"ant": 1, "bee": 1, "dog": 1})
+    folders = ["--set", "TRAIN.DATASET", tmp_path / "other", "--set", "TEST.DATASET", tmp_path / "other"]
+    assert command(saved, "--to", "torch", tmp_path / "new", *folders) == 2
+    assert (
+        "TEST.DATASET: the model was trained on other classes: 'cat' where the data has 'dog'"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("timm", "model"), slow("torch", "model"), *(slow("safetensors", name) for name in ("model", *TEXTS))],
+)
+def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to, name):
+    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18")), device="cpu")
+
+    def fail(path, *args, **options):
+        if os.path.basename(path).startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, *args, **options)
+
+    original = type(tmp_path).write_bytes if name == "model" else type(tmp_path).write_text
+    monkeypatch.setattr(type(tmp_path), original.__name__, fail)
+    if to == "timm" and name == "model":
+        from safetensors import SafetensorError
+
+        def save_file(*args, **options):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    with pytest.raises(ConfigError, match="cannot be written: .*No space left on device.*nothing is left"):
+        export_run(run, to, tmp_path / "new", check_images=1)
+    assert left_beside(tmp_path) == []
+
+
+def test_an_unreadable_evaluation_set_leaves_nothing_behind(saved, tmp_path, capsys):
+    status = command(saved, "--to", "torch", tmp_path / "new", "--set", "TEST.DATASET", tmp_path / "gone")
+    assert status == 2 and str(tmp_path / "gone") in capsys.readouterr().err and left_beside(tmp_path) == []
+
+
+def test_a_broken_image_is_named(saved, tmp_path, capsys):
+    draw_folder(tmp_path / "out" / "data", "val", {"ant": 1, "bee": 1, "cat": 1})
+    (tmp_path / "out" / "data" / "val" / "bee" / "000.jpg").write_bytes(b"\xff\xd8 no image")
+    folder = tmp_path / "out" / "data"
+    words = ["--set", "TEST.DATASET", folder]
+    assert command(saved, "--to", "torch", tmp_path / "new", *words) == 2
+    assert "bee/000.jpg" in capsys.readouterr().err and left_beside(tmp_path) == []
+
+
+def leave(tmp_path, name: str):
+    """Write a folder as a killed export leaves it; return it."""
+    folder = tmp_path / name
+    (folder / ".check").mkdir(parents=True)
+    (folder / "model.pt2").write_bytes(b"part")
+    return folder
+
+
+def dead_process() -> int:
+    """Return the number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_exports_have_left_is_deleted_by_the_next_one(saved, tmp_path):
+    dead, random = dead_process(), "0123456789abcdef"
+    gone = leave(tmp_path, f".new.{dead}.{random}.tmp")
+    others = (f".new.{os.getpid()}.{random}.tmp", f".newer.{dead}.{random}.tmp", f".new.{dead}.tmp",
+              f"new.{dead}.{random}.tmp", ".new.x.tmp")  # fmt: skip
+    kept = [leave(tmp_path, name) for name in others]
+    linked = tmp_path / f".new.{dead}.{random[::-1]}.tmp"
+    linked.symlink_to(kept[1])
+    held = leave(tmp_path, f".new.{dead}.{'a' * 16}.tmp")  # as of a living process of another machine
+    with export._locked(held) as is_held:
+        assert is_held and export_run(load_run(saved, device="cpu"), "safetensors", tmp_path / "new", 1)["verified"]
+    assert not gone.exists() and all(folder.is_dir() for folder in [*kept, held]) and linked.is_symlink()
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "README.md", "config.json", "export.json", "model.safetensors"]  # fmt: skip
+    export_run(load_run(saved, device="cpu"), "safetensors", tmp_path / "other" / "new", 1)
+    assert held.is_dir()
+
+
+@pytest.mark.slow
+def test_an_export_that_is_killed_leaves_a_folder_that_the_next_one_deletes(small_cfg, tmp_path):
+    out = save_run(small_cfg("MODEL.ARCH", "resnet50"))
+    process = start_export(out, tmp_path / "new", "torch")
+    deadline = time.monotonic() + 120
+    while not left_beside(tmp_path) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    (left,) = left_beside(tmp_path)
+    assert left.startswith(f".new.{process.pid}.")
+    other = start_export(out, tmp_path / "new", "safetensors")  # while the first one lives
+    other.communicate(timeout=120)
+    assert left in left_beside(tmp_path) and other.returncode == 0
+    process.kill()
+    process.communicate(timeout=60)
+    assert left in left_beside(tmp_path)
+    shutil.rmtree(tmp_path / "new")
+    assert start_export(out, tmp_path / "new", "safetensors").wait(timeout=120) == 0
+    assert left_beside(tmp_path) == ["new"]
+
+
+def start_export(out, exported, to: str, limit: str = "") -> subprocess.Popen:
+    """Start `distribuuuu export` in a shell that may limit the size of files."""
+    words = [sys.executable, "-m", "distribuuuu", "export", str(out), "--to", to, str(exported)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(["bash", "-c", f"{limit} exec {shlex.join(words)}"], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["timm", "safetensors", "torch"])
+def test_files_that_do_not_fit_on_the_disk_leave_nothing_behind(small_cfg, tmp_path, to):
+    out = save_run(small_cfg("MODEL.ARCH", "resnet18"))
+    process = start_export(out, tmp_path / "new", to, "ulimit -f 1000;")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and "cannot be written" in errors and "Traceback" not in errors, errors
+    assert left_beside(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_stopped_export_leaves_nothing_behind(small_cfg, tmp_path, name, status):
+    process = start_export(save_run(small_cfg("MODEL.ARCH", "resnet50")), tmp_path / "new", "torch")
+    deadline = time.monotonic() + 120
+    while not left_beside(tmp_path) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, name))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status and left_beside(tmp_path) == [], errors

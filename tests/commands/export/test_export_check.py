@@ -1,0 +1,225 @@
+"""The check of an export: the code of its card, alone in a process, on the original files, against `predict`."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from support.runs import small_options
+from support.saved_runs import save_run
+
+from distribuuuu import load_run
+from distribuuuu.commands.export import card_runner, export_check
+from distribuuuu.commands.export import exporter as export
+from distribuuuu.commands.export.export_check import check_export
+from distribuuuu.commands.export.exporter import export_run
+from distribuuuu.commands.main import dispatch
+from distribuuuu.config import load_cfg
+from distribuuuu.data.loader import BadImageError, build_images, build_loader
+from distribuuuu.launch.detect import Launch
+
+CLASSES = ("ant", "bee", "cat")
+NORMALIZATION = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
+
+
+def draw_photographs(root, num: int = 16) -> None:
+    """Write photographs whose EXIF turns them, with a bright corner that shows each turn and each mirror image."""
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for name in CLASSES:
+            (root / split / name).mkdir(parents=True)
+            for number in range(num):
+                a, b, c, d, *color = (torch.rand(7, generator=generator) * 60).int().tolist()
+                image = Image.new("RGB", (90, 64), (40 + 3 * color[0], 40 + 3 * color[1], 40 + 3 * color[2]))
+                draw = ImageDraw.Draw(image)
+                draw.rectangle((a // 2, b // 2, a // 2 + 40, b // 2 + 25), (250, 3 * c, 20))
+                draw.ellipse((c, d // 2, c + 25, d // 2 + 25), (4 * a, 240, 4 * d))
+                for column in range(0, 90, 2):  # a fine grid, which each resize treats in its own way
+                    draw.line((column, 45, column, 64), (0, 0, 0))
+                exif = image.getexif()
+                exif[0x0112] = (6, 3, 8, 5)[number % 4]
+                image.save(root / split / name / f"{number:02d}.jpg", exif=exif, quality=95)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A data set of three classes whose files are turned by EXIF."""
+    root = tmp_path_factory.mktemp("photographs")
+    draw_photographs(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def turned_run(photographs, tmp_path_factory):
+    """Return turned_run(arch): a run with EXIF rotation and mirrored averages, and with varied answers."""
+
+    def make(arch: str):
+        out = tmp_path_factory.mktemp("run") / "out"
+        sizes = ("TRAIN.IM_SIZE", 24, "TEST.IM_SIZE", 40, "TEST.FLIP", True, "DATA.EXIF_ROTATE", True)
+        cfg = load_cfg(None, small_options(photographs, out, "MODEL.ARCH", arch, *sizes, *NORMALIZATION))
+        path = save_run(cfg) / "best.pth.tar"
+        content, model = torch.load(path), load_run(out, device="cpu").model
+        loader = build_loader(cfg, Launch("alone"), torch.device("cpu"), train=False)
+        with torch.inference_mode():
+            logits = torch.cat([model(images) for images, _ in loader])
+        # Each class is an answer about as often as the others, so that a mistake changes some of them.
+        weights, scale = content["state_dict"], 4 / logits.std(0)
+        weights["fc.weight"] *= scale[:, None]
+        weights["fc.bias"] = (weights["fc.bias"] - logits.median(0).values) * scale
+        torch.save(content, path)
+        return load_run(out, device="cpu")
+
+    return make
+
+
+# A mistake in the code of each format: the code, and what is in its place.
+EXIF = ("    image = ImageOps.exif_transpose(image)  # upright, as for the evaluation of the run\n", "")
+ROUGH = ('image.convert("RGB")', 'image.convert("RGB").resize((30, 30), 0)')
+MISTAKES = {
+    "timm": {
+        "exif": EXIF,
+        "mirror": ("(model(images) + model(images.flip(-1))) / 2", "model(images)"),
+        "mean": ('v2.Normalize(data["mean"], data["std"])', "v2.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))"),
+        "resize": ('math.floor(size / data["crop_pct"])', "size"),
+        "classes": ('model.pretrained_cfg["label_names"]', 'model.pretrained_cfg["label_names"][::-1]'),
+    },
+    "torch": {
+        "exif": EXIF,
+        "mirror": ("images = transform(pixels)[None]", "images = transform(pixels)[None].tril()"),
+        "mean": ("images = transform(pixels)[None]", "images = transform(pixels)[None] // 2 + 50"),
+        "resize": ('v2.Resize(meta["resize"]', 'v2.Resize(meta["crop"]'),
+        "classes": ('meta["label_names"]', 'sorted(meta["label_names"], reverse=True)'),
+    },
+    "onnx": {
+        "exif": EXIF,
+        "mirror": ("image = load_image(path)", "image = np.flipud(load_image(path)).copy()"),
+        "mean": ("image = load_image(path)", "image = load_image(path) // 2 + 50"),
+        "resize": ROUGH,
+        "classes": ('["label_names"])', '["label_names"])[::-1]'),
+    },
+    "safetensors": {
+        "exif": ('load_run(".")', 'load_run(".", overrides=("DATA.EXIF_ROTATE", "False"))'),
+        "mirror": ('load_run(".")', 'load_run(".", overrides=("TEST.FLIP", "False"))'),
+        "mean": ('load_run(".")', 'load_run(".", overrides=("DATA.MEAN", "[0.5, 0.5, 0.5]"))'),
+        "resize": ('load_run(".")', 'load_run(".", overrides=("TEST.IM_SIZE", "24"))'),
+        "classes": ("zip(found.labels", "zip(found.labels[::-1]"),
+    },
+}
+
+
+@pytest.mark.parametrize("to", MISTAKES)
+def test_five_mistakes_in_the_code_of_a_card_are_refused(turned_run, tmp_path, to):
+    if to == "onnx":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+        pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    run, folder = turned_run("timm/test_resnet" if to == "timm" else "resnet8"), tmp_path / "exported"
+    record = export_run(run, to, folder)
+    assert record["verified"] and record["images"] == 48 and record["equal_answers"] == 100, record
+    assert record["mean_probability_difference"] < 0.001 and 20 < record["top1"]["run"] < 60
+    code, images = card_of(folder), build_images(run.cfg, train=False)
+    for mistake, (right, wrong) in MISTAKES[to].items():
+        assert right in code, (mistake, code)
+        found = check_export(run, images, folder, code.replace(right, wrong), without=export.FORMATS[to].without)
+        assert not found["verified"] and "error" not in found, (mistake, found)
+        assert found["mean_probability_difference"] > 0.002 or found["equal_answers"] < 99.9, (mistake, found)
+
+
+def card_of(folder) -> str:
+    """Return the code of a card."""
+    return re.search(r"```python\n(.*?)\n?```", (folder / "README.md").read_text(), re.DOTALL)[1]
+
+
+def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, tmp_path, monkeypatch, capsys):
+    run, render = turned_run("resnet8"), export.render_code
+    right, wrong = MISTAKES["torch"]["exif"]
+    monkeypatch.setattr(export, "render_code", lambda run, to: render(run, to).replace(right, wrong))
+    assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "torch", str(tmp_path / "exported")]) == 1
+    shown = capsys.readouterr()
+    assert "NOT VERIFIED" in shown.err
+    assert "--to torch: EXIF orientations (DATA.EXIF_ROTATE True) are outside" in shown.err
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert names == {"README.md", "export.json", "model.pt2.unverified"}
+
+
+def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, tmp_path):
+    run = turned_run("resnet8")
+    export_run(run, "torch", tmp_path / "exported")
+    files = [str(path) for path in sorted((photographs / "val").rglob("*.jpg"))]
+    assert dispatch("distribuuuu", ["predict", run.cfg.OUT_DIR, *files, "--out", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    (tmp_path / "code.py").write_text(card_of(tmp_path / "exported"))
+    words = [sys.executable, card_runner.__file__, str(tmp_path / "code.py"), "3", "distribuuuu"]
+    done = subprocess.run(words, input=json.dumps(files), capture_output=True, text=True, cwd=tmp_path / "exported")
+    answers = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
+    assert [row["path"] for row in rows] == files and len(answers) == len(files), done
+    assert [answer[0][0] for answer in answers] == [row["label"] for row in rows]
+    for answer, row in zip(answers, rows, strict=True):
+        assert answer[0][1] == pytest.approx(float(row["probability"]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import distribuuuu", "48 images: ModuleNotFoundError: No module named 'distribuuuu'"),
+        ("from distribuuuu import load_run", "ModuleNotFoundError: No module named 'distribuuuu'"),
+        ("raise SystemExit(3)", "ended with status 3"),
+        ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
+        ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
+        ("def predict(path):\n    return []", None),
+    ],
+)
+def test_code_that_fails_is_not_verified(turned_run, tmp_path, code, error):
+    run = turned_run("resnet8")
+    found = check_export(run, build_images(run.cfg, train=False), tmp_path, code, without=("distribuuuu",))
+    assert not found["verified"] and found["images"] == 48 and list(tmp_path.iterdir()) == []
+    assert error is None and "error" not in found or error in found["error"], found
+
+
+def test_a_difference_that_changes_no_answer_is_found(turned_run, tmp_path):
+    run = turned_run("resnet8")
+    images, answers = build_images(run.cfg, train=False), {}
+    for index in range(len(images)):
+        (found,) = run.predict([images.describe(index)])
+        answers[images.describe(index)] = list(zip(found.labels, found.probabilities, strict=True))
+    right = f"ANSWERS = {answers!r}\ndef predict(path):\n    return ANSWERS[path]"
+    assert check_export(run, images, tmp_path, right)["verified"]
+    less_sure = right.replace("return ANSWERS[path]", "return [(label, p * 0.99) for label, p in ANSWERS[path]]")
+    found = check_export(run, images, tmp_path, less_sure)
+    assert found["equal_answers"] == 100 and found["mean_probability_difference"] > 0.002 and not found["verified"]
+
+
+def test_the_images_of_a_partial_check_are_spread_over_the_set(turned_run, tmp_path, monkeypatch):
+    run, seen = turned_run("resnet8"), []
+
+    def run_code(code, files, *args):
+        seen.extend(files)
+        return [{"answer": []}] * len(files)
+
+    monkeypatch.setattr(export_check, "_run_code", run_code)
+    images = build_images(run.cfg, train=False)
+    found = check_export(run, images, tmp_path, "", max_images=4)
+    assert (found["images"], found["images_of_set"]) == (4, 48)
+    assert seen == [images.describe(index) for index in (0, 12, 24, 36)]
+
+
+def test_images_without_files_of_their_own_are_written_as_they_are(small_cfg, tmp_path):
+    cfg = small_cfg(*NORMALIZATION)
+    run = load_run(save_run(cfg), device="cpu")
+    images = build_images(cfg, train=False)
+    paths = [Path(images.describe(index)) for index in range(len(images))]
+    code = "from distribuuuu import load_run\nrun = load_run('.')\n"
+    code += "def predict(path):\n    (one,) = run.predict([path])\n    return list(zip(one.labels, one.probabilities))"
+    images.has_files = False
+    for read in (lambda index: paths[index].read_bytes(), lambda index: np.array(Image.open(paths[index]))):
+        images.read = read
+        found = check_export(run, images, tmp_path / "out", code)
+        assert found["verified"] and found["images"] == 37 and found["max_probability_difference"] < 1e-6
+    images.read = lambda index: b"" if index == 3 else paths[index].read_bytes()
+    with pytest.raises(BadImageError, match="broken image: .*/003.jpg: .*the file is empty; fix: repair it"):
+        check_export(run, images, tmp_path, code)

@@ -1,0 +1,170 @@
+"""Model cards: metadata that the Hub reads, numbers of the run, code that runs; publishing to a local Hub."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from support.hub import local_hub
+from support.runs import ROOT
+from support.saved_runs import save_run
+
+from distribuuuu import load_run
+from distribuuuu.commands.export.exporter import export_run
+from distribuuuu.commands.export.model_card import recipe
+from distribuuuu.config import ConfigError
+from distribuuuu.trainer import train_model
+
+OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
+
+
+def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python with the package; return its status and output."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=300)
+
+
+@pytest.fixture
+def card(small_cfg, tmp_path) -> str:
+    """Return the README.md of a trained and exported run."""
+    cfg = small_cfg("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True", *OTHER)
+    train_model(cfg)
+    export_run(load_run(cfg.OUT_DIR, device="cpu"), "safetensors", tmp_path / "exported")
+    return (tmp_path / "exported" / "README.md").read_text()
+
+
+def test_the_metadata_are_valid_for_the_hub(card, tmp_path):
+    data = ModelCard(card).data
+    assert (data.library_name, data.pipeline_tag) == ("distribuuuu", "image-classification")
+    assert data.model_name == "resnet8" and data.tags == ["image-classification", "distribuuuu"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    best = results["accuracy"]["ema"]["best"]
+    found = {result.metric_name: result for result in data.eval_results}
+    assert found["top1"].metric_type == "accuracy" and found["top1"].metric_value == best["top1"]
+    assert found["top1"].dataset_split == "val" and found["top1"].task_type == "image-classification"
+    front_matter = yaml.safe_load(card.split("---\n")[1])
+    assert ModelCard(f"---\n{data.to_yaml()}\n---\n").data.to_dict() == data.to_dict()
+    assert front_matter["model-index"][0]["name"] == "resnet8"
+
+
+def test_the_card_has_the_numbers_of_the_run(card, tmp_path):
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    top1 = results["accuracy"]["ema"]["best"]["top1"]
+    row = re.search(r"\| top1 \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|", card)
+    value, low, high = map(float, row.groups())
+    assert value == round(top1, 2) and low <= value <= high and high - low > 5
+    correct, z = round(top1 * 37 / 100), 1.96  # solves |p - p0| = z sqrt(p0 (1 - p0) / n), Wilson's definition
+    for bound in (low / 100, high / 100):
+        assert abs(correct / 37 - bound) == pytest.approx(z * (bound * (1 - bound) / 37) ** 0.5, abs=2e-3)
+    assert "48 training and 37 evaluation images, 3 classes" in card
+    for text in ("moving average (EMA)", "resize the shorter side to 18 px (bilinear", "AUG.MIXUP: 0.2",
+                 "mean [0.4, 0.5, 0.3]", "average the logits with those of the mirrored image", '["ant", "bee", "cat"]',
+                 "**verified**", results["commit"]):  # fmt: skip
+        assert text in card, text
+    assert str(tmp_path) not in card and "TRAIN.DATASET" not in card
+
+
+def test_the_recipe_has_what_differs_from_the_defaults(small_cfg):
+    assert recipe(small_cfg("MODEL.KWARGS.width", "8", "OPTIM.STEPS", "[1]")) == {
+        "MODEL.KWARGS.width": 8, "TRAIN.BATCH_SIZE": 12, "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "OPTIM.MAX_EPOCH": 2,
+        "OPTIM.STEPS": [1], "OPTIM.BASE_LR": 0.1, "OPTIM.WARMUP_EPOCHS": 1.0,
+    }  # fmt: skip
+
+
+def test_without_results_the_card_has_those_of_the_check(small_cfg, tmp_path):
+    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
+    record = export_run(run, "torch", tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert ModelCard(card).data.eval_results[0].metric_value == record["top1"]["run"]
+    assert "| epochs | not recorded |" in card
+
+
+def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
+    names = ("a|b`", "```\n# c", "x" * 200)
+    folder = tmp_path / "data"
+    for split in ("train", "val"):
+        (folder / split).mkdir(parents=True)
+        for name, source in zip(names, ("ant", "bee", "cat"), strict=True):
+            os.symlink(image_folder / split / source, folder / split / name)
+    cfg = small_cfg("TRAIN.DATASET", folder, *OTHER)
+    run = load_run(save_run(cfg, tuple(sorted(names))), device="cpu")
+    export_run(run, "safetensors", tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1]) == sorted(names)
+    assert ModelCard(card).data.pipeline_tag == "image-classification"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["timm", "onnx", "torch", "safetensors"])
+def test_the_code_of_the_card_runs(small_cfg, tmp_path, image_folder, to):
+    if to == "onnx":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+        pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    cfg = small_cfg("MODEL.ARCH", "resnet18" if to == "timm" else "resnet8", *OTHER)
+    train_model(cfg)
+    folder = tmp_path / "exported"
+    export_run(load_run(cfg.OUT_DIR, device="cpu"), to, folder)
+    code = re.search(r"```python\n(.*?)\n```", (folder / "README.md").read_text(), re.DOTALL)[1]
+    (folder / "image.jpg").write_bytes((image_folder / "val" / "bee" / "000.jpg").read_bytes())
+    done = run_python("-c", f"import os; os.chdir({str(folder)!r})\n{code.replace('FOLDER', str(folder))}")
+    expected = load_run(cfg.OUT_DIR, device="cpu").predict([folder / "image.jpg"])[0].labels[0]
+    assert done.returncode == 0 and expected in done.stdout, done
+
+
+# --------------------------------------------------------------------------------------------- the Hub
+
+
+def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monkeypatch):
+    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER)), device="cpu")
+    with local_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", hub.environment["HF_TOKEN"])
+        export_run(run, "timm", tmp_path / "exported", check_images=2, push="me/ants")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    assert set(files) == {"README.md", "config.json", "export.json", "model.safetensors"}
+    assert hub.repositories == {"me/ants": files} and hub.commits == ["Add model"]
+
+
+def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_path, monkeypatch):
+    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
+    with local_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
+            export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")
+    assert hub.repositories == {} and (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+def test_an_unverified_folder_is_not_published(small_cfg, tmp_path, monkeypatch):
+    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
+    monkeypatch.setattr("distribuuuu.commands.export.export_check.MIN_EQUAL", 1.1)
+    monkeypatch.setattr("distribuuuu.commands.export.exporter.push_folder", lambda *args: pytest.fail("published"))
+    assert not export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")["verified"]
+
+
+@pytest.mark.slow
+def test_timm_loads_from_the_hub_what_the_command_has_published(small_cfg, tmp_path):
+    out = save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER))
+    with local_hub() as hub:
+        environment = {**hub.environment, "HF_HOME": str(tmp_path / "hub")}
+        words = [
+            "-m",
+            "distribuuuu",
+            "export",
+            str(out),
+            "--to",
+            "timm",
+            str(tmp_path / "exported"),
+            "--push",
+            "me/ants",
+        ]
+        done = run_python(*words, **environment)
+        assert done.returncode == 0 and "published: me/ants" in done.stdout, done
+        code = "import timm; print(timm.create_model('hf-hub:me/ants', pretrained=True).pretrained_cfg['label_names'])"
+        done = run_python("-c", code, **environment)
+    assert done.stdout.strip() == "['ant', 'bee', 'cat']", done

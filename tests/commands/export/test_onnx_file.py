@@ -1,0 +1,191 @@
+"""ONNX files: the preprocessing in the graph, batches and images of any size, and the check that finds mistakes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.saved_runs import save_run, torch_predict
+from support.tiers import slow
+from torch import nn
+
+from distribuuuu import load_run
+from distribuuuu.commands.export import exporter as export
+from distribuuuu.commands.export.export_check import FlipAverage
+from distribuuuu.commands.export.exporter import export_run
+from distribuuuu.commands.main import dispatch
+from distribuuuu.config import ConfigError
+from distribuuuu.data.decode import DEFAULTS
+from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.inference.loaded_run import EvalTransform
+from distribuuuu.trainer import train_model
+
+for _package in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed (pip install 'distribuuuu[onnx]')")
+from distribuuuu.commands.export.onnx_file import build_onnx  # noqa: E402
+
+MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
+TRANSFORM = EvalTransform(CenterCrop(32, 32), "auto", DEFAULTS, MEAN, STD)
+# Photographs, strips that `crop_ends` shortens, images that are enlarged, and sizes with odd and even rooms.
+SIZES = [
+    *((60, 80), (80, 60), (333, 500), (500, 333), (100, 100), (20, 31), (37, 37), (54, 200), (40, 900), (9, 400)),
+    *((1, 50), (256, 255), (30, 29), (41, 40), (43, 40), (45, 40), (47, 40), (64, 65), (120, 77), (701, 555)),
+]
+
+
+def photograph(height: int, width: int) -> torch.Tensor:
+    """Return smooth colors with noise: uint8 (3, height, width)."""
+    numbers = torch.Generator().manual_seed(height * 1000 + width)
+    coarse = torch.rand(1, 3, height // 8 + 2, width // 8 + 2, generator=numbers) * 255
+    smooth = nn.functional.interpolate(coarse, (height, width), mode="bilinear")[0]
+    return (smooth + 12 * torch.randn(3, height, width, generator=numbers)).clamp(0, 255).to(torch.uint8)
+
+
+def onnx_predict(path):
+    """Return the predictions of an ONNX file, for decoded images (3, H, W)."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path)
+
+    def predict(images):
+        inputs = [{"images": image.permute(1, 2, 0)[None].numpy()} for image in images]
+        return torch.from_numpy(np.concatenate([session.run(["logits"], each)[0] for each in inputs]))
+
+    return predict
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Return save(model, preprocessing): the predictions of an ONNX file of it."""
+
+    def save(model: nn.Module, transform: EvalTransform):
+        path = tmp_path / "model.onnx"
+        path.write_bytes(build_onnx(model.eval(), transform, {"label_names": ["a"]}).SerializeToString())
+        return onnx_predict(path)
+
+    return save
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("resize", "crop"), [(37, 32), slow(36, 33), slow(32, 32), slow(20, 31), slow(21, 40)])
+def test_the_graph_crops_as_the_evaluation_does(save, interpolation, resize, crop):
+    transform = CenterCrop(resize, crop, interpolation)
+    predict = save(nn.Identity(), EvalTransform(transform, "auto", DEFAULTS, MEAN, STD))
+    num_values = num_different = 0
+    for size in SIZES:
+        image = photograph(*size)
+        scale = torch.tensor(STD).view(3, 1, 1) * 255
+        gray = predict([image])[0] * scale + torch.tensor(MEAN).view(3, 1, 1) * 255
+        difference = (gray - transform.transform_batch(image).float()).abs()
+        assert difference.max() < 2.01, (size, difference.max())
+        num_values += difference.numel()
+        num_different += int((difference > 0.01).sum())
+    assert num_different < 0.03 * num_values
+
+
+def test_the_normalization_is_exact(save):
+    image = photograph(32, 32)  # not resized
+    assert torch.equal(save(nn.Identity(), TRANSFORM)([image]), torch_predict(nn.Identity(), TRANSFORM)([image]))
+
+
+@pytest.fixture
+def trained(small_cfg):
+    """Return trained(KEY, VALUE, ...): a run of a few steps."""
+
+    def train(*overrides):
+        cfg = small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD), "OPTIM.BASE_LR", "0.02", *overrides)
+        train_model(cfg)
+        return load_run(cfg.OUT_DIR, device="cpu")
+
+    return train
+
+
+def test_batches_of_any_number_and_images_of_any_size(trained, tmp_path):
+    import onnx
+    import onnxruntime
+
+    run = trained("TEST.FLIP", "True", "TEST.INTERPOLATION", "bicubic")
+    assert export_run(run, "onnx", tmp_path / "exported")["verified"]
+    path = tmp_path / "exported" / "model.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    images = [photograph(*size) for size in SIZES]
+    expected = torch_predict(FlipAverage(run.model), run.transform)(images)
+    found = onnx_predict(path)(images)
+    assert torch.equal(found.argmax(1), expected.argmax(1))
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+    session = onnxruntime.InferenceSession(path)
+    batch = torch.stack([photograph(50 + 0 * seed, 61) for seed in range(9)]).permute(0, 2, 3, 1).numpy()
+    batch = batch + np.arange(9, dtype=np.uint8)[:, None, None, None]  # nine different images
+    alone = np.concatenate([session.run(["logits"], {"images": batch[index : index + 1]})[0] for index in range(9)])
+    for num in (1, 7, 8, 9):
+        np.testing.assert_allclose(session.run(["logits"], {"images": batch[:num]})[0], alone[:num], atol=1e-5)
+
+
+def test_the_file_describes_itself(trained, tmp_path):
+    import onnxruntime
+
+    run = trained("TEST.FLIP", "True")
+    export_run(run, "onnx", tmp_path / "exported", check_images=1)
+    session = onnxruntime.InferenceSession(tmp_path / "exported" / "model.onnx")
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", ["batch", "height", "width", 3])
+    assert (logits.name, logits.type, logits.shape[1]) == ("logits", "tensor(float)", 3)
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["label_names"]) == ["ant", "bee", "cat"] and metadata["architecture"] == "resnet8"
+    assert json.loads(metadata["mean"]) == list(MEAN) and json.loads(metadata["flip"]) is True
+
+
+@pytest.mark.parametrize("part", ["mean", *map(slow, ("std", "resize", "crop", "flip"))])
+def test_a_mistake_in_the_preprocessing_ends_with_status_1(trained, tmp_path, monkeypatch, capsys, part):
+    run = trained("TEST.FLIP", "True")
+    file, write, without = export.FORMATS["onnx"]
+
+    def write_wrongly(run, folder):
+        wrong = {
+            "mean": ("DATA", "MEAN", (0.9, 0.1, 0.9)),
+            "std": ("DATA", "STD", (2.0, 0.05, 2.0)),
+            "resize": ("TEST", "IM_SIZE", 64),
+            "crop": ("TEST", "CROP_SIZE", 8),
+            "flip": ("TEST", "FLIP", False),
+        }
+        section, name, value = wrong[part]
+        cfg = run.cfg.clone()
+        cfg.defrost()
+        cfg[section][name] = value
+        write(replace(run, cfg=cfg), folder)
+
+    monkeypatch.setitem(export.FORMATS, "onnx", export.Format(file, write_wrongly, without))
+    assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "onnx", str(tmp_path / "exported")]) == 1
+    record = json.loads((tmp_path / "exported" / "export.json").read_text())
+    assert not record["verified"] and record["equal_answers"] < 99.9
+    assert (tmp_path / "exported" / "model.onnx.unverified").is_file()
+    assert not (tmp_path / "exported" / "model.onnx").exists()
+    assert "NOT VERIFIED" in capsys.readouterr().err
+
+
+class _Branching(nn.Module):
+    def forward(self, images):
+        return images.mean((2, 3)) if images.sum() > 0 else -images.mean((2, 3))
+
+
+def test_a_model_that_torch_cannot_trace_is_refused():
+    with pytest.raises(ConfigError, match="--to onnx: torch cannot export this model: .*fix: --to safetensors"):
+        build_onnx(_Branching(), TRANSFORM, {})
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_onnxruntime_loads_the_file_without_a_warning(small_cfg, tmp_path, flip):
+    """Also without constants that no node reads."""
+    import onnx
+
+    run = load_run(save_run(small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD))), device="cpu")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(build_onnx(FlipAverage(run.model) if flip else run.model, TRANSFORM, {}).SerializeToString())
+    code = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    graph = onnx.load(path).graph
+    assert {tensor.name for tensor in graph.initializer} <= {name for node in graph.node for name in node.input}

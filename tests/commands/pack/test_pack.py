@@ -1,0 +1,707 @@
+"""Packed data: the same images in a few large files, whole or refused, whatever ended the packing."""
+
+import errno
+import io
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.images import draw_folder
+from support.runs import ROOT, run_tool, small_options
+
+from distribuuuu.commands.pack import encode
+from distribuuuu.commands.pack import writer as pack_writer
+from distribuuuu.commands.pack.encode import encode_jpeg
+from distribuuuu.commands.pack.pack import parse_args
+from distribuuuu.commands.pack.packer import pack_split, verify_packs
+from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.decode import DecodeOptions, decode
+from distribuuuu.data.packed import format as pack_file
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.data.transforms import resize
+
+# A shard of it holds a few of the images below.
+TINY_MB = 0.004
+
+
+class Pixels(ImageDataset):
+    """Twenty gray and colored images without files, of an odd size, of every type that a set may return."""
+
+    mean, std, crop = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "pad"
+    classes = ("even", "odd")
+    labels = np.arange(20) % 2
+
+    @classmethod
+    def from_cfg(cls, cfg, train):
+        return cls()
+
+    @staticmethod
+    def pixels(index):
+        shape = (9, 13, 1) if index in (3, 4) else (9, 13, 3)
+        return np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+
+    def read(self, index):
+        pixels = self.pixels(index)
+        return {3: pixels[:, :, 0], 5: torch.from_numpy(pixels).permute(2, 0, 1)}.get(index, pixels)
+
+
+@pytest.fixture
+def pixels(monkeypatch):
+    """Register the set above for one test."""
+    DATASETS.get("dummy")
+    monkeypatch.setitem(DATASETS._table, "pixels", Pixels)
+    return ["DATA.NAME", "pixels"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder of 14 training and 5 evaluation images; one class has none for the evaluation."""
+    root = tmp_path_factory.mktemp("folder")
+    draw_folder(root, "train", {"ant": 5, "bee": 4, "cat": 5})
+    draw_folder(root, "val", {"ant": 2, "cat": 3})
+    return root
+
+
+def pack(out, *words, split="train", workers=0) -> None:
+    """Pack in this process."""
+    job = parse_args([str(word) for word in (out, "--split", split, "--workers", workers, *words)])
+    for train in job.trains:
+        pack_split(job, train)
+
+
+def source(root) -> list[str]:
+    return ["TRAIN.DATASET", str(root)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def shards(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("shard-*.bin"))
+
+
+def message_of(problem_of, *arguments) -> str:
+    with pytest.raises(ConfigError) as error:
+        problem_of(*arguments)
+    return str(error.value)
+
+
+# ------------------------------------------------------------------------------------- what is kept
+
+
+def test_files_are_kept_byte_by_byte_with_labels_and_names(folder, tmp_path):
+    pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), split="both")
+    assert len(shards(tmp_path / "train")) > 2 and not list(tmp_path.rglob("*.part"))
+    cfg = get_cfg()
+    cfg.TRAIN.DATASET = cfg.TEST.DATASET = str(tmp_path)
+    for train, split in ((True, "train"), (False, "val")):
+        packed, images = Packed.from_cfg(cfg, train), ImageFolder(folder, split, ("ant", "bee", "cat"))
+        assert len(packed) == len(images) and packed.classes == ("ant", "bee", "cat")
+        for index in range(len(images)):
+            file = Path(images.describe(index))
+            assert bytes(packed.read(index)) == file.read_bytes()
+            assert packed.label(index) == images.label(index)
+            place = f"{file.relative_to(folder)} (image {index} of {tmp_path / split})"
+            assert packed.describe(index) == place
+
+
+def test_names_and_sources_do_not_depend_on_how_a_folder_is_spelled(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder.parent)
+    for spelled in (f"./{folder.name}", f"{folder.name}/", folder):
+        pack(tmp_path, *source(spelled))
+        assert Packed(tmp_path, "train").describe(0).startswith("train/ant/000.jpg (")
+    assert capsys.readouterr().out.count("is packed already: nothing to do") == 2
+
+
+@pytest.mark.filterwarnings("error:The given buffer")
+def test_files_are_read_without_a_copy_or_a_warning_and_copies_open_their_own_maps(folder, tmp_path):
+    pack(tmp_path, *source(folder))
+    packed = Packed(tmp_path, "train")
+    image, again = (torch.frombuffer(packed.read(1), dtype=torch.uint8) for _ in range(2))
+    assert image.data_ptr() == again.data_ptr()
+    image.zero_()
+    copy = pickle.loads(pickle.dumps(packed))
+    assert len(pickle.dumps(packed)) < 1000 and copy.label(5) == packed.label(5) == 1
+    assert bytes(copy.read(1)) == (folder / "train/ant/001.jpg").read_bytes()
+
+
+def test_smaller_jpegs_can_be_decoded_by_rows(folder, tmp_path):
+    pack(tmp_path, "--shorter-side", 18, "--quality", 80, *source(folder))
+    data = bytes(Packed(tmp_path, "train").read(0))
+    with Image.open(io.BytesIO(data)) as image:
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (20, 18))
+        assert image.info.get("progressive") is None
+        assert image.layer[0][1:3] == (2, 2), "4:2:0"
+        wanted = Image.open(folder / "train/ant/000.jpg").resize((20, 18), Image.Resampling.BICUBIC)
+        assert np.abs(np.asarray(image, int) - np.asarray(wanted, int)).mean() < 8
+    assert b"\xff\xdd\x00\x04\x00\x02" in data, "a restart marker after each row of two blocks"
+
+
+def test_the_longer_side_is_scaled_down_as_ffcv_does(folder, tmp_path):
+    # ffcv/fields/rgb_image.py, resizer: INTER_AREA, sides times N / longer side, rounded down; JPEGs of quality 90.
+    pack(tmp_path / "raw", "--format", "raw", "--longer-side", 27, *source(folder))
+    pack(tmp_path / "jpeg", "--longer-side", 27, *source(folder))
+    original = decode((folder / "train/ant/000.jpg").read_bytes())
+    assert original.shape == (3, 36, 40)
+    expected = resize(original, 24, 27, "opencv_area").permute(1, 2, 0).numpy()
+    assert np.array_equal(Packed(tmp_path / "raw", "train").read(0), expected)
+    data = bytes(Packed(tmp_path / "jpeg", "train").read(0))
+    assert data == encode_jpeg(np.ascontiguousarray(expected), 90)
+    pack(tmp_path / "large", "--format", "raw", "--longer-side", 40, *source(folder))
+    assert np.array_equal(Packed(tmp_path / "large", "train").read(0), original.permute(1, 2, 0).numpy())
+    assert "longer side 27, now none" in message_of(pack, tmp_path / "raw", "--format", "raw", *source(folder))
+
+
+def test_quality_alone_encodes_again_and_nothing_is_enlarged(folder, tmp_path):
+    pack(tmp_path, "--quality", 50, "--shorter-side", 300, *source(folder))
+    pack(tmp_path / "b", "--quality", 50, *source(folder))
+    one, other = Packed(tmp_path, "train"), Packed(tmp_path / "b", "train")
+    assert bytes(one.read(2)) == bytes(other.read(2)) and decode(one.read(2)).shape == (3, 36, 40)
+
+
+def test_raw_pixels_are_a_view_of_the_file(folder, tmp_path):
+    pack(tmp_path, "--format", "raw", *source(folder))
+    pack(tmp_path / "small", "--format", "raw", "--shorter-side", 9, *source(folder))
+    packed = Packed(tmp_path, "train")
+    image = packed.read(7)
+    with Image.open(folder / "train/bee/002.jpg") as original:
+        assert np.array_equal(image, decode(Path(original.filename).read_bytes()).permute(1, 2, 0).numpy())
+    assert image.dtype == np.uint8 and image.flags.writeable and image.base is not None
+    assert np.shares_memory(image, packed.read(7))
+    assert Packed(tmp_path / "small", "train").read(7).shape == (9, 10, 3)
+
+
+def save_with_orientation(folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for path in sorted(folder.rglob("*.jpg")):
+        with Image.open(path) as image:
+            image.load()
+        image.save(path, exif=exif)
+
+
+def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "data")
+    save_with_orientation(tmp_path / "data")
+    for name, words, size in [
+        ("files", [], (36, 40)),
+        ("raw", ["--format", "raw"], (36, 40)),
+        ("rotated", ["--format", "raw", "DATA.EXIF_ROTATE", "True"], (40, 36)),
+        ("encoded", ["--quality", 90, "DATA.EXIF_ROTATE", "True"], (40, 36)),
+        ("kept", ["DATA.EXIF_ROTATE", "True"], (36, 40)),
+    ]:
+        pack(tmp_path / name, *words, *source(tmp_path / "data"))
+        packed = Packed(tmp_path / name, "train").read(0)
+        assert (packed.shape[:2] if name in ("raw", "rotated") else decode(packed).shape[1:]) == size
+        # What is still to be rotated is rotated as it is read; what has lost its orientation cannot be.
+        cfg = get_cfg()
+        cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
+        assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
+    assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
+    message = message_of(pack, tmp_path / "rotated", "--format", "raw", *source(tmp_path / "data"))
+    assert "exif rotate True, now none" in message
+    assert "exif rotate none, now True" in message_of(
+        pack, tmp_path / "raw", "--format", "raw", "DATA.EXIF_ROTATE", "True", *source(tmp_path / "data")
+    )
+
+
+def test_images_above_max_pixels_are_not_packed_and_verify_takes_the_limit_of_the_pack(
+    folder, tmp_path, monkeypatch, capsys
+):
+    for words in ([], ["--format", "raw"], ["--quality", 80]):
+        message = message_of(pack, tmp_path, *words, "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
+        assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
+    monkeypatch.setattr(encode, "DEFAULTS", DecodeOptions(max_pixels=10))
+    pack(tmp_path / "out", "DATA.MAX_PIXELS", 40 * 36, *source(folder))
+    verify_packs(tmp_path / "out", 0)
+    assert "every image decodes" in capsys.readouterr().out
+
+
+def test_a_set_without_files(pixels, tmp_path):
+    pack(tmp_path, "--format", "raw", *pixels)
+    packed = Packed(tmp_path, "train")
+    assert (packed.mean, packed.std, packed.crop) == (Pixels.mean, Pixels.std, "pad")
+    assert packed.classes == ("even", "odd") and packed.describe(2).startswith("image 2 (image 2 of ")
+    for index in range(20):
+        expected = np.broadcast_to(Pixels.pixels(index), (9, 13, 3))
+        assert np.array_equal(packed.read(index), expected) and packed.label(index) == index % 2
+    assert "pixels has pixels but no files" in message_of(pack, tmp_path / "b", *pixels)
+    pack(tmp_path / "b", "--quality", 90, *pixels)
+    assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
+
+
+def test_a_pack_can_be_packed_again(folder, tmp_path):
+    pack(tmp_path / "a", *source(folder))
+    pack(tmp_path / "b", "DATA.NAME", "packed", *source(tmp_path / "a"))
+    one, other = Packed(tmp_path / "a", "train"), Packed(tmp_path / "b", "train")
+    assert [bytes(one.read(i)) for i in range(14)] == [bytes(other.read(i)) for i in range(14)]
+    words = ["--overwrite", "DATA.NAME", "packed", *source(tmp_path / "a")]
+    assert "is the source itself" in message_of(pack, tmp_path / "a", *words)
+    assert Packed(tmp_path / "a", "train")
+
+
+@pytest.mark.parametrize("words", [[], ["--shorter-side", 20]])
+def test_the_number_of_workers_changes_no_byte(folder, tmp_path, words):
+    for workers in (0, 1, 2):
+        pack(tmp_path / str(workers), "--shard-mb", TINY_MB, *words, *source(folder), workers=workers)
+    found = [contents(tmp_path / str(workers) / "train") for workers in (0, 1, 2)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
+    draw_folder(tmp_path / "other", "val", {"bee": 1, "cat": 2})
+    pack(tmp_path / "a", *source(folder))
+    pack(tmp_path / "b", "TEST.DATASET", tmp_path / "other", split="val")
+    cfg = get_cfg()
+    cfg.TRAIN.DATASET, cfg.TEST.DATASET, cfg.MODEL.NUM_CLASSES = str(tmp_path / "a"), str(tmp_path / "b"), 3
+    packed = Packed.from_cfg(cfg, train=False)
+    assert [packed.label(index) for index in range(3)] == [1, 2, 2]
+    assert list(Packed.find_problems(cfg, train=False)) == []
+    cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT = str(tmp_path / "b"), "val"
+    cfg.TEST.DATASET, cfg.TEST.SPLIT = str(tmp_path / "a"), "train"
+    assert "classes that the training data lacks: ant" in dict(Packed.find_problems(cfg, train=False))["TEST.SPLIT"]
+    assert "lacks: ant" in message_of(Packed.from_cfg, cfg, False)
+
+
+# ------------------------------------------------------------------------------- stopped and resumed
+
+
+def many_images(root: Path) -> Path:
+    """Make a folder that takes a while to pack: 2000 names of ten images."""
+    draw_folder(root, "train", {"a": 5, "b": 5})
+    for path in list(root.rglob("*.jpg")):
+        for number in range(199):
+            os.link(path, path.with_stem(f"{path.stem}-{number}"))
+    return root
+
+
+def start_packing(out: Path, root: Path) -> tuple[subprocess.Popen, list[str]]:
+    """Start a command and return it, with the words behind its folder, when its second shard is whole."""
+    words = ["--shard-mb", "0.05", "--split", "train", "--workers", "2", *source(root)]
+    command = [sys.executable, str(ROOT / "tools" / "pack_dataset.py"), str(out), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (out / "train/shard-00001.part").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.002)
+    return process, words
+
+
+@pytest.mark.slow
+def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
+    out = tmp_path / "out" / "train"
+    process, words = start_packing(out.parent, many_images(tmp_path / "data"))
+    process.kill()
+    process.communicate()
+    assert not (out / "index.bin").exists() and "is not finished" in message_of(Packed, out.parent, "train")
+    done = run_tool("pack_dataset.py", out.parent, *words)
+    assert done.returncode == 0 and "resumed after" in done.stdout, done.stderr
+    pack(tmp_path / "whole", *words)
+    assert contents(out) == contents(tmp_path / "whole" / "train")
+    assert "nothing to do" in run_tool("pack_dataset.py", out.parent, *words).stdout
+
+
+def stop_after(num_records: int, monkeypatch) -> None:
+    """Let the disk be full after so many records."""
+    write, count = pack_writer.PackWriter.append, [0]
+
+    class FullFile(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def append(self, image, record, stamp):
+        count[0] += 1
+        if count[0] > num_records and self._file:
+            self._file.close()
+            self._file = FullFile()
+        write(self, image, record, stamp)
+
+    monkeypatch.setattr(pack_writer.PackWriter, "append", append)
+
+
+def pack_until(num_records: int, *arguments) -> str:
+    """Pack on a disk that is full after so many records, and return the message."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(num_records, patch)
+        return message_of(pack, *arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory) -> dict[str, bytes]:
+    """The files of the whole pack of small shards."""
+    out = tmp_path_factory.mktemp("whole")
+    pack(out, "--shard-mb", TINY_MB, *source(folder))
+    return contents(out / "train")
+
+
+def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, whole):
+    words = ["--shard-mb", TINY_MB, *source(folder)]
+    message = pack_until(6, tmp_path, *words)
+    assert "No space left on device" in message and "run the same command again" in message
+    left = shards(tmp_path / "train")
+    assert left and all((tmp_path / "train" / name).with_suffix(".part").exists() for name in left)
+    assert "packing is not finished" in message_of(Packed, tmp_path, "train")
+    pack(tmp_path, *words)
+    assert contents(tmp_path / "train") == whole
+
+
+@pytest.mark.parametrize("refused", ["shard-00001.part", "index.bin"])
+def test_a_disk_that_is_full_for_a_side_file_or_the_index(folder, tmp_path, monkeypatch, refused, whole):
+    def write_arrays(path, *arguments, write=pack_writer.write_arrays):
+        if Path(path).name == refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_writer, "write_arrays", write_arrays)
+        assert "No space left" in message_of(pack, tmp_path, "--shard-mb", TINY_MB, *source(folder))
+    assert "is not finished" in message_of(Packed, tmp_path, "train")
+    pack(tmp_path, "--shard-mb", TINY_MB, *source(folder))
+    assert contents(tmp_path / "train") == whole
+
+
+def test_a_shard_with_an_invalid_side_file_is_done_again(folder, tmp_path, whole):
+    words = ["--shard-mb", TINY_MB, *source(folder)]
+    pack_until(9, tmp_path / "stopped", *words)
+    for number, changes in enumerate([
+        {"cut": 3}, {"shard": 3}, {"shard": {"name": "shard-00001.bin", "size": "1"}}, {"options": []},
+        {"source": None}, {"next_image": 1e9}, {"num_skipped": None}, {"num_skipped": -1},
+        {"length": np.zeros(1)}, {"label": np.zeros((2, 2), np.int32)}, {"offset": np.zeros(0, np.int64)},
+    ]):  # fmt: skip
+        out = shutil.copytree(tmp_path / "stopped", tmp_path / str(number))
+        part = out / "train" / "shard-00001.part"
+        meta, rows = read_arrays(part, pack_writer.PART_KIND, 1)
+        meta |= {name: value for name, value in changes.items() if not isinstance(value, np.ndarray)}
+        rows |= {name: value for name, value in changes.items() if isinstance(value, np.ndarray)}
+        write_arrays(part, pack_writer.PART_KIND, 1, meta, rows)
+        part.write_bytes(part.read_bytes()[: -changes["cut"] if "cut" in changes else None])
+        pack(out, *words)
+        assert contents(out / "train") == whole, changes
+
+
+def test_a_finished_pack_of_others_is_not_searched_beyond_the_source(folder, tmp_path, capsys):
+    pack(tmp_path, *source(folder))
+    index = tmp_path / "train" / "index.bin"
+    meta, columns = read_arrays(index, "packed images", 1)
+    columns = {name: column.copy() for name, column in columns.items()}
+    for changes in ({"source_end": 10**9}, {"source_end": "x"}, {"stamps_crc32": None}):
+        write_arrays(index, "packed images", 1, {**meta, "shards": [{**meta["shards"][0], **changes}]}, columns)
+        pack(tmp_path, *source(folder))
+        assert "is packed already: nothing to do" in capsys.readouterr().out
+
+
+def test_an_image_that_no_reader_takes_is_broken(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_RECORD", 100)
+    assert "bytes; a pack holds images of at most 100" in message_of(pack, tmp_path, *source(folder))
+
+
+def test_other_options_or_another_source_are_refused(folder, tmp_path):
+    pack(tmp_path, *source(folder))
+    before = contents(tmp_path / "train")
+    message = message_of(pack, tmp_path, "--shorter-side", 18, *source(folder))
+    assert "shorter side none, now 18; quality none, now 90" in message and "--overwrite" in message
+    shutil.copytree(folder, tmp_path / "copy")
+    assert f"now {tmp_path / 'copy'}" in message_of(pack, tmp_path, *source(tmp_path / "copy"))
+    assert contents(tmp_path / "train") == before
+    pack(tmp_path, "--overwrite", "--shorter-side", 18, *source(folder))
+    assert decode(Packed(tmp_path, "train").read(0)).shape == (3, 18, 20)
+
+
+def test_a_changed_list_of_images_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "data")
+    words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
+    pack_until(9, tmp_path / "out", *words)
+    (tmp_path / "data/train/cat/004.jpg").unlink()
+    assert "images 14, now 13" in message_of(pack, tmp_path / "out", *words)
+    (tmp_path / "data/train/cat/003.jpg").rename(tmp_path / "data/train/cat/005.jpg")
+    shutil.copy(folder / "train/cat/004.jpg", tmp_path / "data/train/cat/006.jpg")  # as many as before
+    assert "checksum of names and labels" in message_of(pack, tmp_path / "out", *words)
+
+
+def repaint(path: Path) -> None:
+    """Replace an image by another one of the same size in bytes, a moment later."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(("image", "shard"), [("ant/000", 0), ("ant/004", 1), ("bee/000", 1)])
+def test_shards_of_images_changed_in_place_are_packed_again(folder, tmp_path, capsys, image, shard):
+    shutil.copytree(folder, tmp_path / "data")
+    words = ["--shard-mb", TINY_MB, "--no-check", *source(tmp_path / "data")]
+    pack_until(9, tmp_path / "out", *words)
+    assert len(shards(tmp_path / "out/train")) >= 2
+    repaint(tmp_path / f"data/train/{image}.jpg")
+    pack(tmp_path / "out", *words)
+    printed = capsys.readouterr().out
+    assert f"have changed since shard-0000{shard}.bin was packed; it is packed again" in printed
+    assert ("resumed after" in printed) == (shard > 0)
+    pack(tmp_path / "whole", *words)
+    assert contents(tmp_path / "out" / "train") == contents(tmp_path / "whole" / "train")
+
+
+def test_a_broken_image_that_was_mended_between_two_starts_is_packed(broken, folder, tmp_path):
+    words = [*broken, "DATA.ON_BAD_IMAGE", "skip"]
+    pack_until(11, tmp_path / "out", *words)
+    shutil.copyfile(folder / "train/bee/002.jpg", tmp_path / "data/train/bee/002.jpg")
+    pack(tmp_path / "out", *words)
+    assert len(Packed(tmp_path / "out", "train")) == 14
+
+
+def test_a_whole_pack_of_images_that_changed_since_is_kept_and_reported(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "data")
+    words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
+    pack(tmp_path / "out", *words)
+    before = contents(tmp_path / "out/train")
+    repaint(tmp_path / "data/train/cat/004.jpg")
+    pack(tmp_path / "out", *words)
+    printed = capsys.readouterr().out
+    assert "nothing to do" in printed and "--overwrite packs them again" in printed
+    assert contents(tmp_path / "out/train") == before
+
+
+def test_a_pack_that_is_packed_again_notices_that_it_was_replaced(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "data")
+    pack(tmp_path / "a", *source(tmp_path / "data"))
+    words = ["DATA.NAME", "packed", *source(tmp_path / "a")]
+    pack(tmp_path / "b", *words)
+    repaint(tmp_path / "data/train/cat/004.jpg")
+    pack(tmp_path / "a", "--overwrite", "--no-check", *source(tmp_path / "data"))
+    pack(tmp_path / "b", *words)
+    assert "have changed since shard-00000.bin was packed; --overwrite" in capsys.readouterr().out
+
+
+def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "data")
+    other = tmp_path / "data" / "train"
+    for words in ([], ["--overwrite"]):
+        assert "holds other files, e.g. ant" in message_of(pack, tmp_path / "data", *words, *source(folder))
+    assert sorted(os.listdir(other)) == ["ant", "bee", "cat"]
+
+
+def test_two_commands_do_not_write_into_one_folder(folder, tmp_path):
+    import fcntl
+
+    (tmp_path / "train").mkdir()
+    number = os.open(tmp_path / "train", os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    assert "another command is packing into it" in message_of(pack, tmp_path, *source(folder))
+    os.close(number)
+    pack(tmp_path, *source(folder))
+
+
+# ------------------------------------------------------------------------------------ broken images
+
+
+@pytest.fixture
+def broken(folder, tmp_path) -> list[str]:
+    """Words for a copy of the folder with an image that ends too early."""
+    shutil.copytree(folder, tmp_path / "data")
+    path = tmp_path / "data/train/bee/002.jpg"
+    path.write_bytes(path.read_bytes()[:300])
+    return ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_stops_the_packing_or_is_left_out(broken, tmp_path, capsys, workers):
+    message = message_of(lambda: pack(tmp_path / "out", *broken, workers=workers))
+    assert "broken image: " in message and "bee/002.jpg" in message and "DATA.ON_BAD_IMAGE skip" in message
+    assert shards(tmp_path / "out/train"), "finished shards stay"
+    pack(tmp_path / "out", *broken, "DATA.ON_BAD_IMAGE", "skip", workers=workers)
+    packed, printed = Packed(tmp_path / "out", "train"), capsys.readouterr()
+    assert len(packed) == 13 and packed.meta["num_skipped"] == 1
+    assert "bee/003.jpg" in packed.describe(7) and packed.label(7) == 1
+    assert "bee/002.jpg" in printed.err and "13 images of 3 classes, 1 broken left out" in printed.out
+
+
+def test_files_that_are_not_looked_at_are_kept_as_they_are(broken, tmp_path):
+    pack(tmp_path / "out", "--no-check", *broken)
+    assert "bee/002.jpg (image 7 of" in message_of(verify_packs, tmp_path / "out", 0)
+
+
+def test_a_worker_that_is_killed_is_reported(folder, tmp_path, monkeypatch):
+    parent = os.getpid()
+
+    def read(self, index):
+        if os.getpid() != parent and index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Path(self.describe(index)).read_bytes()
+
+    monkeypatch.setattr(ImageFolder, "read", read)
+    message = message_of(lambda: pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), workers=2))
+    assert "a worker process was killed" in message and "fewer --workers" in message
+
+
+# ----------------------------------------------------------------------------------- what is refused
+
+
+def spoil(out: Path, how: str) -> None:
+    """Damage a pack of several shards."""
+    path = out / "train" / ("index.bin" if how == "index" else "shard-00001.bin")
+    data = bytearray(path.read_bytes())
+    place = {"flipped": pack_file.HEADER_SIZE + 400, "exchanged": 20, "index": -2}.get(how, 0)
+    data[place] ^= 4
+    path.write_bytes(data[:-10] if how == "cut" else data)
+    if how == "lost":
+        path.unlink()
+
+
+@pytest.fixture
+def several(folder, tmp_path) -> Path:
+    """A pack of several shards."""
+    pack(tmp_path / "out", "--shard-mb", TINY_MB, *source(folder))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "is_read"),
+    [
+        ("cut", "shard-00001.bin has ", False),
+        ("lost", "shard-00001.bin: No such file", False),
+        ("flipped", "its checksum does not match", True),
+        ("exchanged", "does not belong to this pack", True),
+        ("index", "index.bin is corrupt", False),
+    ],
+)
+def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
+    verify_packs(several, 2)
+    assert "14 images in" in capsys.readouterr().out
+    packed = Packed(several, "train")
+    index = list(packed.columns["shard"]).index(1)
+    name = packed.describe(index if how == "flipped" else list(packed.columns["shard"]).index(2) - 1)
+    spoil(several, how)
+    message = message_of(verify_packs, several, 0)
+    assert said in message
+    if how in ("cut", "flipped"):
+        assert f"{name}, in shard-00001.bin: " in message
+    if how == "exchanged":
+        assert said in message_of(packed.read, index)
+    if is_read:
+        assert len(Packed(several, "train")) == 14
+    else:
+        assert said in message_of(Packed, several, "train")
+
+
+def problems_of(root, num_classes=3, split="train") -> dict[str, str]:
+    cfg = get_cfg()
+    cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, cfg.MODEL.NUM_CLASSES = str(root), split, num_classes
+    return dict(Packed.find_problems(cfg, train=True))
+
+
+def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder, monkeypatch):
+    assert problems_of(several) == {}
+    assert "has no index.bin: it is not a packed data set" in problems_of(folder)["TRAIN.SPLIT"]
+    assert problems_of(several, 5)["MODEL.NUM_CLASSES"].endswith("has 3 classes; set MODEL.NUM_CLASSES 3")
+    assert "did you mean out?" in problems_of(several.parent / "ot")["TRAIN.DATASET"]
+    assert "did you mean train?" in problems_of(several, split="trian")["TRAIN.SPLIT"]
+    spoil(several, "cut")
+    assert "shard-00001.bin has " in problems_of(several)["TRAIN.SPLIT"]
+    monkeypatch.setattr(pack_file, "VERSION", 2)
+    assert "of version 1, not packed images of version 2" in problems_of(several)["TRAIN.SPLIT"]
+    monkeypatch.undo()
+    (several / "train/index.bin").unlink()
+    assert "packing is not finished: run the same" in problems_of(several)["TRAIN.SPLIT"]
+
+
+# -------------------------------------------------------------------------------- the command line
+
+WRONG = {
+    "name the folder of the packed data first": "", "folder of the packed data first": "TRAIN.DATASET x",
+    "did you mean jpeg?": "OUT --format jpg", "did you mean val?": "OUT --split vall",
+    "did you mean --shorter-side": "OUT --shorter-sid 3", "did you mean TRAIN.DATASET": "OUT TRAIN.DATASETS x",
+    "did you mean cifar10": "OUT DATA.NAME cifar", "stores pixels": "OUT --format raw --quality 90",
+    "1 to 100": "OUT --quality 101", "exclude each other": "OUT --shorter-side 9 --longer-side 12",
+    "--longer-side 0 is outside the allowed range": "OUT --longer-side 0",
+    "3 problems to solve first": "OUT --shorter-side 0 --shard-mb 0 --workers -1",
+    "no such folder: /no/such": "OUT TRAIN.DATASET /no/such", "/etc/hostname is a file": "/etc/hostname/x",
+    "is not a folder": "--verify OUT", "--verify takes the folder alone": "--verify OUT OUT_DIR x",
+}  # fmt: skip
+
+
+def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_path):
+    code = (
+        "import sys; from distribuuuu.commands.pack.pack import pack\n"
+        "for line in sys.argv[1:]:\n"
+        "    print('status', pack('pack', line.split()), 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    lines = []
+    for line in WRONG.values():
+        first, _, rest = line.replace("OUT ", f"{tmp_path / 'out'} ").partition(" ")
+        lines.append(f"{first} TRAIN.DATASET {folder} {rest}" if first.startswith("/") else f"{first} {rest}")
+    done = subprocess.run([sys.executable, "-c", code, *lines], cwd=ROOT, capture_output=True, text=True)
+    answers = done.stderr.split("status 2 False\n")
+    assert len(answers) == len(WRONG) + 1 and "Traceback" not in done.stderr, done.stderr
+    for said, answer in zip(WRONG, answers[:-1], strict=True):
+        assert said in answer, answer
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
+    out = tmp_path / "out"
+    done = run_tool("pack_dataset.py", out, "--workers", 2, *source(folder))
+    assert done.returncode == 0, done.stderr
+    assert f"{out}/train: 14 images of 3 classes" in done.stdout
+    assert f"{out}/val: 5 images of 3 classes" in done.stdout and "images/s" in done.stdout
+    assert run_tool("pack_dataset.py", "--verify", out).returncode == 0
+    words = small_options(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
+    done = run_tool("train_net.py", *words)
+    assert done.returncode == 0 and "validation: 5 images" in done.stderr, done.stderr
+    data = bytearray((out / "val/shard-00000.bin").read_bytes())
+    data[-30] ^= 1
+    (out / "val/shard-00000.bin").write_bytes(data)
+    done = run_tool("pack_dataset.py", "--verify", out, "--workers", 1)
+    assert done.returncode == 2 and "val/cat/002.jpg (image 4 of" in done.stderr and "out/train: 14" in done.stdout
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux")
+def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
+    process, _ = start_packing(tmp_path / "out", many_images(tmp_path / "data"))
+    workers = children_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130 and workers
+    error = process.stderr.read()
+    assert "SIGINT: stopped" in error and "Traceback" not in error
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlives the command"
+
+
+def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, monkeypatch):
+    """The name is that which array_file gives a file that is not whole."""
+    ImageFolder(folder, "train")  # its index is written before
+    left = []
+
+    def killed(temporary, target):
+        left.append(Path(temporary))
+        shutil.copy(temporary, tmp_path / "copy")
+        raise OSError(errno.EIO, "killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("distribuuuu.data.datasets.folder_index.write_arrays", lambda *args: None)
+        patched.setattr("distribuuuu.data.datasets.array_file.os.replace", killed)
+        with pytest.raises(ConfigError, match="killed here"):
+            pack(tmp_path / "out", *source(folder))
+    shutil.copy(tmp_path / "copy", left[0])
+    pack(tmp_path / "out", *source(folder))
+    assert not left[0].exists() and len(Packed(tmp_path / "out", "train")) == 14

@@ -1,0 +1,113 @@
+"""Packing to a URL: what is read back is the local pack, and nothing that is incomplete can be read."""
+
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+from support.images import draw_folder
+
+from distribuuuu.commands.pack import upload
+from distribuuuu.commands.pack.pack import parse_args
+from distribuuuu.commands.pack.packer import pack_split
+from distribuuuu.config import ConfigError
+from distribuuuu.data.packed import transport
+from distribuuuu.data.packed.dataset import Packed
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    draw_folder(tmp_path / "images", "train", {"ant": 9, "bee": 9})
+    draw_folder(tmp_path / "images", "val", {"ant": 3, "bee": 3})
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Return the file system of memory://, which is empty and counts as one that can be written to."""
+    monkeypatch.setitem(transport.PACKAGES, "memory", "fsspec")
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    return files
+
+
+def pack(out, folder: Path, *words) -> None:
+    options = ["--shard-mb", "0.005", "--workers", "0", *words, f"TRAIN.DATASET={folder}"]
+    job = parse_args([str(out), *" ".join(options).replace("=", " ").split(), "DATA.CACHE_DIR", f"{folder}-cache"])
+    for train in job.trains:
+        pack_split(job, train)
+
+
+def assert_same_images(url, local, cache) -> None:
+    for split in ("train", "val"):
+        one, other = Packed(url, split, None, str(cache), 1.0, 1.0), Packed(local, split)
+        assert len(one) == len(other) > 0 and one.classes == other.classes
+        assert [bytes(one.read(index)) for index in range(len(one))] == [
+            bytes(other.read(index)) for index in range(len(other))
+        ]
+
+
+def test_a_pack_at_a_url_is_the_local_one_and_its_index_goes_last(folder, memory, tmp_path, monkeypatch, capsys):
+    url, put, written = "memory://bucket/set", type(memory).put_file, []
+
+    def put_file(self, local, remote, **kwargs):
+        if len(written) == 2:
+            written.append("")
+            raise OSError("the connection is lost")
+        written.append(remote.rpartition("/")[2])
+        put(self, local, remote, **kwargs)
+
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    pack(tmp_path / "local", folder)
+    with pytest.raises(ConfigError, match="the connection is lost; run the same command again"):
+        pack(url, folder)
+    with pytest.raises(ConfigError, match="no such object"):
+        Packed(url, "train", None, str(tmp_path / "cache"), 1.0, 1.0)
+    pack(url, folder)
+    shards = sorted(path.name for path in (tmp_path / "local" / "train").glob("shard*"))
+    assert written[:3] == [*shards[:2], ""] and written[3 : len(shards) + 2] == [*shards[2:], "index.bin"]
+    assert_same_images(url, tmp_path / "local", tmp_path / "cache")
+    assert not list(Path(f"{folder}-cache").rglob("*.bin"))  # moved, not copied
+    pack(url, folder)
+    assert "is packed already: nothing to do" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="shorter side none, now 20.*; use another URL, or add --overwrite"):
+        pack(url, folder, "--shorter-side", "20")
+    shutil.rmtree(folder / "train" / "bee")
+    shutil.rmtree(folder / "val" / "bee")
+    pack(url, folder, "--overwrite")
+    pack(tmp_path / "other", folder)
+    assert_same_images(url, tmp_path / "other", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 9999, "\\udcff"])
+def test_a_damaged_list_of_uploads_counts_as_none(folder, memory, tmp_path, text):
+    pack(tmp_path / "local", folder)
+    shutil.copytree(tmp_path / "local" / "train", tmp_path / "copy")
+    (tmp_path / "copy" / upload.DONE).write_text(text)
+    upload.upload_pack(tmp_path / "copy", "memory://bucket/set/train")
+    images = Packed("memory://bucket/set", "train", None, str(tmp_path / "cache"), 1.0, 1.0)
+    assert len(images) == 18 and not (tmp_path / "copy").exists()
+
+
+def test_urls_that_cannot_be_written_to_are_reported_at_once(folder, monkeypatch):
+    with pytest.raises(ConfigError, match=r"OUT: got https://host/set/train; expected .*\(s3://, gs://, hf://\)"):
+        pack("https://host/set", folder)
+    with pytest.raises(ConfigError, match="--verify s3://a/b: expected a folder"):
+        parse_args(["s3://a/b", "--verify"])
+    monkeypatch.setattr(fsspec, "filesystem", lambda *args, **kwargs: exec("raise ImportError"))
+    transport._open_filesystem.cache_clear()
+    with pytest.raises(ConfigError, match=r"s3:// needs s3fs, .* fix: pip install 'distribuuuu\[s3\]'"):
+        pack("s3://bucket/set", folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [(PermissionError("ExpiredToken"), "renew them"), (type("NoCredentialsError", (Exception,), {})(), "renew them")],
+)
+def test_credentials_that_have_expired_are_reported_at_once(memory, monkeypatch, error, found):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(type(memory), "info", fail)
+    with pytest.raises(ConfigError, match=f"access denied.*{found}"):
+        Packed("memory://a/b", "train")

@@ -1,0 +1,197 @@
+"""The command plan: arithmetic of hours and disk, measurements of a small run, the table, errors."""
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fake_cuda import CUDA, fake_cuda
+from support.runs import small_options
+
+from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.commands.main import dispatch
+from distribuuuu.commands.measure import timing
+from distribuuuu.commands.plan import measure_run, tune
+from distribuuuu.commands.plan.run_plan import (
+    count_checkpoints,
+    epochs_to_measure,
+    extrapolate,
+    interpolate,
+    plan_run,
+    sizes_of,
+)
+from distribuuuu.config import load_cfg
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.engine.micro_batch import Peak
+
+
+def test_first_steps_count_but_not_in_the_rate():
+    steady = [10.0 + step for step in range(20)]  # the first step takes ten seconds, the others one
+    assert extrapolate(steady, 100) == pytest.approx(109.0)
+    # Batches come in groups of four: the workers prepare them at once.
+    grouped = list(itertools.accumulate([9.0, 0, 0, 0] + [4.0, 0, 0, 0] * 6))
+    assert extrapolate(grouped, 100, group=4) == pytest.approx(9 + 4 * 24)
+    assert extrapolate([2.0, 3.0], 2) == 3.0 and extrapolate([2.0, 3.0], 1) == 2.0 and extrapolate([2.0], 3) == 6.0
+    assert extrapolate([], 0) == 0.0
+
+
+def test_sizes_that_grow_are_measured_at_the_ends_and_between():
+    grows = ("TRAIN.IM_SIZE", 28, "TRAIN.IM_SIZE_START", 16, "TRAIN.IM_SIZE_EPOCHS", "[0, 11]", "OPTIM.MAX_EPOCH", 17,
+             "TRAIN.IM_SIZE_MULTIPLE", 2)  # fmt: skip
+    sizes = sizes_of(load_cfg(None, [str(word) for word in grows]))
+    assert len(sizes) == 17 and sizes[0] == 16 and sizes[11:] == [28] * 6 and len(set(sizes)) > 4
+    measured = [sizes[epoch] for epoch in epochs_to_measure(sizes)]
+    assert measured[0] == 16 and measured[-1] == 28 and len(measured) == 4
+    assert interpolate({10: 1.0, 20: 4.0}, 15) == pytest.approx(1 + 3 * (225 - 100) / 300)
+    assert interpolate({10: 1.0}, 10) == 1.0
+
+
+class TinyState:
+    """A training state without content."""
+
+    def __init__(self):
+        self.epoch = self.step = 0
+        self.evaluated_at = None
+
+    def to_dict(self) -> dict:
+        return {"state_dict": {"weight": torch.zeros(1)}}
+
+
+@pytest.mark.parametrize("keep_last, keep_every, every_steps", [(3, 2, 0), (2, 2, 3)])
+def test_the_checkpoints_on_disk_are_counted(tmp_path, keep_last, keep_every, every_steps):
+    epochs, num_steps, state, most = 5, 5, TinyState(), 0
+    manager = CheckpointManager(tmp_path, keep_last, keep_every, every_steps)
+    for _ in range(epochs):
+        for state.step in range(1, num_steps):
+            if manager.is_due(state.step):
+                manager.save(state)
+        state.epoch, state.step = state.epoch + 1, 0
+        manager.save(state)
+        most = max(most, len(manager.list()))
+    settings = zip(("KEEP_LAST", "KEEP_EVERY", "EVERY_STEPS"), (keep_last, keep_every, every_steps), strict=True)
+    words = [word for name, value in settings for word in (f"CHECKPOINT.{name}", str(value))]
+    cfg = load_cfg(None, [*words, "OPTIM.MAX_EPOCH", str(epochs)])
+    assert count_checkpoints(cfg, num_steps) == most + 1  # the one that is being written
+
+
+def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
+    cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "MODEL.PRECISE_BN", "100"])
+    found = {"images": {"train": 1000, "val": 10}, "start_s": 5.0, "epoch_s": {224: 30.0}, "evaluation_s": 3.0,
+             "last_s": 2.0, "checkpoint_s": 0.1, "checkpoint_mib": 2.0, "best_mib": 1.0, "bottleneck": "x"}  # fmt: skip
+    result = plan_run(cfg, BatchPlan(25, 2, 2), found)
+    assert result["steps_per_epoch"] == 10 and result["steps"] == 100 and result["images_seen"] == 10_000
+    assert result["hours"] * 3600 == pytest.approx(5 + 300 + 32 + 2) and result["disk_mib"] == 4 * 2.0 + 1.0
+    assert result["bottleneck"] == "x" and result["assumption"].startswith("2 processes, each as fast as")
+    sharded = load_cfg(None, ["DIST.SHARD", "fsdp"])
+    assert "measured without DIST.SHARD fsdp" in plan_run(sharded, BatchPlan(25, 2, 2), found)["assumption"]
+    assert plan_run(sharded, BatchPlan(25, 2, 1), found)["assumption"] is None
+    slow = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
+    assert (
+        slow["bottleneck"].startswith("evaluation, 75%") and "EVAL_PERIOD 3 or MODEL.PRECISE_BN 0" in slow["bottleneck"]
+    )
+    cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "TRAIN.EVAL_PERIOD", "3"])
+    rarer = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
+    assert rarer["seconds"]["evaluation"] == 4 * 90 + 2 and rarer["seconds"]["checkpoints"] == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_a_measurement_waits_for_a_gpu_at_its_end_only(monkeypatch, num):
+    ends = []
+    with fake_cuda(monkeypatch) as timeline:
+        for step in measure_run._timed(range(num), ends, 60.0, CUDA):
+            for _ in range(step + 1):
+                torch.zeros(3, device=CUDA)
+        assert timeline.waits == ["synchronize"] and timeline.past_waits == []
+    assert ends == pytest.approx([1e-3 * sum(range(1, step + 2)) for step in range(num)])
+    assert len(list(measure_run._timed(range(9), ends, 0.0, torch.device("cpu")))) == 2 and len(ends) == num + 2
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, tmp_path):
+    """Measure here, each part for a moment only; return the list of the measured plans."""
+    for name in ("MEASURE_S", "BLOCK_S", "WARM_UP_S"):
+        monkeypatch.setattr(timing, name, 0.01)
+    monkeypatch.setattr(measure_run, "STEPS_S", 0.1)
+    monkeypatch.setattr(measure_run, "ThreadPoolExecutor", lambda num: ThreadPoolExecutor(1))
+    plans, folders = [], (str(tmp_path / f"trial{number}") for number in itertools.count())
+
+    def call(function, cfg, plan, times):
+        plans.append((plan, times))
+        Path(folder := next(folders)).mkdir()
+        return {**function(folder, cfg, plan, times), "peak": Peak(2**20 * (100 + plan.micro_batch))}
+
+    monkeypatch.setattr(measure_run, "in_fresh_process", call)
+    return plans
+
+
+def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process):
+    words = ("MODEL.PRECISE_BN", 24, "EMA.HALF_LIFE", 100, "TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", "[0, 1]")
+    args = small_options(image_folder, tmp_path / "out", *words, "TRAIN.IM_SIZE_MULTIPLE", 8)
+    assert dispatch("distribuuuu", ["plan", "--format", "json", "--gpus", "2", *args]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {(plan.micro_batch, times) for plan, times in in_this_process} == {(3, False), (6, False), (12, True)}
+    assert result["memory"]["peak_mib"] == pytest.approx(112) and result["memory"]["fits"]
+    assert result["model"]["arch"] == "resnet8" and result["model"]["params_m"] > 0.05
+    assert result["model"]["gflops"] > 0.001 and result["images"] == {"train": 48, "val": 37}
+    assert result["steps_per_epoch"] == 2 and result["batch"]["global_batch"] == 24
+    assert set(result["step_s"]) == {"8", "16"} and result["hours"] > 0
+    assert result["checkpoint_mib"] > 0.5 and result["best_mib"] > 0.4
+    assert "2 processes" in result["assumption"] and not (tmp_path / "out").exists()
+    assert "tuning" not in result and result["unused"] == []
+
+
+def test_a_small_run_is_tuned(image_folder, tmp_path, capsys, in_this_process, monkeypatch):
+    opened = []
+
+    def open_run(cfg, plan, changes):
+        opened.append((plan, list(map(str, changes))))
+        speed = 100.0 * (1 + sum(change.key == "MODEL.CHANNELS_LAST" for change in changes))
+        return SimpleNamespace(block=lambda: speed, close=lambda: None)
+
+    monkeypatch.setattr(tune, "Process", open_run)
+    args = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 0)
+    assert dispatch("distribuuuu", ["plan", "--tune", "--format", "json", *args]) == 0
+    shown = capsys.readouterr()
+    tuning = json.loads(shown.out)["tuning"]
+    assert tuning["used"] == ["MODEL.CHANNELS_LAST True"] and tuning["gain"] == 2 and tuning["images_per_s"] == 100
+    assert tuning["command"].endswith("MODEL.CHANNELS_LAST True") and str(image_folder) in tuning["command"]
+    assert "tuning: MODEL.CHANNELS_LAST True: 2.00 x, spread 0.00" in shown.err.splitlines()
+    assert {plan for plan, _ in opened} == {BatchPlan(12, 1, 1)} and opened[0][1] == []
+
+
+def test_a_run_that_does_not_fit_is_not_started_and_the_table_has_80_columns(
+    image_folder, tmp_path, capsys, in_this_process, monkeypatch
+):
+    args = ["plan", *small_options(image_folder, tmp_path / "out")]
+    assert dispatch("distribuuuu", args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line[:14].strip() for line in lines if line[0] != " "]
+    assert names[:5] == ["model", "images", "step", "run", "memory"]
+    assert names[5:] == ["time per step", "images/s", "hours", "disk", "bottleneck"]
+    monkeypatch.setattr(measure_run, "available_memory", lambda: 111 * 2**20)
+    in_this_process.clear()
+    assert dispatch("distribuuuu", args) == 0
+    assert "does not fit  fix: TRAIN.BATCH_SIZE auto" in capsys.readouterr().out
+    assert not any(times for _, times in in_this_process)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["NO.KEY", "1", "--gpus", "0"], ["NO.KEY", "--gpus: got 0; expected 1 or more"]),
+        (["TRAIN.DATASET", "/no/such"], ["TRAIN.DATASET", "/no/such"]),
+        (["--format", "jsn"], ["--format: got 'jsn'; expected one of text, json; did you mean json?"]),
+        (["--gpu", "2"], ["no such flag: --gpu"]),
+        (["--cfg", "no/such"], ["no/such"]),
+        (["--gpus", "7"], ["TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"]),
+    ],
+)
+def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsys, words, said):
+    args = small_options(image_folder, tmp_path / "out", "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    assert dispatch("distribuuuu", ["plan", *args, *words]) == 2
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in said), shown

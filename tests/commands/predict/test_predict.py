@@ -1,0 +1,538 @@
+"""The command predict: agreement with the evaluation, equal bytes in any setting, resuming, and errors."""
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.images import find_data
+from support.runs import ROOT, train_and_evaluate
+from support.tiers import slow
+
+from distribuuuu import load_run
+from distribuuuu.commands.predict import journal
+from distribuuuu.commands.predict.predict import build_parser, predict
+from distribuuuu.config import ConfigError
+from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.inference.image_arguments import list_images
+from distribuuuu.launch.detect import Launch
+from distribuuuu.tasks.metrics import MeanAveragePrecision
+
+CPU = torch.device("cpu")
+# Several chunks, of which the last one is smaller.
+SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
+SLOW_PREDICT = """
+import sys, time
+from distribuuuu.commands.main import main
+from distribuuuu.commands.predict.journal import Journal
+
+append = Journal.append
+Journal.append = lambda *args: (append(*args), time.sleep(0.03))
+sys.exit(main())
+"""
+
+
+def run(*words) -> int:
+    """Run the command in this process, without loader workers unless they are asked for; return its status."""
+    words = [str(word) for word in words]
+    return predict("distribuuuu predict", words + ([] if "--workers" in words else ["--workers", "0"]))
+
+
+def command(*words) -> list[str]:
+    return [sys.executable, "-m", "distribuuuu", "predict", *(str(word) for word in words)]
+
+
+def slow_command(*words) -> list[str]:
+    """Return a command that waits after each chunk, so that it does not end before it is killed."""
+    return [sys.executable, "-c", SLOW_PREDICT, "predict", *(str(word) for word in words)]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ------------------------------------------------------------------------------------- as evaluated
+
+
+def test_top1_of_the_csv_is_that_of_the_evaluation_to_the_last_image(shapes_run, shapes_folder, tmp_path):
+    assert run(shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv") == 0
+    rows = read_csv(tmp_path / "out.csv")
+    assert len(rows) == 70 and [row["path"] for row in rows] == sorted(row["path"] for row in rows)
+    correct = sum(Path(row["path"]).parent.name == row["label"] for row in rows)
+    measured = json.loads((shapes_run / "test_results.json").read_text())["accuracy"]["raw"]
+    assert 0 < correct < 70 and 100 * (correct / 70) == pytest.approx(measured["top1"], abs=1e-9)
+    among = sum(
+        Path(row["path"]).parent.name in [row[f"label{rank}"] for rank in ("", "_2", "_3", "_4", "_5")] for row in rows
+    )
+    assert 100 * (among / 70) == pytest.approx(measured["topk"], abs=1e-9)
+    values = [[float(row[f"probability{rank}"]) for rank in ("", "_2", "_3", "_4", "_5")] for row in rows]
+    assert all(value == sorted(value, reverse=True) and 0 < sum(value) <= 1 for value in values)
+
+
+def test_map_of_the_csv_is_that_of_the_evaluation(labels_run, shapes_folder, tmp_path):
+    assert run(labels_run, shapes_folder / "val", "--out", tmp_path / "out.csv", "--threshold", 0) == 0
+    loaded = load_run(labels_run)
+    scores, targets = torch.zeros(70, 12, dtype=torch.float64), torch.zeros(70, 12, dtype=torch.uint8)
+    for number, row in enumerate(read_csv(tmp_path / "out.csv")):
+        own = {Path(row["path"]).parent.name, "ab"[number % 2]}
+        for label, probability in zip(row["labels"].split(";"), row["probabilities"].split(";"), strict=True):
+            column = loaded.classes.index(label)
+            scores[number, column], targets[number, column] = float(probability), label in own
+    measured = json.loads((labels_run / "test_results.json").read_text())["accuracy"]["raw"]["map"]
+    assert targets.sum() == 140 and MeanAveragePrecision(12).value(scores, targets) == measured
+
+
+def test_labels_above_the_threshold_are_listed_and_topk_is_refused(labels_run, shapes_folder, tmp_path, capsys):
+    image = shapes_folder / "val" / "ring" / "0000.jpg"
+    assert run(labels_run, image, "--out", tmp_path / "all.jsonl", "--threshold", 0) == 0
+    assert run(labels_run, image, "--out", tmp_path / "some.jsonl") == 0
+    everything, some = (json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in ("all", "some"))
+    assert len(everything["labels"]) == 12 and everything["path"] == str(image)
+    num = sum(value > 0.5 for value in everything["probabilities"])
+    assert some["labels"] == everything["labels"][:num]
+    capsys.readouterr()
+    assert run(labels_run, image, "--topk", 2) == 2
+    assert "--topk: the model gives an image several labels; fix: use --threshold P" in capsys.readouterr().err
+
+
+def odd_images(folder: Path) -> Path:
+    """Write photographs of unusual modes as the evaluation images of ten classes, one each."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 52, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((52, 40)).resize((90, 70))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    deep = Image.fromarray((np.asarray(image.convert("L")).astype(np.uint16) << 8) + 17)
+    palette = image.convert("P")
+    for number, (name, photo, options) in enumerate([
+        ("cmyk.jpg", image.convert("CMYK"), {}), ("deep.png", deep, {}), ("palette.png", palette, {}),
+        ("clear.png", palette, {"transparency": 3}), ("gray.jpg", image.convert("L"), {}),
+        ("exif.jpg", image, {"exif": exif}), ("alpha.png", image.convert("RGBA"), {}),
+        ("bits.png", image.convert("1"), {}), ("photo.webp", image, {}),
+        ("photo.tiff", image, {"compression": "tiff_lzw"}),
+    ]):  # fmt: skip
+        (folder / "val" / f"class{number}").mkdir(parents=True)
+        photo.save(folder / "val" / f"class{number}" / name, **options)
+    return folder
+
+
+@pytest.mark.parametrize("options", [(), ("DATA.EXIF_ROTATE", "True"), ("TEST.FLIP", "True"), ("TRAIN.AMP", "bf16")],
+                         ids=["plain", "exif", "flip", "amp"])  # fmt: skip
+def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_path, options):
+    folder = odd_images(tmp_path)
+    settings = ("TRAIN.DATASET", str(tmp_path), "TEST.DATASET", str(tmp_path), "TEST.BATCH_SIZE", "64", *options)
+    loaded = load_run(shapes_run, overrides=settings)
+    ((images, labels),) = build_loader(loaded.cfg, Launch("alone"), CPU, train=False)
+    with torch.inference_mode():
+        logits = loaded.task.eval_step(loaded.model, images, labels).logits
+    expected = logits.double().softmax(1)
+    predictions = loaded.predict(folder / "val", topk=10)
+    assert len(predictions) == 10
+    for prediction, row in zip(predictions, expected, strict=True):
+        assert prediction.probabilities == tuple(row[loaded.classes.index(label)].item() for label in prediction.labels)
+    assert torch.equal(torch.stack([loaded.transform(prediction.image) for prediction in predictions]), images)
+
+
+@pytest.mark.real_data
+def test_top1_on_clothing10_is_that_of_the_evaluation(tmp_path):
+    with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
+        archive.extractall(tmp_path / "clothing10", filter="data")
+    root = tmp_path / "clothing10"
+    train_and_evaluate(root, tmp_path / "out", "TEST.SPLIT", "test", "TRAIN.WORKERS", 2, "EMA.HALF_LIFE", 500)
+    assert run(tmp_path / "out", root / "test", "--out", tmp_path / "out.csv", "--workers", 2) == 0
+    rows = read_csv(tmp_path / "out.csv")
+    correct = sum(Path(row["path"]).parent.name == row["label"] for row in rows)
+    measured = json.loads((tmp_path / "out" / "test_results.json").read_text())["accuracy"]["ema"]["top1"]
+    assert len(rows) == 372 and 0 < correct < 372 and 100 * (correct / 372) == pytest.approx(measured, abs=1e-9)
+
+
+def test_the_commands_of_the_page_are_accepted():
+    page = (ROOT / "docs" / "predict.md").read_text()
+    commands = re.findall(r"^distribuuuu predict (.+)$", page, re.MULTILINE)
+    assert len(commands) >= 3
+    for words in commands:
+        build_parser().parse_args(shlex.split(words))
+    flags = {option for action in build_parser()._actions for option in action.option_strings} - {
+        "-h",
+        "--help",
+        "--cfg",
+    }
+    assert flags <= set(re.findall(r"`(--[a-z-]+)", page))
+
+
+# -------------------------------------------------------------------------------------- same bytes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*[("--workers", workers, "--batch-size", size) for workers in (0, 2) for size in (1, 7, 64)],
+     *[slow(("--workers", workers, "--batch-size", 5)) for workers in (1, 3)],
+     *[slow(("--nproc", nproc, "--workers", workers)) for nproc, workers in ((2, 0), (2, 1), (3, 1))]],
+    ids=lambda words: " ".join(map(str, words)),
+)  # fmt: skip
+def test_the_bytes_do_not_depend_on_processes_workers_and_batch_size(shapes_run, shapes_folder, tmp_path, words):
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    images = (shapes_folder / "val", tmp_path / "broken.jpg", shapes_folder / "train" / "star")
+    for suffix in ("csv", "jsonl") if "--nproc" not in words else ("csv",):
+        reference, other = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
+        assert run(shapes_run, *images, "--out", reference, *SMALL_CHUNKS) == 3
+        if "--nproc" in words:
+            done = subprocess.run(command(shapes_run, *images, "--out", other, *SMALL_CHUNKS, *words), cwd=ROOT)
+            assert done.returncode == 3
+        else:
+            assert run(shapes_run, *images, "--out", other, *SMALL_CHUNKS, *words) == 3
+        assert reference.read_bytes() == other.read_bytes() and len(reference.read_text().splitlines()) >= 90
+        assert Path(f"{reference}.errors.csv").read_bytes() == Path(f"{other}.errors.csv").read_bytes()
+
+
+def test_the_batch_of_a_forward_pass_would_change_the_bytes(shapes_run, shapes_folder):
+    """The test above is worth something only if this is so."""
+    one, other = (load_run(shapes_run, overrides=("TEST.BATCH_SIZE", size)) for size in ("1", "64"))
+    assert one.predict(shapes_folder / "val") != other.predict(shapes_folder / "val")
+
+
+# ------------------------------------------------------------------------------------- Python API
+
+
+def test_images_in_memory_are_predicted_like_files(shapes_run, shapes_folder):
+    loaded = load_run(shapes_run)
+    path = shapes_folder / "val" / "cross" / "0001.jpg"
+    (expected,) = loaded.predict(path, topk=3)
+    assert len(expected.labels) == 3 and expected.image == str(path) and expected.error is None
+    with Image.open(path) as photo:
+        pixels = np.array(photo)
+        for image in (
+            photo,
+            pixels,
+            [pixels],
+            pixels[None],
+            torch.from_numpy(pixels).permute(2, 0, 1),
+            path.read_bytes(),
+        ):
+            (prediction,) = loaded.predict(image, topk=3)
+            assert (prediction.labels, prediction.probabilities) == (expected.labels, expected.probabilities)
+    assert [one.image for one in loaded.predict([pixels, path])] == ["image 0", str(path)]
+    assert len(loaded.predict(pixels)[0].labels) == 5 and len(loaded.predict(pixels, topk=99)[0].labels) == 10
+    assert loaded.predict([]) == []
+
+
+def test_an_image_that_cannot_be_read_is_an_error_or_is_marked(shapes_run, shapes_folder, tmp_path):
+    loaded, good = load_run(shapes_run), shapes_folder / "val" / "cross" / "0001.jpg"
+    (tmp_path / "bad.jpg").write_bytes(good.read_bytes()[:200])
+    with pytest.raises(BadImageError, match="broken image: .*bad.jpg: "):
+        loaded.predict([good, tmp_path / "bad.jpg"])
+    first, second, third = loaded.predict([good, tmp_path / "bad.jpg", np.zeros((4, 4, 3))], skip_bad=True)
+    assert first.labels and not second.labels and second.error
+    assert "got an array of float64" in third.error
+    with pytest.raises(ConfigError, match="PATHS: .*no such file"):
+        loaded.predict(tmp_path / "none")
+
+
+# ------------------------------------------------------------------------------------------- paths
+
+
+def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/z.jpg", "a/b/y.PNG", "a/b/notes.md", "a/.hidden/x.jpg", "a/__MACOSX/x.jpg", "c[1].jpg", "d.webp"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    Path("a/b/again").symlink_to(tmp_path / "a")
+    Path("list.txt").write_text("d.webp\n\nnone.jpg\n")
+    assert list_images(["a"]) == ["a/b/y.PNG", "a/z.jpg"]
+    assert list_images(["d.webp", "a", "c[1].jpg"]) == ["d.webp", "a/b/y.PNG", "a/z.jpg", "c[1].jpg"]
+    assert list_images(["*.webp", "list.txt", "d.webp"]) == ["d.webp", "d.webp", "none.jpg", "d.webp"]
+    assert list_images(["?/b/y.*", "a/b/notes.md"]) == ["a/b/y.PNG", "a/b/notes.md"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("d.webp\nx y.jpg\n"))
+    assert list_images(["-"]) == ["d.webp", "x y.jpg"]
+    Path("empty").mkdir()
+    Path("data.txt").write_bytes(b"\0\1")
+    with pytest.raises(ConfigError) as error:
+        list_images(["empty", "d.wepb", "no*.jpg", "data.txt", "a"])
+    assert [str(problem) for problem in error.value.problems] == [
+        "PATHS: empty: holds no image",
+        "PATHS: d.wepb: no such file or folder; did you mean d.webp?",
+        "PATHS: no*.jpg: holds no image",
+        "PATHS: data.txt: is not a text file of paths",
+    ]
+
+
+def test_file_names_of_any_bytes_are_written_as_they_are(shapes_run, shapes_folder, tmp_path):
+    data = (shapes_folder / "val" / "star" / "0000.jpg").read_bytes()
+    (tmp_path / "in").mkdir()
+    for name in (b"\xff.jpg", b'a,"b.jpg', "ü.jpg".encode()):
+        with open(os.fsencode(tmp_path / "in") + b"/" + name, "wb") as file:
+            file.write(data)
+    assert run(shapes_run, tmp_path / "in", "--out", tmp_path / "out.csv", "--topk", 1) == 0
+    text = (tmp_path / "out.csv").read_bytes()
+    assert b"/in/\xff.jpg," in text and "/in/ü.jpg,".encode() in text and b'/in/a,""b.jpg",' in text
+
+
+# ------------------------------------------------------------------------------------ broken images
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_broken_images_are_listed_with_their_cause_and_have_a_status_of_their_own(
+    shapes_run, shapes_folder, tmp_path, skip, capsys
+):
+    good = shapes_folder / "val" / "star"
+    (tmp_path / "text.jpg").write_text("hello")
+    (tmp_path / "empty.jpg").touch()
+    files = (tmp_path / "text.jpg", good, tmp_path / "empty.jpg", tmp_path / "list.txt")
+    (tmp_path / "list.txt").write_text(f"{tmp_path / 'gone.jpg'}\n")
+    assert run(shapes_run, *files, "--out", tmp_path / "out.csv", *(("--skip-bad",) if skip else ())) == (
+        0 if skip else 3
+    )
+    assert len(read_csv(tmp_path / "out.csv")) == 7
+    broken = {Path(row["path"]).name: row["error"] for row in read_csv(tmp_path / "out.csv.errors.csv")}
+    assert list(broken) == ["text.jpg", "empty.jpg", "gone.jpg"]
+    assert "not an image" in broken["text.jpg"] and "the file is empty" in broken["empty.jpg"]
+    assert "No such file or directory" in broken["gone.jpg"]
+    errors = capsys.readouterr().err
+    assert f"broken image: {tmp_path / 'text.jpg'}: " in errors and "broken: 3 images" in errors
+    assert not (tmp_path / "out.csv.partial").exists()
+
+
+def test_without_a_file_the_rows_are_printed(shapes_run, shapes_folder, capsysbinary):
+    assert run(shapes_run, shapes_folder / "val" / "star" / "0000.jpg", "--topk", 1) == 0
+    header, row = capsysbinary.readouterr().out.decode().splitlines()
+    assert header == "path,label,probability" and row.count(",") == 2
+
+
+# ------------------------------------------------------------------------------- stopping and errors
+
+
+def test_a_killed_prediction_resumes_with_the_same_bytes(shapes_run, shapes_folder, tmp_path, capsys, monkeypatch):
+    words = (shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv", *SMALL_CHUNKS)
+    assert run(*words[:3], tmp_path / "whole.csv", *SMALL_CHUNKS) == 0
+    partial = tmp_path / "out.csv.partial"
+    for num_kept, tail in ((3, b""), (2, b'0a1b2c3d {"rows": "cut'), (4, b"00000000 {}\n")):
+        monkeypatch.setattr("distribuuuu.commands.predict.journal.Journal.finish", lambda self: None)
+        assert run(*words) == 0
+        monkeypatch.undo()
+        partial.write_bytes(b"".join(partial.read_bytes().splitlines(keepends=True)[:num_kept]) + tail)
+        capsys.readouterr()
+        assert run(*words) == 0
+        assert f"resumed after {16 * (num_kept - 1)} of 70 images" in capsys.readouterr().err
+        assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+        (tmp_path / "out.csv").unlink()
+
+
+def test_a_partial_file_of_another_prediction_is_refused(
+    shapes_run, labels_run, shapes_folder, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out.csv"
+    monkeypatch.setattr("distribuuuu.commands.predict.journal.Journal.finish", lambda self: None)
+    words = [shapes_run, shapes_folder / "val", "--out", out]
+    assert run(*words) == 0
+    monkeypatch.undo()
+    content = Path(f"{out}.partial").read_bytes()
+    for other, changed in (
+        ([*words, "--topk", 2], "--topk"),
+        ([*words, "--set", "TEST.FLIP", "True"], "evaluation option"),
+        ([labels_run, *words[1:]], "model, evaluation option, --topk, --threshold"),
+        ([shapes_run, shapes_folder / "val" / "star", "--out", out], "list of images"),
+    ):
+        capsys.readouterr()
+        assert run(*other) == 2
+        assert f"belongs to a prediction with another {changed}; fix: remove it" in capsys.readouterr().err
+        assert Path(f"{out}.partial").read_bytes() == content and not out.exists()
+    assert run(*words) == 0 and out.exists()
+
+
+def test_a_finished_prediction_says_so(shapes_run, labels_run, shapes_folder, tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    (tmp_path / "text.jpg").write_text("hello")
+    words = [shapes_run, shapes_folder / "val" / "star", tmp_path / "text.jpg", "--out", out]
+    assert run(*words) == 3
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    for extra, status in (([], 3), (["--skip-bad"], 0), (["--workers", 1, "--skip-bad"], 0)):
+        capsys.readouterr()
+        assert run(*words, *extra) == status
+        assert f"finished already: {out} holds this prediction of 8 images" in capsys.readouterr().err
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    for other, changed in (
+        ([*words, "--topk", 2], "--topk"),
+        ([labels_run, *words[1:]], "model, evaluation option, --topk, --threshold"),
+        ([*words[:2], "--out", out], "list of images"),
+    ):
+        assert run(*other) == 2
+        assert f"out.csv exists: a prediction with another {changed}; fix: remove it" in capsys.readouterr().err
+    with open(out, "a") as file:
+        file.write("x,y\n")
+    assert run(*words) == 2 and "out.csv exists, and was changed since it was written" in capsys.readouterr().err
+    for content in ("[]", "{", "{}", '{"job": 3, "broken": 0}', "[" * 9999):
+        (tmp_path / ".out.csv.finished").write_text(content)
+        assert run(*words) == 2 and ".csv" in capsys.readouterr().err
+    (tmp_path / ".out.csv.finished").unlink()
+    assert run(*words) == 2 and f"--out: {out} exists; fix: remove it" in capsys.readouterr().err
+    out.unlink()
+    assert run(*words, "--skip-bad") == 0 and len(read_csv(out)) == 7
+
+
+@pytest.mark.parametrize("record", [[], 3, {"rows": 1, "errors": []}, {"rows": "", "errors": [["a"]]}, {"errors": []},
+                                    {"rows": "x\n"}, "[" * 9999])  # fmt: skip
+def test_a_partial_file_with_other_content_is_predicted_again(shapes_run, shapes_folder, tmp_path, monkeypatch, record):
+    """Its checksums are right, but it was not written by a prediction."""
+    words = (shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv", *SMALL_CHUNKS)
+    monkeypatch.setattr("distribuuuu.commands.predict.journal.Journal.finish", lambda self: None)
+    assert run(*words) == 0
+    monkeypatch.undo()
+    lines = (tmp_path / "out.csv.partial").read_bytes().splitlines(keepends=True)
+    data = (record if isinstance(record, str) else json.dumps(record)).encode()
+    (tmp_path / "out.csv.partial").write_bytes(b"".join(lines[:2]) + b"%08x %s\n" % (zlib.crc32(data), data))
+    assert run(*words) == 0 and len(read_csv(tmp_path / "out.csv")) == 70
+
+
+def test_nothing_is_promised_that_is_not_there(shapes_run, shapes_folder, tmp_path, capsys, monkeypatch):
+    words = (shapes_run, shapes_folder / "val" / "star", "--out", tmp_path / "out.csv")
+
+    def fail(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(journal, "open", fail, raising=False)
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    assert "out.csv cannot be written: Read-only file system; fix: make room or name a file" in error
+    assert "kept" not in error and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    os.mkfifo(tmp_path / "out.csv.partial")
+    assert run(*words) == 2 and "out.csv.partial is not a regular file" in capsys.readouterr().err
+
+
+def test_names_reach_a_terminal_as_escape_sequences(shapes_run, shapes_folder, tmp_path, capsysbinary, monkeypatch):
+    data = (shapes_folder / "val" / "star" / "0000.jpg").read_bytes()
+    (tmp_path / "\x1b[2J\u202egpj.jpg").write_bytes(data)
+    (tmp_path / "\x1b[3J.jpg").write_text("broken")
+    assert run(shapes_run, tmp_path) == 3
+    piped = capsysbinary.readouterr()
+    assert b"/\x1b[2J" in piped.out and b"\x1b" not in piped.err.split(b"predict:")[0]
+    assert b"broken image: " in piped.err and b"/\\x1b[3J.jpg: " in piped.err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(shapes_run, tmp_path) == 3
+    assert b"/\\x1b[2J\\u202egpj.jpg,circle" in capsysbinary.readouterr().out.replace(b'"', b"")
+
+
+@pytest.mark.parametrize("name", ["a\rb.jpg", "a\nb.jpg", " a,b.jpg", '"a".jpg', "=cmd().jpg"])
+def test_file_names_are_read_back_equal(shapes_run, shapes_folder, tmp_path, name):
+    (tmp_path / "in").mkdir()
+    shutil.copy(shapes_folder / "val" / "star" / "0000.jpg", tmp_path / "in" / name)
+    assert run(shapes_run, tmp_path / "in", "--out", tmp_path / "out.csv", "--topk", 1) == 0
+    assert [row["path"] for row in read_csv(tmp_path / "out.csv")] == [str(tmp_path / "in" / name)]
+
+
+def test_a_list_of_paths_that_is_a_pipe_is_refused(shapes_run, tmp_path, capsys):
+    os.mkfifo(tmp_path / "list.txt")
+    assert run(shapes_run, tmp_path / "list.txt") == 2
+    assert "list.txt: not a regular file" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_what_is_finished(shapes_run, shapes_folder, tmp_path, capsys, monkeypatch):
+    words = (shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv", *SMALL_CHUNKS)
+
+    def fail(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    append = journal.Journal._append
+    for num_records, is_kept in ((0, False), (1, False), (3, True)):
+        records = iter([append] * num_records)
+        monkeypatch.setattr(journal.Journal, "_append", lambda *args, records=records: next(records, fail)(*args))
+        assert run(*words) == 2
+        error = capsys.readouterr().err
+        assert "out.csv cannot be written: No space left on device; f" in error
+        assert ("finished images are kept in" in error) == is_kept
+        monkeypatch.undo()
+    assert run(*words) == 0 and "resumed after 48 of 70 images" in capsys.readouterr().err
+    (tmp_path / "out.csv").unlink()
+    (tmp_path / ".out.csv.finished").unlink()
+    monkeypatch.setattr("distribuuuu.commands.predict.journal.replacing", fail)
+    assert run(*words) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv.partial"]
+    monkeypatch.undo()
+    assert run(*words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.csv.finished", "out.csv"]
+
+
+def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shapes_folder, tmp_path, capsys):
+    image = shapes_folder / "val" / "star" / "0000.jpg"
+    (tmp_path / "list.csv.partial").write_text("mine")
+    for words, message in (
+        ([tmp_path / "no", image], "RUN: no such file or folder"),
+        ([shapes_run, tmp_path / "no.jpg"], "PATHS: .*no.jpg: no such file"),
+        ([shapes_run], "PATHS"),
+        ([shapes_run, image, "--out", tmp_path / "out.txt"], r"--out: got .*out.txt; expected .* .csv or .jsonl"),
+        ([shapes_run, image, "--out", tmp_path / "no" / "out.csv"], "--out: no such folder"),
+        ([shapes_run, image, "--out", tmp_path / "list.csv"], "list.csv.partial is not a partial output"),
+        ([shapes_run, image, "--topk", 0], "--topk: got 0; expected 1 or more"),
+        ([shapes_run, image, "--nproc", 0, "--batch-size", 0], "--nproc: got 0.*--batch-size: got 0"),
+        ([shapes_run, image, "--threshold", 0.3], "--threshold: the model gives an image one label"),
+        ([shapes_run, image, "--set", "TEST.IM_SIZ", 3], "TEST.IM_SIZ .*: no such key; did you mean TEST.IM_SIZE"),
+        ([shapes_run, image, "--top", 3], "no such flag: --top; did you mean --topk"),
+    ):
+        before = sorted(tmp_path.iterdir())
+        assert run(*words) == 2, words
+        error = capsys.readouterr().err
+        assert re.search(message, error, re.DOTALL) and "Traceback" not in error, error
+        assert sorted(tmp_path.iterdir()) == before and (tmp_path / "list.csv.partial").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path, nproc):
+    files = "".join(f"{path}\n" for path in sorted((shapes_folder / "val").rglob("*.jpg"))) * 60
+    (tmp_path / "files.txt").write_text(files)
+    words = (shapes_run, tmp_path / "files.txt", "--set", "TEST.BATCH_SIZE", 20, "--workers", 1)
+    whole, out = tmp_path / "whole.csv", tmp_path / "out.csv"
+    subprocess.run(command(*words, "--out", whole), cwd=ROOT, check=True)
+    sizes, num_kills, step = [0], 0, whole.stat().st_size // 12
+    for kill in range(5):
+        process = subprocess.Popen(slow_command(*words, "--nproc", 1 + (nproc + kill) % 2, "--out", out), cwd=ROOT,
+                                   start_new_session=True)  # fmt: skip
+        while process.poll() is None and size_of(Path(f"{out}.partial")) < sizes[-1] + step:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            num_kills += 1
+        process.wait()
+        sizes.append(size_of(Path(f"{out}.partial")))
+    assert num_kills == 5 and sizes == sorted(sizes) and not out.exists()
+    done = subprocess.run(command(*words, "--out", out), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "resumed after" in done.stderr
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_path):
+    (tmp_path / "files.txt").write_text("".join(f"{path}\n" for path in shapes_folder.rglob("*.jpg")) * 100)
+    words = (shapes_run, tmp_path / "files.txt", "--out", tmp_path / "out.csv", "--workers", 1)
+    process = subprocess.Popen(slow_command(*words), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and size_of(tmp_path / "out.csv.partial") < 20_000:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130 and "SIGINT: stopped; finished images are kept" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("words", [["run", "/no/such/image"], ["run", ROOT / "README.md", "--out", "/no/such/out.csv"]])
+def test_wrong_paths_are_reported_without_torch(words):
+    code = "import sys; from distribuuuu.commands.predict.predict import predict; status = predict('', sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", f"{code}; print(status, 'torch' in sys.modules)", *map(str, words)],
+                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "2 False\n" and "no such" in done.stderr, done

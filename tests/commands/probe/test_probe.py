@@ -1,0 +1,227 @@
+"""The command probe: k-NN and the linear probe against scikit-learn, features against timm, whole runs, errors."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from support.images import draw_folder
+from torch import nn
+
+from distribuuuu.commands.probe import feature_probe as probes
+from distribuuuu.commands.probe.feature_probe import find_classifiers, fit_linear, predict_knn, standardize
+from distribuuuu.commands.probe.probe import probe
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.records.significance import wilson_interval
+
+CPU = torch.device("cpu")
+
+
+def draw_features(num: int, dim: int, num_classes: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return features of overlapping classes, and their labels."""
+    random = torch.Generator().manual_seed(seed)
+    centers = torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, num_classes, (num,), generator=random)
+    return centers[labels] + 1.5 * torch.randn(num, dim, generator=random), labels
+
+
+def run(*words) -> int:
+    return probe("distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_knn_equals_that_of_scikit_learn(dtype, monkeypatch):
+    monkeypatch.setattr(probes, "_QUERIES", 64)
+    monkeypatch.setattr(probes, "_NEIGHBORS", 190)  # the last block has fewer rows than there are neighbors
+    (rows, labels), (queries, _) = draw_features(583, 24, 7, 1), draw_features(300, 24, 7, 2)
+    rows, queries = (F.normalize(own.to(dtype), dim=1) for own in (rows, queries))
+    reference = KNeighborsClassifier(20, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    expected = reference.fit(rows.numpy(), labels.numpy()).predict(queries.numpy())
+    assert predict_knn(rows, labels, queries, 7, CPU).tolist() == expected.tolist()
+    uniform = KNeighborsClassifier(20, metric="cosine").fit(rows.numpy(), labels.numpy()).predict(queries.numpy())
+    assert (uniform != expected).any()  # the weights matter on this data
+    monkeypatch.setattr(probes, "_NEIGHBORS", 16384)
+    assert predict_knn(rows, labels, queries, 7, CPU).tolist() == expected.tolist()
+    # Of fewer rows than neighbors, all vote.
+    few = KNeighborsClassifier(5, metric="cosine", weights=reference.weights).fit(rows[:5].numpy(), labels[:5].numpy())
+    assert predict_knn(rows[:5], labels[:5], queries, 7, CPU).tolist() == few.predict(queries.numpy()).tolist()
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1e-3])
+def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(penalty, monkeypatch):
+    monkeypatch.setattr(probes, "_ROWS", 100)
+    rows, labels = draw_features(450, 12, 4, 1)
+    rows[:, 3] = 7.0  # a constant feature
+    expected = (rows - rows.mean(0)) / rows.std(0, correction=0).where(rows.std(0) > 0, torch.tensor(1.0))
+    queries = rows[:20] + 1
+    shifted = expected[:20] + 1 / rows.std(0, correction=0).where(rows.std(0) > 0, torch.tensor(torch.inf))
+    standardize(rows, queries)
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(queries, shifted, atol=1e-4, rtol=1e-4)
+
+    is_kept = torch.arange(450) % 3 > 0
+    start = torch.zeros(13, 4, dtype=torch.float64)
+    weights = fit_linear(rows, labels, is_kept / is_kept.sum(), penalty, start)
+    kept, targets = rows[is_kept].double().numpy(), labels[is_kept].numpy()
+    reference = LogisticRegression(C=1 / (penalty * len(kept)), tol=1e-10, max_iter=10_000).fit(kept, targets)
+
+    def loss(coefficients: torch.Tensor, biases: torch.Tensor) -> float:
+        logits = torch.from_numpy(kept) @ coefficients + biases
+        return float(F.cross_entropy(logits, labels[is_kept]) + penalty / 2 * coefficients.square().sum())
+
+    theirs = torch.from_numpy(reference.coef_).T, torch.from_numpy(reference.intercept_)
+    assert loss(weights[:-1], weights[-1]) == pytest.approx(loss(*theirs), abs=1e-9)
+    torch.testing.assert_close(weights[:-1], theirs[0], atol=1e-4, rtol=1e-3)
+    assert probes.predict_linear(rows, weights).tolist() == reference.predict(rows.double().numpy()).tolist()
+
+
+def test_the_penalty_is_selected_on_held_out_training_images(monkeypatch):
+    penalties = (1.0, 0.01, 1e-4)
+    monkeypatch.setattr(probes, "PENALTIES", penalties)
+    rows, labels = draw_features(150, 30, 3, 1)
+    standardize(rows)
+    weights, penalty = probes.fit_selected(rows, labels, 3, CPU)
+    held_out = np.argsort(labels.numpy(), kind="stable")[4::5]  # every fifth image in the order of the classes
+    kept = np.setdiff1d(np.arange(150), held_out)
+    scores = [LogisticRegression(C=1 / (value * len(kept)), tol=1e-8, max_iter=1000).fit(rows[kept], labels[kept])
+              .score(rows[held_out], labels[held_out]) for value in penalties]  # fmt: skip
+    assert penalty == penalties[int(np.argmax(scores))] and len(set(scores)) > 1
+    alone = fit_linear(rows, labels, torch.full((150,), 1 / 150), penalty, torch.zeros_like(weights))
+    torch.testing.assert_close(weights, alone, atol=1e-4, rtol=1e-3)
+    assert probes.fit_selected(rows[:2], labels[:2], 3, CPU)[1] == 1.0  # nothing is held out
+
+
+class Classified(nn.Module):
+    """A stand-in for a run: its model alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.source = model.eval(), "it"
+        self.cfg = load_cfg(None, ["MODEL.ARCH", "resnet14"])
+
+
+SMALL_VIT = {"img_size": 32, "depth": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_resnet", {}),
+        ("test_efficientnet", {}),
+        ("test_convnext", {}),
+        ("mobilenetv3_small_050", {}),
+        ("deit_tiny_patch16_224", SMALL_VIT),
+        ("deit_tiny_distilled_patch16_224", SMALL_VIT),
+    ],
+)
+def test_features_are_those_that_timm_returns_for_pre_logits(name, options):
+    model, inputs = timm.create_model(name, num_classes=5, **options), []
+    images = torch.randn(2, 3, 32, 32)
+    run = Classified(model)
+    layers = find_classifiers(run, images[:1])
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.inference_mode():
+        model(images)
+        expected = model.forward_head(model.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(torch.stack(inputs[: len(layers)]).mean(0), expected)
+
+
+def test_a_model_that_does_not_end_with_a_linear_layer_is_reported():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(ConfigError, match="MODEL.ARCH: resnet14 does not end with a linear layer; fix: "):
+        find_classifiers(Classified(model), torch.randn(1, 3, 8, 8))
+
+
+def test_a_whole_run(shapes_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(probes, "PENALTIES", (0.1, 0.01))  # for speed
+    folder = shutil.copytree(shapes_run, tmp_path / "run")
+    assert run(folder, "TEST.BATCH_SIZE", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "64 features per image; 200 training and 70 evaluation images"
+    assert [line[:12].strip() for line in lines[1:]] == ["classifier", "k-NN", "linear probe"]
+    assert max(map(len, lines)) <= 80
+    written = json.loads((folder / "probe.json").read_text())
+    evaluated = json.loads((shapes_run / "test_results.json").read_text())["accuracy"]["raw"]["top1"]
+    assert written["top1"]["classifier"] == pytest.approx(evaluated)
+    for name, count in written["correct"].items():
+        assert written["interval"][name] == pytest.approx([100 * end for end in wilson_interval(count, 70)])
+    (folder / "probe.json").unlink()
+    assert run(folder, "--format", "json", "TEST.BATCH_SIZE", 64, "--out", tmp_path / "x.json") == 0
+    assert json.loads(capsys.readouterr().out) == written == json.loads((tmp_path / "x.json").read_text())
+    assert not (folder / "probe.json").exists()
+
+
+def test_images_of_other_classes_are_probed_without_the_classifier(
+    shapes_run, image_folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(probes, "PENALTIES", (0.1,))
+    data = "TRAIN.DATASET", image_folder, "TEST.DATASET", image_folder, "TEST.FLIP", "True"
+    results = []
+    for most in (2**28, 100):  # features in float32, and in float16
+        monkeypatch.setattr(probes, "_MAX_FLOAT32", most)
+        assert run(shapes_run, *data, "--out", tmp_path / "x.json", "--format", "json") == 0
+        results.append(json.loads(capsys.readouterr().out))
+        assert list(results[-1]["top1"]) == ["k-NN", "linear probe"]
+        assert (results[-1]["num_train"], results[-1]["num_test"]) == (48, 37)
+    assert results[0]["correct"] == results[1]["correct"] != {"k-NN": 0, "linear probe": 0}
+
+
+def nan_weights(folder, data):
+    path = folder / "best.pth.tar"
+    content = torch.load(path)
+    content["state_dict"] = {name: tensor * float("nan") for name, tensor in content["state_dict"].items()}
+    torch.save(content, path)
+
+
+def break_an_image(folder, data):
+    (data / "train" / "ant" / "000.jpg").write_bytes(b"no image")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "message"),
+    [
+        (shutil.rmtree, (), "RUN: no such file or folder"),
+        (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
+        (None, ("NO.KEY", "1"), "NO.KEY"),
+        (None, ("--outt", "x"), "did you mean --out"),
+        (
+            None,
+            ("--out", "/no/such/x.json"),
+            "--out: /no/such/x.json cannot be written: No such file or directory; fix: ",
+        ),
+        (None, ("--out", "/proc/x.json"), "--out: /proc/x.json cannot be written"),
+        (None, ("--out", "/tmp"), "--out: /tmp is a folder"),
+        (None, ("TEST.LABELS", "imagenet_a"), "TEST.LABELS"),
+        (nan_weights, ("DATA",), "has features that are not finite; fix: "),
+        (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it"),
+    ],
+)
+def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage, words, message):
+    folder = shutil.copytree(shapes_run, tmp_path / "run")
+    for split, num in (("train", 4), ("val", 1)):
+        draw_folder(tmp_path / "data", split, {"ant": num, "bee": num})
+    if damage is shutil.rmtree:
+        damage(folder)
+    elif damage:
+        damage(folder, tmp_path / "data")
+    data = ("TRAIN.DATASET", tmp_path / "data", "TEST.DATASET", tmp_path / "data")
+    assert run(folder, *(data if words == ("DATA",) else words)) == 2
+    printed = capsys.readouterr().err
+    assert re.search(message, printed) and "Traceback" not in printed
+    assert not (folder / "probe.json").exists()
+
+
+def test_several_labels_per_image_are_refused(shapes_run, image_folder, tmp_path, capsys):
+    for split in ("train", "val"):
+        lines = [f"{path},ant" for path in sorted((image_folder / split).rglob("*.jpg"))]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    words = "DATA.NAME", "multilabel", "LOSS.NAME", "bce", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path
+    assert run(shapes_run, *words) == 2
+    assert "DATA.NAME: got multilabel; expected images with one label each" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""The command compare on runs made by hand: the result, the page, groups of seeds, and runs that cannot be compared."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distribuuuu.commands.report.compare import compare
+from distribuuuu.records.predictions import SCHEMA_VERSION, write_npz
+
+CLASSES = ("cat", "<script>alert(1)</script>", "dog")
+
+
+def make_run(folder: Path, num_right: int, num_images: int = 300, **config) -> Path:
+    """Write the files of a run that gets the first images right."""
+    folder.mkdir(parents=True)
+    label = np.arange(num_images, dtype=np.int32) % 3
+    predicted = np.where(np.arange(num_images) < num_right, label, (label + 1) % 3)
+    meta = {"schema": SCHEMA_VERSION, "weights": "raw", "epoch": 2, "folder": "/gone", "data": "imagefolder",
+            "multilabel": False}  # fmt: skip
+    write_npz(folder / "predictions.npz", {
+        "meta": np.array(json.dumps(meta)), "classes": np.array(CLASSES), "label": label,
+        "path": np.array([f"val/{index}.jpg" for index in range(num_images)]),
+        "logits": 3 * np.eye(3, dtype=np.float32)[predicted], "loss": np.ones(num_images, np.float32),
+    })  # fmt: skip
+    records = [{"kind": kind, "epoch": epoch, "step": 5, "loss": 1 / epoch, "lr": 0.1, "count": 9, "top1": 50 + epoch}
+               for epoch in (1, 2) for kind in ("train", "eval")]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = "".join(f"  {key}: {value}\n" for key, value in config.items())
+    (folder / "config.yaml").write_text(f"OUT_DIR: {folder}\nOPTIM:\n  MOMENTUM: 0.9\n{options}")
+    return folder
+
+
+def run(*args) -> int:
+    return compare("distribuuuu compare", [str(arg) for arg in args])
+
+
+def test_the_better_run_is_named_and_a_page_written(tmp_path, capsys):
+    a, b = make_run(tmp_path / "a", 200, BASE_LR=0.1), make_run(tmp_path / "b", 240, BASE_LR=0.2)
+    assert run(a, b, "--out", tmp_path / "page.html") == 0
+    assert "b is better than a by 13.33 points of top-1 (95 % interval 9." in capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", page)
+    for text in (
+        "OPTIM.BASE_LR",
+        "Validation top1 in percent",
+        "Only b is right: 40 images",
+        "No thumbnails",
+        "b is better",
+    ):
+        assert text in page, text
+    assert "OPTIM.MOMENTUM" not in page and "Only a is right" not in page
+
+
+def test_json_has_every_figure(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, num) for name, num in (("a", 200), ("b", 201), ("c", 270))]
+    assert run(*runs, "--format", "json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(pair["a"], pair["b"], pair["only_b"]) for pair in found["pairs"]] == [
+        ("a", "b", 1), ("a", "c", 70), ("b", "c", 69),
+    ]  # fmt: skip
+    assert [pair["significant"] for pair in found["pairs"]] == [False, True, True]
+    assert found["config"] == {} and found["groups"] == []
+
+
+def test_seeds_of_two_sides(tmp_path, capsys):
+    for seed, (low, high) in enumerate([(200, 240), (202, 243), (199, 241), (204, 245)]):
+        make_run(tmp_path / "low" / f"seed_{seed}", low)
+        make_run(tmp_path / "high" / f"seed_{seed}", high)
+    assert run(tmp_path / "low/seed_*", tmp_path / "high/seed_*", "--out", tmp_path / "p.html") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"high is better than low by 13.67 points .* p = 0.029 \(4 runs and 4 runs\)", text)
+    assert "over 4 runs" in (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert run(tmp_path / "low/seed_[01]", tmp_path / "high/seed_[01]", "--out", tmp_path / "p.html") == 0
+    assert "Too few runs to tell" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        (lambda root: make_run(root / "b", 9, 299), "were evaluated on other images, 300 images and 299 images"),
+        (lambda root: root / "none", "no such folder"),
+        (lambda root: root / "n*", "no such folder"),
+        (lambda root: root / "a", "expected two or more"),
+        (lambda root: f"{root}/a/", "expected two or more"),
+        (lambda root: (root / "empty").mkdir() or root / "empty", "predictions.npz does not exist; fix: "),
+    ],
+)
+def test_runs_that_cannot_be_compared(tmp_path, second, message, capsys):
+    assert run(make_run(tmp_path / "a", 200), second(tmp_path), "--out", tmp_path / "p.html") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "p.html").exists()
+
+
+def test_an_output_that_cannot_be_written(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, 200) for name in "ab"]
+    assert run(*runs, "--out", tmp_path / "none" / "p.html") == 2
+    assert "--out: no such folder" in capsys.readouterr().err
+    (tmp_path / "p.html").mkdir()
+    assert run(*runs, "--out", tmp_path / "p.html") == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Comparison of runs on the same images: against scipy, and runs that cannot be compared."""
+
+import numpy as np
+import pytest
+
+from distribuuuu.commands.report.comparison import (
+    Group,
+    accuracy_interval,
+    compare_all,
+    compare_groups,
+    compare_pair,
+    config_difference,
+    describe_groups,
+    describe_pair,
+)
+from distribuuuu.config import ConfigError
+from distribuuuu.records.stored_predictions import Predictions
+
+NAMES = ("A", "B")
+
+
+def predictions(right: np.ndarray, label: np.ndarray | None = None, num_classes: int = 4) -> Predictions:
+    """Return predictions that are right for these images, and the next class for the others."""
+    label = np.arange(len(right), dtype=np.int32) % num_classes if label is None else label
+    predicted = np.where(right, label, (label + 1) % num_classes)
+    scores = np.eye(num_classes, dtype=np.float32)[predicted]
+    paths = np.array([f"image {index}" for index in range(len(right))])
+    classes = [f"class{number}" for number in range(num_classes)]
+    return Predictions(paths, label, np.zeros(len(right), np.float32), classes, {"multilabel": False}, scores)
+
+
+def multilabel(scores: np.ndarray, label: np.ndarray) -> Predictions:
+    paths = np.array([f"{index}.jpg" for index in range(len(label))])
+    classes = [f"class{number}" for number in range(label.shape[1])]
+    return Predictions(paths, label, np.zeros(len(label), np.float32), classes, {"multilabel": True}, scores)
+
+
+@pytest.fixture
+def right() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    a = rng.random(400) < 0.8
+    b = a.copy()
+    b[np.flatnonzero(a)[:11]], b[np.flatnonzero(~a)[:8]] = False, True
+    return {"A": a, "B": b, "C": rng.random(400) < 0.95}
+
+
+def test_a_pair_is_tested_by_its_changed_answers(right):
+    stats = pytest.importorskip("scipy.stats")
+    pair = compare_pair(predictions(right["A"]), predictions(right["C"]), NAMES)
+    only_a, only_b = right["A"] & ~right["C"], right["C"] & ~right["A"]
+    assert pair.only_a.tolist() == np.flatnonzero(only_a).tolist()
+    assert pair.only_b.tolist() == np.flatnonzero(only_b).tolist()
+    assert pair.p == pytest.approx(stats.binomtest(int(only_a.sum()), int((only_a | only_b).sum())).pvalue)
+    assert pair.difference == pytest.approx(100 * (right["C"].mean() - right["A"].mean()))
+    assert pair.interval.low < pair.difference < pair.interval.high
+    for label in range(4):
+        rows = np.arange(400) % 4 == label
+        assert pair.by_class[:, label].tolist() == [100, only_a[rows].sum(), only_b[rows].sum()]
+
+
+def test_the_sentence_names_the_better_run_or_none(right):
+    runs = {name: predictions(found) for name, found in right.items()}
+    pairs = compare_all(runs)
+    assert list(pairs) == [("A", "B"), ("A", "C"), ("B", "C")]
+    assert all(pair.adjusted_p >= pair.p for pair in pairs.values())
+    assert pairs["A", "B"].adjusted_p > 0.05 and pairs["A", "C"].adjusted_p < 1e-6
+    assert "No significant difference between A and B" in describe_pair(NAMES, pairs["A", "B"])
+    points = 100 * (right["C"].mean() - right["A"].mean())
+    expected = f"C is better than A by {points:.2f} points of top-1 (95 % interval "
+    assert describe_pair(("A", "C"), pairs["A", "C"]).startswith(expected)
+    reverse = compare_all({"C": runs["C"], "A": runs["A"]})["C", "A"]
+    assert describe_pair(("C", "A"), reverse).startswith(expected)
+
+
+def test_images_in_another_order_are_matched_by_name(right):
+    a, b = predictions(right["A"]), predictions(right["B"])
+    order = np.random.default_rng(1).permutation(len(b))
+    shuffled = Predictions(b.path[order], b.label[order], b.loss[order], b.classes, b.meta, b.scores[order])
+    found, expected = compare_pair(a, shuffled, NAMES), compare_pair(a, b, NAMES)
+    assert found.only_a.tolist() == expected.only_a.tolist() and found.p == expected.p
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda run: run.path.__setitem__(7, "other.jpg"),
+            "other images, .*: only A has image 7; only B has other.jpg",
+        ),
+        (lambda run: run.label.__setitem__(7, 0), "other labels for 1 image, e.g. image 7"),
+        (lambda run: run.classes.__setitem__(0, "cat"), "other classes: only A has class0; only B has cat"),
+        (lambda run: run.classes.reverse(), "other classes: the same ones in another order"),
+    ],
+)
+def test_runs_on_other_data_are_refused(right, change, message):
+    a, b = predictions(right["A"]), predictions(right["B"])
+    b.path = b.path.astype(object)
+    change(b)
+    with pytest.raises(ConfigError, match=f"A and B: have {message}|A and B: were evaluated on {message}"):
+        compare_pair(a, b, NAMES)
+
+
+def test_fewer_images_are_refused(right):
+    with pytest.raises(ConfigError, match="400 images and 399 images: only A has image 399"):
+        compare_pair(predictions(right["A"]), predictions(right["B"][:399]), NAMES)
+
+
+def test_several_labels_are_compared_by_average_precision():
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(2)
+    label = (rng.random((150, 3)) < 0.4).astype(np.uint8)
+    good, poor = (label + rng.normal(0, scale, label.shape) for scale in (0.3, 3))
+    pair = compare_pair(multilabel(good.astype(np.float32), label), multilabel(poor.astype(np.float32), label), NAMES)
+    expected = [100 * metrics.average_precision_score(label, scores.astype(np.float32)) for scores in (good, poor)]
+    assert pair.values == pytest.approx(expected) and pair.metric == "map"
+    assert pair.is_significant and pair.interval.high < 0
+    assert describe_pair(NAMES, pair).startswith("A is better than B by ")
+    assert accuracy_interval(multilabel(good, label)) is None
+
+
+def test_groups_of_seeds():
+    few = compare_groups([Group("A", [93.0, 93.1]), Group("B", [95.0, 95.2])])[0]
+    assert few.is_too_small and "Too few runs to tell A and B apart" in describe_groups(few, "top-1")
+    enough = compare_groups([Group("A", [93.0, 93.1, 93.2, 92.9]), Group("B", [95.0, 95.3, 94.8, 95.1])])[0]
+    assert describe_groups(enough, "top-1") == (
+        "B is better than A by 2.00 points of top-1 on average, p = 0.029 (4 runs and 4 runs)."
+    )
+    same = compare_groups([Group("A", [93.0, 93.1, 93.2, 92.9]), Group("B", [93.0, 93.2, 93.3, 92.8])])[0]
+    assert "No significant difference between A and B" in describe_groups(same, "top-1")
+    assert same.a.deviation == pytest.approx(0.1291, abs=1e-4) and Group("A", [1.0]).deviation is None
+
+
+def test_only_differing_options_are_listed():
+    configs = {"A": {"OPTIM.BASE_LR": 0.1, "OUT_DIR": "a", "RNG_SEED": 1}, "B": {"OPTIM.BASE_LR": 0.2, "OUT_DIR": "b"}}
+    assert config_difference(configs, ("OUT_DIR",)) == {"OPTIM.BASE_LR": [0.1, 0.2], "RNG_SEED": [1, None]}

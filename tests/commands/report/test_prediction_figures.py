@@ -1,0 +1,158 @@
+"""Figures of reports against scikit-learn and torchmetrics."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from distribuuuu.commands.html.history import read_history
+from distribuuuu.commands.report import prediction_figures as analysis
+from distribuuuu.records.stored_predictions import Predictions
+
+
+def make(scores: np.ndarray, label: np.ndarray, **extra) -> Predictions:
+    """Return predictions of float32 logits (N, C)."""
+    names = [f"c{number}" for number in range(scores.shape[1])]
+    path = np.array([f"image {number}" for number in range(len(scores))])
+    return Predictions(path, label, np.zeros(len(scores), np.float32), names, {}, scores.astype(np.float32), **extra)
+
+
+@pytest.fixture(params=[(400, 2), (700, 7), (300, 40)])
+def single(request):
+    """Predictions of N images of C classes; the last class has no image, one more is never predicted."""
+    num, classes = request.param
+    generator = np.random.default_rng(num)
+    label = generator.integers(0, max(2, classes - 1), num).astype(np.int32)
+    scores = generator.normal(size=(num, classes)) * 2
+    scores[np.arange(num), label] += 1.5
+    scores[:, 0] -= 8 * (classes > 2)
+    return make(scores, label)
+
+
+def test_class_figures_equal_those_of_scikit_learn(single):
+    numbers = list(range(len(single.classes)))
+    expected = reference.precision_recall_fscore_support(
+        single.label, single.predicted, labels=numbers, zero_division=np.nan
+    )
+    figures = analysis.compute_class_figures(single)
+    for values, wanted in zip((figures.precision, figures.recall, figures.f1, figures.support), expected, strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-12)
+    confusions = reference.confusion_matrix(single.label, single.predicted, labels=numbers)
+    np.testing.assert_array_equal(analysis.count_confusions(single), confusions)
+    pairs = [(row, column, count) for (row, column), count in np.ndenumerate(confusions) if count]
+    assert analysis.list_confusions(single) == pairs
+    binned = analysis.count_confusions(single, 2)
+    assert binned[0, -1] == confusions[:2, 2 * len(binned) - 2 :].sum() and binned.sum() == confusions.sum()
+    listed = analysis.list_figures(single)
+    assert listed["accuracy"] == pytest.approx(reference.accuracy_score(single.label, single.predicted), abs=1e-12)
+    assert sum(count for _, _, count in listed["confusions"]) == len(single)
+    if len(numbers) > 5:
+        wanted = reference.top_k_accuracy_score(single.label, single.scores, k=5, labels=numbers)
+        assert listed["top5_accuracy"] == pytest.approx(wanted, abs=1e-12)
+
+
+def test_thousands_of_classes_take_little_memory():
+    num = 2**17
+    label = np.array([0, 5, num - 1, num - 1], np.int32)
+    top = np.array([[0], [7], [num - 1], [3]], np.int32)
+    content = Predictions(
+        np.array(list("abcd")), label, np.ones(4, np.float32), list(map(str, range(num))), {},
+        np.ones((4, 1), np.float32), top, np.ones(4, np.float32),
+    )  # fmt: skip
+    tracemalloc.start()
+    figures = analysis.compute_class_figures(content)
+    binned = analysis.count_confusions(content, num // 200 + 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25 and binned.shape == (200, 200) and binned.trace() == 3
+    assert figures.recall[[0, 5, num - 1]].tolist() == [1, 0, 0.5]
+    assert analysis.list_confused_pairs(content, 9) == [(5, 7, 1), (num - 1, 3, 1)]
+
+
+def test_the_calibration_error_equals_that_of_torchmetrics(single):
+    scores = torch.tensor(single.scores.astype(np.float64)).softmax(1)
+    wanted = multiclass_calibration_error(scores, torch.tensor(single.label), len(single.classes), n_bins=15)
+    assert analysis.compute_reliability(single.confidence, single.correct).ece == pytest.approx(float(wanted), abs=1e-6)
+
+
+def test_the_temperature_minimizes_the_likelihood_and_keeps_the_answers(single):
+    fitted = analysis.fit_temperature(single)
+    nll = [reference.log_loss(single.label, torch.tensor(single.scores / value).double().softmax(1).numpy(),
+                              labels=range(len(single.classes)))
+           for value in (1, fitted.value, 1.02 * fitted.value, 0.98 * fitted.value)]  # fmt: skip
+    assert (fitted.nll_before, fitted.nll_after) == (pytest.approx(nll[0], abs=1e-6), pytest.approx(nll[1], abs=1e-6))
+    assert nll[1] < min(nll[0], *nll[2:])
+    scaled = torch.tensor(single.scores / fitted.value).double().softmax(1)
+    assert scaled.argmax(1).tolist() == single.predicted.tolist()
+    np.testing.assert_allclose(fitted.confidence, scaled.amax(1), atol=1e-6)
+
+
+def test_no_temperature_where_none_is_best():
+    right = make(np.eye(4) * 3, np.arange(4, dtype=np.int32))  # the colder, the better
+    broken = make(np.full((4, 4), np.nan), np.arange(4, dtype=np.int32))
+    flat = make(np.zeros((4, 4)), np.arange(4, dtype=np.int32))
+    assert [analysis.fit_temperature(content) for content in (right, broken, flat)] == [None] * 3
+    for content in (right, broken, flat):
+        assert analysis.list_figures(content)["images"] == 4
+
+
+def test_risk_and_coverage():
+    confidence, correct = np.array([0.9, 0.5, 0.7, 0.7]), np.array([True, False, True, False])
+    coverage, risk = analysis.compute_risk_coverage(confidence, correct)
+    assert coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert risk.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0.5])  # images of equal confidence belong together
+
+
+def test_label_figures_equal_those_of_scikit_learn():
+    generator = np.random.default_rng(3)
+    label = (generator.random((500, 6)) < [0.5, 0.2, 0.05, 0.9, 0.3, 0]).astype(np.uint8)
+    scores = np.round(generator.normal(size=(500, 6)) + label, 1)  # with equal scores
+    content = make(scores, label)
+    figures = analysis.compute_label_figures(content)
+    probabilities = 1 / (1 + np.exp(-content.scores.astype(np.float64)))
+    for number in range(5):
+        wanted = reference.average_precision_score(label[:, number], content.scores[:, number])
+        assert figures.average_precision[number] == pytest.approx(wanted, abs=1e-6)
+        predicted = probabilities[:, number] >= figures.threshold[number] - 1e-9
+        assert reference.f1_score(label[:, number], predicted) == pytest.approx(figures.best_f1[number], abs=1e-9)
+        thresholds = np.unique(probabilities[:, number])
+        best = max(reference.f1_score(label[:, number], probabilities[:, number] >= value) for value in thresholds)
+        assert figures.best_f1[number] == pytest.approx(best, abs=1e-9)
+    assert all(math.isnan(values[5]) for values in (figures.average_precision, figures.threshold, figures.best_f1))
+    at_half = analysis.compute_class_figures(content)
+    expected = reference.precision_recall_fscore_support(label, content.scores > 0, zero_division=np.nan)
+    for values, wanted in zip((at_half.precision, at_half.recall, at_half.f1, at_half.support), expected, strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-12)
+
+
+def test_the_largest_logits_alone_suffice_for_most_figures():
+    generator = np.random.default_rng(0)
+    scores, label = (
+        3 * generator.normal(size=(200, 30)).astype(np.float32),
+        generator.integers(0, 30, 200).astype(np.int32),
+    )
+    whole, order = make(scores, label), np.argsort(-scores, axis=1)[:, :10]
+    top = make(scores, label, top_class=order.astype(np.int32), log_total=np.log(np.exp(scores).sum(1)))
+    top.scores = np.take_along_axis(scores, order, axis=1)
+    figures, expected = analysis.list_figures(top), analysis.list_figures(whole)
+    for name in expected.keys() - {"calibration"}:
+        assert figures[name] == expected[name]
+    assert analysis.list_figures(top)["calibration"]["ece"] == pytest.approx(
+        analysis.list_figures(whole)["calibration"]["ece"]
+    )
+    assert analysis.fit_temperature(top) is None
+
+
+def test_the_history_of_a_folder_without_records_is_empty(tmp_path):
+    history = read_history(tmp_path)
+    assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
+    (tmp_path / "metrics.jsonl").write_bytes(b'\xff{"kind": "train"}\n[1]\n{"kind": "train", "epoch": 1, "step": 2}\n{')
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    history = read_history(tmp_path)
+    assert history.train == [{"kind": "train", "epoch": 1, "step": 2}] and history.results == {}
+    assert len(history.notes) == 2 and "results.json: invalid JSON" in history.notes[0]
+    assert history.notes[1] == f"{tmp_path / 'metrics.jsonl'}: 3 lines left out: not a valid record"

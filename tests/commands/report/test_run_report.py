@@ -1,0 +1,313 @@
+"""The command report: content of the page, escaping, missing files, errors."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import small_options
+
+from distribuuuu.commands.html.history import read_history
+from distribuuuu.commands.html.page import percent, write_page
+from distribuuuu.commands.report import pictures
+from distribuuuu.commands.report.pictures import is_within
+from distribuuuu.commands.report.report import report
+from distribuuuu.commands.report.run_report import read_run
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.records.predictions import write_npz
+from distribuuuu.trainer import train_model
+
+HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Images of three classes, one of them with a hostile name."""
+    root = tmp_path_factory.mktemp("data")
+    counts = {"ant": 9, HOSTILE.replace("/", "\u2215"): 8, "bee": 7}
+    draw_folder(root, "train", counts)
+    draw_folder(root, "val", counts)
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory) -> Path:
+    """Return OUT_DIR of a run, whose log tells of a restart and a rollback."""
+    out_dir = tmp_path_factory.mktemp("runs") / "a <b>run</b>"
+    train_model(load_cfg(None, small_options(data, out_dir, "MODEL.ARCH", "resnet8", "OPTIM.BASE_LR", 1e-4)))
+    with open(out_dir / "train.log", "a") as log:
+        log.write("11-22 10:00:00 distribuuuu 0.1.0, torch 2.9, torchvision 0.24\n")
+        log.write("11-22 10:00:01 resumed from x/ckpt_ep_000.pth.tar: epoch 2, step 0\n")
+        log.write("11-22 10:00:02 WARNING: the training loss is nan in epoch 2, by step 1: rollback 1 of 3, to x\n")
+    return out_dir
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """Return a copy of the run that a test may damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+class Page(HTMLParser):
+    """The texts, elements and attributes of a page; raises for elements that are not closed in order."""
+
+    VOID = ("meta", "link", "img", "input")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+
+def make(run: Path, capsys, *args: str) -> tuple[int, str]:
+    """Return the exit status of the command and what it printed: its output, or its errors."""
+    capsys.readouterr()
+    status = report("distribuuuu report", [str(run), *args])
+    captured = capsys.readouterr()
+    return status, captured.err if status else captured.out
+
+
+def test_a_report_is_one_file_with_everything_in_it(finished, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    status, printed = make(finished, capsys, "--out", str(out))
+    assert (status, printed.splitlines()[-1]) == (0, str(out))
+    text = out.read_text(encoding="utf-8")
+    page, content = Page(text), read_run(str(finished)).content
+    for title in ("Summary", "Confusion", "Classes", "Images", "Calibration", "Provenance"):
+        assert title in page.texts
+    assert percent(content.correct.mean(), 2) in page.texts
+    assert page.tags.count("img") == 2 * len(re.findall('class="card"', text))  # each with its saliency map
+    assert {"preci\u00adsion", "pre\u00addicted"} <= {*page.texts}, "heads that narrow displays break"
+    titles = re.findall('class="title[^>]*>([^<]*)<', text)
+    assert titles and all(re.fullmatch(r"predicted: .+ \(\d+\.\d\u00a0%\)", title) for title in titles), titles
+    assert any(re.match(r"then .+ \(\d+\.\d\u00a0%\), .+ \(", one) for one in page.texts)
+    assert any("restart at epoch 2, step 0" in one for one in page.texts)
+    assert any("1 rollback (epoch 2, step 1)" in one for one in page.texts)
+    assert len(text) < 5e6
+
+
+def test_a_page_requests_nothing_and_escapes_names(finished, tmp_path, capsys):
+    assert make(finished, capsys, "--out", str(tmp_path / "page.html"))[0] == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
+    for name, value in page.attributes:
+        assert name not in ("src", "href", "srcset", "action") or value.startswith(("data:", "#"))
+        assert not name.startswith("on")
+    assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
+    assert any("default-src 'none'" in (value or "") for _, value in page.attributes)
+
+
+def test_json_has_all_numbers(finished, capsys):
+    status, printed = make(finished, capsys, "--format", "json")
+    figures, content = json.loads(printed), read_run(str(finished)).content
+    assert status == 0 and figures["images"] == len(content) == 24
+    assert figures["accuracy"] == pytest.approx(content.correct.mean())
+    low, high = figures["accuracy_interval"]
+    assert 0 <= low <= figures["accuracy"] <= high <= 1
+    assert list(figures["classes"]) == content.classes
+    assert figures["restarts"] == [[2, 0]] and figures["rollbacks"] == [[2, 1]]
+    assert figures["curves"]["eval"][-1]["epoch"] == 2 and figures["seconds"]["validation"] > 0
+    assert {answer["image"] for answer in figures["least_certain"]} <= set(content.path.tolist())
+
+
+def test_restarts_are_those_of_the_log_since_the_run_was_new(image_folder, tmp_path):
+    def train(*options):
+        train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", *options)))
+        history = read_history(tmp_path / "out")
+        return history.restarts, [record["epoch"] for record in history.evaluations["eval"]]
+
+    assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
+    assert train("OPTIM.MAX_EPOCH", 2) == ([(2, 0)], [1, 2])
+    assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_figures_are_the_same_on_any_number_of_processes(data, tmp_path, capsys, num):
+    options = small_options(data, tmp_path / "one", "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
+    train_model(load_cfg(None, options))
+    from distribuuuu.trainer import test_model
+
+    weights = ("MODEL.WEIGHTS", tmp_path / "one" / "best.pth.tar")
+    on_processes(1, test_model, load_cfg(None, small_options(data, tmp_path / "alone", *weights)))
+    on_processes(num, test_model, load_cfg(None, small_options(data, tmp_path / "several", *weights)))
+    alone, several = (json.loads(make(tmp_path / name, capsys, "--format", "json")[1]) for name in ("alone", "several"))
+    for name in ("classes", "confusions", "calibration", "accuracy", "loss", "mistakes"):
+        assert alone[name] == several[name]
+
+
+def test_images_that_were_moved_are_left_out_with_a_note(run, capsys):
+    content = read_run(str(run)).content
+    meta = {**content.meta, "folder": "/no/such/folder"}
+    arrays = {"meta": np.array(json.dumps(meta)), "classes": np.array(content.classes), "path": content.path,
+              "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
+    write_npz(run / "predictions.npz", arrays)
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and "moved or changed since in /no/such/folder" in text
+
+
+@pytest.mark.parametrize("name", ["best.pth.tar", "metrics.jsonl", "results.json", "train.log", "config.yaml"])
+def test_a_report_without_one_of_the_other_files(run, capsys, name):
+    shutil.rmtree(run / "checkpoints")
+    (run / name).write_bytes(b"\xff\x00{")
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    Page(text)
+    assert ("No thumbnails" in text) == (name in ("best.pth.tar", "config.yaml"))
+    (run / name).unlink()
+    assert make(run, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arrange", "args", "message"),
+    [
+        (lambda run: shutil.rmtree(run), [], "RUN: no such folder"),
+        (
+            lambda run: (run / "predictions.npz").unlink(),
+            [],
+            "predictions.npz does not exist; fix: distribuuuu test OUT_DIR",
+        ),
+        (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "is damaged"),
+        (lambda run: None, ["--out", "/no/such/folder/x.html"], "in a folder that does not exist"),
+        (lambda run: None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written"),
+        (lambda run: None, ["--out", "/tmp"], "is a folder"),
+        (lambda run: None, ["--format", "pdf"], "invalid choice: 'pdf'"),
+        (lambda run: None, ["--outt", "x"], "--outt; did you mean --out"),
+    ],
+)
+def test_errors_have_a_message_and_status_2(run, capsys, arrange, args, message):
+    arrange(run)
+    status, printed = make(run, capsys, *args)
+    assert status == 2 and message in printed and "Traceback" not in printed
+
+
+def test_a_page_replaces_no_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe cannot be written: it is no regular file"):
+        write_page(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys):
+    for split in ("train", "val"):
+        paths = sorted((image_folder / split).rglob("*.jpg"))
+        lines = [f"{path},{['', 'ant', 'bee;cat', 'cat'][number % 4]}" for number, path in enumerate(paths)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    options = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "OPTIM.MAX_EPOCH", 1)
+    train_model(load_cfg(None, small_options(tmp_path, tmp_path / "out", *options)))
+    assert make(tmp_path / "out", capsys)[0] == 0
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert "average precision" in page.texts and "Confusion" not in page.texts and page.tags.count("img") > 0
+    figures = json.loads(make(tmp_path / "out", capsys, "--format", "json")[1])
+    last = json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"]["raw"]["last"]
+    assert 100 * figures["map"] == pytest.approx(last["map"], abs=1e-4)
+
+
+def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, monkeypatch):
+    """TEST.LABELS evaluates some outputs of a model; its predictions number these only."""
+    content = read_run(str(finished)).content
+    selected, shown = replace(content, classes=content.classes[1:]), []
+    monkeypatch.setattr(pictures, "_add_saliency", lambda *args: shown.append(dict(args[-1])))
+    pictures.make_pictures(finished, selected, {0: 0, 3: 1})
+    pictures.make_pictures(finished, content, {0: 0, 3: 1})
+    assert shown == [{0: 1, 3: 2}, {0: 0, 3: 1}]
+
+
+def rewrite(run: Path, **changes) -> None:
+    """Write the predictions of a run again with other entries of `meta`, or another `path`."""
+    content = read_run(str(run)).content
+    path = changes.pop("path", content.path)
+    arrays = {"meta": np.array(json.dumps({**content.meta, **changes})), "classes": np.array(content.classes),
+              "path": path, "label": content.label, "loss": content.loss, "logits": content.scores}  # fmt: skip
+    write_npz(run / "predictions.npz", arrays)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])
+def test_images_outside_of_the_recorded_folder_are_not_shown(run, data, tmp_path, capsys, monkeypatch, kind):
+    """The predictions of a stranger name private images of the reader."""
+    private, folder = tmp_path / "private", tmp_path / "theirs"
+    shutil.copytree(data / "val" / "ant", private)
+    name = sorted(private.iterdir())[0].name
+    folder.mkdir()
+    (folder / "link.jpg").symlink_to(private / name)
+    (folder / "linked").symlink_to(private)
+    paths = {
+        "absolute": str(private / name),
+        "parent": f"../private/{name}",
+        "link": "link.jpg",
+        "linked folder": f"linked/{name}",
+        "root": str(private / name).lstrip("/"),
+        "home": f"private/{name}",
+    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recorded = {"root": "/", "home": str(tmp_path)}.get(kind, str(folder))
+    rewrite(run, folder=recorded, path=np.array([paths[kind]] * 24))
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and f"not in {recorded}, the recorded folder" in text
+    texts = Page(text).texts
+    assert texts[texts.index("pictures from") + 1] == recorded
+
+
+def test_images_that_a_config_names_but_the_predictions_do_not(run, capsys):
+    rewrite(run, folder="")
+    assert make(run, capsys)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in text and "the predictions do not record the folder of the images" in text
+
+
+def test_images_of_a_list_outside_of_its_folder_are_shown(image_folder, tmp_path, capsys):
+    """The folder that holds them is recorded, and shown in the provenance; one that is a link is followed."""
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "linked").symlink_to(image_folder)
+    for split in ("train", "val"):
+        lines = [f"../linked/{path.relative_to(image_folder)},{path.parent.name}"
+                 for path in sorted((image_folder / split).rglob("*.jpg"))]  # fmt: skip
+        (tmp_path / "lists" / f"{split}.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    options = ("DATA.NAME", "list", "OPTIM.MAX_EPOCH", 1)
+    train_model(load_cfg(None, small_options(tmp_path / "lists", tmp_path / "out", *options)))
+    content = read_run(str(tmp_path / "out")).content
+    assert content.meta["images"] == str((image_folder / "val").resolve())
+    assert make(tmp_path / "out", capsys)[0] == 0
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert page.tags.count("img") > 0
+    assert page.texts[page.texts.index("pictures from") + 1] == content.meta["images"]
+
+
+def test_files_within_a_folder_with_links_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    data = tmp_path / "home" / "me" / "data"
+    data.mkdir(parents=True)
+    (data / "link").symlink_to(tmp_path / "secret.jpg")
+    (tmp_path / "data").symlink_to(data)
+    assert is_within(data / "a.jpg", data)
+    assert is_within(data / "a.jpg", tmp_path / "data")
+    assert not is_within(data / "link", data)
+    assert not is_within(data / ".." / "a.jpg", data)
+    # Folders that hold all files of a user are no folders of data.
+    assert not any(is_within(data / "a.jpg", folder) for folder in ("/", tmp_path / "home", tmp_path / "home" / "me"))

@@ -1,0 +1,180 @@
+"""The search for near-duplicates: nothing within the radius is missed, and it compares few pairs."""
+
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+
+from distribuuuu.commands.scan import duplicates
+from distribuuuu.commands.scan.duplicates import RADIUS, count_bits, find_groups, find_near_pairs, key_bytes
+from distribuuuu.commands.scan.scan import FLAT, RECORD, measure_image, scan_images
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import DEFAULTS
+
+
+class Pictures(ImageDataset):
+    """Images in memory."""
+
+    classes = ("one",)
+
+    def __init__(self, images):
+        self.images, self.labels = images, [0] * len(images)
+
+    def read(self, index):
+        return self.images[index]
+
+
+def photo(seed: int, size=(160, 120)) -> Image.Image:
+    """Return a smooth random image."""
+    noise = np.random.default_rng(seed).integers(0, 256, (9, 12, 3), np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def hash_of(image: Image.Image) -> np.ndarray:
+    record = np.zeros(1, RECORD)
+    measure_image(image, DEFAULTS, record[0])
+    return record["hash"][0]
+
+
+def distance(one: Image.Image, other: Image.Image) -> int:
+    return int(np.unpackbits(hash_of(one) ^ hash_of(other)).sum())
+
+
+def groups_of(*images) -> list[list[int]]:
+    scan = scan_images({"all": Pictures(images)}, DEFAULTS, 0, lambda num: None)
+    return [group.images for group in find_groups(scan, DEFAULTS)]
+
+
+def all_pairs(hashes: np.ndarray) -> set[tuple[int, int, int]]:
+    bits = np.unpackbits(hashes, axis=1).astype(int)
+    distances = (bits[:, None] != bits[None]).sum(2)
+    rows, columns = np.where(np.triu(distances <= RADIUS, 1))
+    return {(row, column, distances[row, column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)}
+
+
+def test_any_four_bytes_of_a_hash_include_a_key():
+    keys = {frozenset(triple) for triple in key_bytes()}
+    for four in itertools.combinations(range(16), 4):
+        assert any(frozenset(three) in keys for three in itertools.combinations(four, 3))
+    assert len(keys) == 225
+
+
+def test_the_search_finds_all_pairs_within_the_radius():
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 256, (600, 16), np.uint8)
+    for number in range(300):  # copies with 0 to 19 changed bits
+        bits = np.unpackbits(hashes[number])
+        bits[random.choice(128, number % 20, replace=False)] ^= 1
+        hashes[599 - number] = np.packbits(bits)
+    expected = all_pairs(hashes)
+    found = {tuple(pair) for pair in find_near_pairs(hashes).tolist()}
+    assert found == expected and {distance for _, _, distance in found} == set(range(RADIUS + 1))
+
+
+def test_of_equal_hashes_the_first_stands_for_the_others():
+    hashes = np.zeros((5, 16), np.uint8)
+    hashes[2] = 255
+    hashes[4, 3] = 7
+    found = {tuple(pair) for pair in find_near_pairs(hashes).tolist()}
+    assert found == {(0, 1, 0), (0, 3, 0), (0, 4, 3)}
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_few_hashes_have_no_pairs(num):
+    assert find_near_pairs(np.zeros((num, 16), np.uint8)).shape == (0, 3)
+
+
+def test_the_search_is_bounded_if_most_hashes_are_alike(monkeypatch):
+    monkeypatch.setattr(duplicates, "MAX_NEIGHBORS", 4)
+    hashes = np.zeros((300, 16), np.uint8)
+    hashes[:, 0], hashes[:, 1] = np.arange(300) % 256, np.arange(300) // 256
+    pairs = find_near_pairs(hashes)
+    assert len(pairs) < 225 * 4 * 300 / 10
+    assert {*pairs[:, 0], *pairs[:, 1]} == set(range(300))
+
+
+def test_bits_are_counted():
+    random = np.random.default_rng(0)
+    words = random.integers(0, 2**63, (50, 2), np.uint64)
+    assert count_bits(words).tolist() == [bin(int(a)).count("1") + bin(int(b)).count("1") for a, b in words]
+
+
+@pytest.mark.slow
+def test_a_million_hashes_are_searched():
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 256, (1_000_000, 16), np.uint8)
+    for number in range(1000):
+        bits = np.unpackbits(hashes[number])
+        bits[random.choice(128, number % (RADIUS + 1), replace=False)] ^= 1
+        hashes[-1 - number] = np.packbits(bits)
+    found = {tuple(pair) for pair in find_near_pairs(hashes)[:, :2].tolist()}
+    assert found == {(number, 999_999 - number) for number in range(1000)}
+
+
+# ------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("change", ["half", "double", "square", "gray", "brighter", "one pixel cropped"])
+def test_changed_copies_are_found(change):
+    image = photo(0, (400, 300))
+    copy = {
+        "half": lambda: image.resize((200, 150)),
+        "double": lambda: image.resize((800, 600)),
+        "square": lambda: image.resize((224, 224)),
+        "gray": lambda: image.convert("L"),
+        "brighter": lambda: ImageEnhance.Brightness(image).enhance(1.2),
+        "one pixel cropped": lambda: image.crop((1, 1, 399, 299)),
+    }[change]()
+    assert groups_of(image, photo(1), copy, photo(2)) == [[0, 2]]
+
+
+def test_mirror_images_large_crops_and_other_images_are_not_copies():
+    image = photo(0, (400, 300))
+    assert groups_of(image, ImageOps.mirror(image), image.crop((80, 60, 400, 300)), photo(1)) == []
+
+
+def test_equal_shapes_of_another_color_are_not_copies():
+    def draw(color):
+        image = Image.new("RGB", (90, 90), "white")
+        ImageDraw.Draw(image).polygon([(10, 70), (50, 10), (80, 40), (60, 85)], fill=color)
+        return image
+
+    red, green = draw((200, 0, 0)), draw((0, 110, 0))
+    assert distance(red, green) <= RADIUS
+    assert groups_of(red, green) == []
+    assert groups_of(red, draw((190, 0, 0))) == [[0, 1]]
+    assert groups_of(red, red.convert("L")) == [[0, 1]]
+
+
+def test_similar_hashes_are_confirmed_on_the_pixels(monkeypatch):
+    one, other = photo(0).convert("L"), photo(1).convert("L")
+    monkeypatch.setattr(duplicates, "find_near_pairs", lambda *args: np.array([[0, 1, 3]]))
+    assert groups_of(one, other) == []
+    assert groups_of(one, one.resize((80, 60))) == [[0, 1]]
+
+
+def test_the_hash_of_symmetric_shapes_survives_compression(tmp_path):
+    for size in range(20, 60, 4):
+        image = Image.new("RGB", (128, 128), (180, 190, 200))
+        ImageDraw.Draw(image).ellipse([64 - size, 64 - size, 64 + size, 64 + size], fill=(40, 60, 30))
+        image.save(tmp_path / "x.jpg", quality=60)
+        with Image.open(tmp_path / "x.jpg") as copy:
+            assert distance(image, copy) <= 6
+
+
+def test_images_of_one_color_are_copies_only_if_they_are_identical():
+    white, gray = Image.new("RGB", (50, 50), "white"), Image.new("RGB", (50, 50), (90, 90, 90))
+    assert groups_of(white, gray, white.copy(), white.resize((40, 40))) == [[0, 2]]
+    scan = scan_images({"all": Pictures([white])}, DEFAULTS, 0, lambda num: None)
+    assert scan.where(FLAT) == [0]
+
+
+def test_groups_join_by_way_of_others():
+    image = photo(3, (400, 300))
+    scan = scan_images(
+        {"a": Pictures([image, photo(4)]), "b": Pictures([image.convert("L"), image.copy()])},
+        DEFAULTS, 0, lambda num: None,
+    )  # fmt: skip
+    (group,) = find_groups(scan, DEFAULTS)
+    assert group.images == [0, 2, 3] and not group.identical

@@ -1,0 +1,300 @@
+"""Splits of a folder: shares, groups, duplicates, folds, the command and its errors."""
+
+import csv
+import json
+import os
+import random
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from distribuuuu.commands.doctor import doctor
+from distribuuuu.commands.split import splitting as split_module
+from distribuuuu.commands.split.split import split
+from distribuuuu.commands.split.splitting import (
+    Images,
+    assign,
+    keep_classes_in_training,
+    merge_groups,
+    plan_split,
+    write_split,
+)
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.image_list import ImageList
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.files import new_folder
+from distribuuuu.files.untrusted import open_regular, printable
+
+COUNTS = {"ant": 31, "bee": 20, "cat": 7, "dog": 2, "one": 1}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Files that differ in content and size, in an order of creation that is not that of their names."""
+    paths = [(name, number) for name, count in COUNTS.items() for number in range(count)]
+    random.Random(0).shuffle(paths)
+    for name, number in paths:
+        path = tmp_path / "images" / name / f"p{number // 3}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{name} {number}".encode() * (1 + number % 3))
+    return tmp_path / "images"
+
+
+def rows_of(path: Path) -> list[tuple[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return [(row["path"], row["label"]) for row in csv.DictReader(file)]
+
+
+def run(*args) -> int:
+    return split("distribuuuu split", [str(arg) for arg in args])
+
+
+def test_the_classes_keep_their_shares(folder, tmp_path):
+    plan = plan_split(folder, tmp_path / "out", val=0.25, test=0.15)
+    write_split(plan)
+    found = {name: rows_of(tmp_path / "out" / f"{name}.csv") for name in ("train", "val", "test")}
+    names = [row for rows in found.values() for row in rows]
+    assert len(set(names)) == len(names) == sum(COUNTS.values())
+    for name, share in {"train": 0.6, "val": 0.25, "test": 0.15}.items():
+        counts = Counter(label for _, label in found[name])
+        for label, total in COUNTS.items():
+            assert abs(counts[label] - share * total) <= 1, (name, label)
+        assert abs(len(found[name]) - share * len(names)) <= 2
+    assert {label for _, label in found["train"]} == set(COUNTS)
+
+
+def test_the_lists_are_read_as_a_data_set(folder, tmp_path):
+    write_split(plan_split(folder, folder.parent / "lists", val=0.3))
+    root = folder.parent / "lists"
+    cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {root} TEST.DATASET {root} MODEL.NUM_CLASSES 0".split())
+    cfg = resolve_num_classes(cfg)
+    assert find_run_problems(cfg, train=True) == []
+    train = build_images(cfg, train=True)
+    assert train.classes == tuple(sorted(COUNTS)) and rows_of(root / "train.csv")[0][0].startswith("../images/")
+    for index in range(len(train)):
+        assert Path(train.describe(index)).parts[-3] == train.classes[train.label(index)]
+
+
+def test_a_split_depends_on_names_and_seed_alone(folder, tmp_path):
+    files = plan_split(folder, tmp_path / "a", val=0.3, seed=4).files
+    copied = tmp_path / "elsewhere"
+    for path in sorted(folder.rglob("*.jpg"), reverse=True):
+        target = copied / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    assert plan_split(copied, tmp_path / "b", val=0.3, seed=4).files == files
+    assert plan_split(folder, tmp_path / "c", val=0.3, seed=5).files != files
+
+
+def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
+    (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "001.jpg").read_bytes())
+    plan = plan_split(folder, tmp_path / "out", val=0.3, test=0.2, pattern=r"(p\d+)/")
+    names, part_of = plan.images.names, {}
+    for file, indices in plan.files.items():
+        part_of |= {names[index]: file for index in indices}
+    parts = {}
+    for name, file in part_of.items():
+        if "/p" in name:
+            parts.setdefault(name.split("/")[1], set()).add(file)
+    assert len(parts) == 11 and all(len(files) == 1 for files in parts.values())
+    assert part_of["ant/copy.jpg"] == part_of["bee/p0/001.jpg"]
+    assert any("equal files in several classes: ant/copy.jpg = bee/p0/001.jpg" in note for note in plan.notes)
+    assert all(len(indices) > 0.1 * len(names) for indices in plan.files.values())
+
+
+def test_each_image_is_validated_in_one_fold(folder, tmp_path):
+    plan = plan_split(folder, tmp_path / "out", val=0, folds=4, test=0.1)
+    write_split(plan)
+    test = rows_of(tmp_path / "out" / "test.csv")
+    validated = []
+    for number in range(1, 5):
+        train, val = (rows_of(tmp_path / "out" / f"fold_{number}" / f"{name}.csv") for name in ("train", "val"))
+        assert not {*train} & {*val} and not {*train, *val} & {*test}
+        assert {label for _, label in train} == set(COUNTS)
+        assert len(train) + len(val) + len(test) == sum(COUNTS.values())
+        validated += val
+    assert len(set(validated)) == len(validated) == sum(COUNTS.values()) - len(test) - 1  # `one` only trains
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_groups_and_shares(seed):
+    rng = random.Random(seed)
+    labels = sorted(rng.choices(range(5), k=300))
+    images = Images(Path("x"), [f"{label}/{number}" for number, label in enumerate(labels)], labels, tuple("abcde"))
+    groups = merge_groups(300, [rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
+    shares = {"train": 0.7, "val": 0.2, "test": 0.1}
+    parts = assign(images, shares, groups, seed)
+    keep_classes_in_training(images, parts, groups)
+    assert set(parts) == set(shares)
+    assert all(len({parts[index] for index in group}) == 1 for group in groups)
+    for part, share in shares.items():
+        assert abs(parts.count(part) - 300 * share) <= 12
+        if not groups:
+            for label in range(5):
+                count = sum(parts[index] == part for index in range(300) if labels[index] == label)
+                assert abs(count - share * labels.count(label)) <= 1
+
+
+def test_the_command(folder, tmp_path, capsys):
+    assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    assert "61 images of 5 classes" in text and "val.csv" in text
+    assert f"distribuuuu train DATA.NAME list TRAIN.DATASET {tmp_path / 'out'} TEST.DATASET" in text
+    before = (tmp_path / "out" / "val.csv").read_bytes()
+    assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
+    assert "train.csv and" not in (error := capsys.readouterr().err) and "exists already" in error
+    assert (tmp_path / "out" / "val.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("side", [28, 48, 200, 500])
+def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsys, side, monkeypatch):
+    folder, out, opened = tmp_path / "my \x1bimages", tmp_path / "my 'lists' \u202e", []
+    for number in range(24):
+        path = folder / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
+    (folder / "a" / "broken.png").write_bytes(b"no image")
+    monkeypatch.setattr(
+        "distribuuuu.commands.split.split.open_regular", lambda path: opened.append(path) or open_regular(path)
+    )
+    monkeypatch.setattr("distribuuuu.commands.split.split.MAX_HEADERS", 10)
+    assert run(folder, "--val", 0.3, "--out", out) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert 5 <= len(opened) <= 10 and line == printable(line)
+    words = shlex.split(line.removeprefix("to train: distribuuuu train "))
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given["TRAIN.DATASET"] == given["TEST.DATASET"] == printable(out)
+    assert doctor.doctor("distribuuuu doctor", [str(folder), "--format", "json", "--workers", "0"]) == 2
+    suggested = json.loads(capsys.readouterr().out)["suggested"]
+    for key in ("TRAIN.IM_SIZE", "TEST.IM_SIZE"):
+        assert int(given[key]) == suggested[key]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--val", "1.5"), "--val: got 1.5; expected a share above 0 and below 1"),
+        ((), "--val: is missing"),
+        (("--val", "0.5", "--folds", "3"), "--val, --folds: both are given"),
+        (("--folds", "1"), "--folds: got 1; expected 2 or more"),
+        (("--val", "0.6", "--test", "0.4"), "--val, --test: got 0.6 and 0.4"),
+        (("--val", "0.2", "--group-by", "("), "expected a regular expression"),
+        (("--val", "0.2", "--group-by", "patient"), "'patient' matches no name; the first is 'p0/000.jpg'"),
+        (("--val", "0.2", "--vall", "0.2"), "no such flag: --vall; did you mean --val"),
+    ],
+)
+def test_wrong_flags(folder, tmp_path, args, message, capsys):
+    assert run(folder, "--out", tmp_path / "out", *args) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_cannot_be_split(tmp_path, capsys):
+    assert run(tmp_path / "non", "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "empty" / "cat").mkdir(parents=True)
+    assert run(tmp_path / "empty", "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert "has no images in class folders" in capsys.readouterr().err
+    with open(os.fsencode(tmp_path / "empty" / "cat") + b"/\xff.jpg", "wb") as file:
+        file.write(b"1")
+    with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: 'cat/.udcff.jpg'"):
+        plan_split(tmp_path / "empty", tmp_path / "out", val=0.5)
+
+
+NAMES = ["a\rb.jpg", "a\nb.jpg", "a\r\nb.jpg", " a.jpg", 'a"b.jpg', '"a".jpg', "a,b.jpg", "\ta.jpg", "=cmd().jpg",
+         "-1.jpg", "a;b.jpg", "\x1b[2J.jpg", "\u202egpj.jpg", "\x85a.jpg", "a\u2028b.jpg", "\ufeffa.jpg"]  # fmt: skip
+
+
+@pytest.mark.parametrize("label", ["cat", " cat", "cat ", "ca\rt", "ca\nt", '"cat"', "c,t", '" cat', "=1+1"])
+def test_names_of_any_characters_are_read_back_equal(tmp_path, label, capsys):
+    for number, name in enumerate(NAMES):
+        path = tmp_path / "images" / label / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([number]))
+    assert run(tmp_path / "images", "--val", 0.4, "--out", tmp_path / "out") == 0
+    found = []
+    for part in ("train", "val"):
+        images = ImageList(tmp_path / "out" / f"{part}.csv")
+        found += [os.path.normpath(images.describe(index)) for index in range(len(images))]
+        assert images.classes == (label,)
+    assert sorted(found) == sorted(str(tmp_path / "images" / label / name) for name in NAMES)
+    printed = capsys.readouterr().out
+    assert not set(printed) & set("\x1b\r\u202e") and "rows" not in printed
+
+
+def test_spaces_around_a_field_that_is_not_quoted_are_ignored(tmp_path):
+    (tmp_path / "a.csv").write_text('path , label\n a.jpg , cat \n" b.jpg",cat\n"c.jpg","cat"\n')
+    images = ImageList(tmp_path / "a.csv")
+    assert images.classes == ("cat",)
+    assert [os.path.basename(images.describe(index)) for index in range(3)] == ["a.jpg", " b.jpg", "c.jpg"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("where", ["image", "list"])
+def test_pipes_and_devices_are_refused(folder, tmp_path, capsys, kind, where):
+    path = folder / "cat" / "x.jpg" if where == "image" else tmp_path / "out" / "val.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 2
+    assert str(path) in (error := capsys.readouterr().err) and "not a regular file" in error
+
+
+def test_a_finished_split_says_so(folder, tmp_path, capsys):
+    words = (folder, "--folds", 3, "--out", tmp_path / "out")
+    assert run(*words) == 0
+    text, before = capsys.readouterr().out, contents(tmp_path / "out")
+    assert run(*words) == 0 and contents(tmp_path / "out") == before
+    assert capsys.readouterr().out.splitlines()[1:] == text.splitlines()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out"]
+
+
+class Kill(BaseException):
+    """An end of the process at some point."""
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("num_written", range(6))
+def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, is_new, num_written):
+    """A new folder has all lists or does not exist; in a folder that holds other files, the rest is written."""
+    words = (folder, "--folds", 3, "--out", tmp_path / "out")
+    assert run(folder, "--folds", 3, "--out", tmp_path / "whole") == 0
+    if not is_new:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").touch()
+    written, replacing = [], split_module.replacing
+
+    def write(path):
+        if len(written) == num_written:
+            raise Kill
+        written.append(path)
+        return replacing(path)
+
+    monkeypatch.setattr(split_module, "replacing", write)
+    # A kill runs no cleaning up.
+    monkeypatch.setattr(new_folder.shutil, "rmtree", lambda *args, **options: None)
+    with pytest.raises(Kill):
+        run(*words)
+    monkeypatch.undo()
+    assert not is_new or not (tmp_path / "out").exists()
+    assert run(*words) == 0
+    lists = {name: data for name, data in contents(tmp_path / "out").items() if name != "mine.txt"}
+    assert lists == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out", "whole"], "the leftovers are deleted"
+
+
+def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
+    with new_folder.new_folder(tmp_path / "out") as living:
+        (living / "a").touch()
+        with new_folder.new_folder(tmp_path / "out") as own:
+            (own / "b").touch()
+        assert (living / "a").exists() and (tmp_path / "out" / "b").exists()
+        (tmp_path / "out" / "b").unlink()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,153 @@
+"""The command sweep: its errors, the best config, the cores of jobs, and a sweep that is killed and stopped."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.processes import RESULT_S
+from support.runs import ROOT, records, small_options
+
+from distribuuuu.commands.sweep.local_executor import is_locked, plan_slots
+from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, write_outcome
+from distribuuuu.commands.sweep.trials import RunState, build_rows
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.config_node import iter_options
+
+
+def fixed_options(images: Path, *overrides) -> list[str]:
+    """Return the options of a small run without OUT_DIR and the learning rate."""
+    words = small_options(images, Path(), *overrides)
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    return [word for key in pairs if key not in ("OUT_DIR", "OPTIM.BASE_LR") for word in (key, pairs[key])]
+
+
+def problems_of(*words) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args("sweep", [str(word) for word in words])
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_problems_are_reported_at_once(image_folder, tmp_path):
+    small = fixed_options(image_folder)
+    words = ("OPTIM.MOMENTM=0.8,0.9", "OPTIM.WEIGHT_DECAY=log:0:1", "DATA.FLIP=lin:0:1", "OPTIM.LR_POLICY=cos,cosine")
+    assert problems_of("--tirals", "3", "--jobs", "0", "--asha", "1", *words, *small) == [
+        "command line: no such flag: --tirals; did you mean --trials?",
+        "OPTIM.WEIGHT_DECAY: got log:0:1; expected LOW > 0 for a logarithmic range; fix: use lin",
+        "--asha: got 1; expected 2 or more",
+        "--jobs: got 0; expected 1 or more",
+        "--trials: is missing; DATA.FLIP is a range; fix: add --trials 20",
+        "OUT_DIR: is missing; fix: add OUT_DIR exp/my_sweep",
+        "OPTIM.MOMENTM (command line): no such key; did you mean OPTIM.MOMENTUM?",
+        "OPTIM.LR_POLICY (command line): got 'cosine'; expected one of cos, cos_after_warmup, cos_timm, exp, lin, "
+        "steps, tri; did you mean cos?",
+    ]
+    swept = ("OPTIM.MAX_EPOCH=3,4", "TRAIN.AUTO_RESUME", "False", "OUT_DIR", tmp_path, "--asha", "3")
+    asha, resume = problems_of(*swept, "TRAIN.DATASET", image_folder)
+    assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
+    assert "has no value" in problems_of("OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
+    for flags, said in (
+        (("--trials", "9"), "--trials: got 9"),
+        (("--asha", "3"), "--asha: got 3 for 2 trials of 2 epo"),
+    ):
+        args = parse_args("sweep", [*flags, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", str(tmp_path)])
+        with pytest.raises(ConfigError, match=said):
+            plan_sweep(*args)
+
+
+def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(image_folder, tmp_path):
+    small = fixed_options(image_folder, "MODEL.KWARGS.width", 4)
+    words = [*small, "FINETUNE.LR_MULT", "{'layer1.*': 2}", "OPTIM.STEPS", "[1, 2]", "TEST.METRICS", "topk,top1"]
+    args = ["OPTIM.BASE_LR=0.1,0.2", "OPTIM.NESTEROV=true,false", *words, "OUT_DIR", str(tmp_path), "--seeds", "2"]
+    plan = plan_sweep(*parse_args("sweep", args))
+    assert (plan.metric, plan.higher_is_better, plan.seeds, plan.rungs) == ("top3", True, (3, 4), ())
+    values = {0: 3.0, 1: 5.0, 2: 9.0, 3: float("nan")}
+    write_outcome(plan, build_rows(plan, {(trial, 3): RunState(2, {2: value}) for trial, value in values.items()}))
+    best, expected = (
+        load_cfg(str(tmp_path / "best.yaml")),
+        load_cfg(None, [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/best"]),
+    )
+    assert best == expected and best.OPTIM.BASE_LR == 0.2 and best.OPTIM.NESTEROV
+    assert len((tmp_path / "best.yaml").read_text().splitlines()) < 45 < len(list(iter_options(get_cfg())))
+    rows = json.loads((tmp_path / "sweep_results.json").read_text())["rows"]
+    assert [(row["trial"], row["objective"]) for row in rows] == [(2, 9.0), (1, 5.0), (0, 3.0), (3, None)]
+
+
+def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores, gpus = [0, 1, 2, 3, 6, 7], ["4", "5", "6", "7"]
+    assert [(own, env["OMP_NUM_THREADS"]) for own, env in plan_slots(2, 1, cores, [])] == [
+        ({0, 1, 2}, "3"),
+        ({3, 6, 7}, "3"),
+    ]
+    assert [own for own, _ in plan_slots(8, 1, cores, [])] == [{0}, {1}, {2}, {3}, {6}, {7}, {0}, {1}]
+    slots = [env for _, env in plan_slots(2, 2, cores, gpus)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in slots] == ["4,5", "6,7"] and slots[0]["OMP_NUM_THREADS"] == "1"
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in plan_slots(3, 1, cores, gpus[:2])] == ["4", "5", "4"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert plan_slots(1, 1, cores, [])[0][1] == {"OMP_NUM_THREADS": "5"}
+    assert not is_locked(tmp_path)
+
+
+@pytest.fixture
+def start():
+    """Return start(out, *words): a sweep as a process, which is killed after the test."""
+    started = []
+
+    def run(out: Path, *words: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "distribuuuu", "sweep", *words, "OUT_DIR", str(out)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, cwd=ROOT, env=env, **streams))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def list_runs(out: Path) -> list[str]:
+    """Return the ids of the processes of runs below a folder."""
+    lines = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
+    return [pid for pid, path in lines.items() if f"{out}/trial_".encode() in read(path)]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + RESULT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_no_run_and_continues_and_a_failed_trial_is_listed(start, image_folder, tmp_path):
+    small = fixed_options(image_folder, "MODEL.KWARGS.width", 4, "OPTIM.MAX_EPOCH", 12)
+    out, words = tmp_path / "out", ("MODEL.KWARGS.norm=group,nope", *small)
+    folder = out / "trial_000" / "seed_3"
+    sweep = start(out, *words)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) > 5)
+    sweep.kill()
+    sweep.communicate()
+    wait_for(lambda: not list_runs(out))
+    assert "SIGTERM: stopped in epoch" in (folder / "console.log").read_text().splitlines()[-1]
+    sweep = start(out, *words)
+    output = sweep.communicate(timeout=RESULT_S)[0]
+    assert sweep.returncode == 0, output
+    assert (folder / "console.log").read_text().count("resumed from") == 1
+    rows = json.loads((out / "sweep_results.json").read_text())["rows"]
+    assert [(row["trial"], row["status"], row["epochs"]) for row in rows] == [(0, "finished", 12), (1, "failed", 0)]
+    assert "got norm 'nope'" in rows[1]["failures"]["3"] and "got norm 'nope'" in output
+    assert (out / "trial_001" / "seed_3" / "failed.txt").read_text() == "2\n"
+    assert load_cfg(str(out / "best.yaml")).MODEL.KWARGS.norm == "group"

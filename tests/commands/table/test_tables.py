@@ -1,0 +1,368 @@
+"""Tables of results: statistics, grouping of runs, messages, and blocks of a README."""
+
+import copy
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.baselines import BASELINES
+from support.recipe_table import RECIPES
+from support.runs import ROOT, run_tool
+
+from distribuuuu.commands.table.table import replace_block, table
+from distribuuuu.config import ConfigError
+from distribuuuu.records.results import read_results
+
+REPORTED = ROOT / "benchmarks" / "reported.yaml"
+ONE_RUN = "93.00 [92.48, 93.48] (n = 1)"
+EVALUATION = {"epoch": 7, "top1": 93.0, "topk": 99.5, "loss": 0.2}
+RECORD = {
+    "schema": 1, "kind": "training", "finished": True, "config": "fashion_mnist/resnet14", "overrides": {},
+    "config_hash": "a1b2c3d4e5f6", "seed": 0, "model": {"arch": "resnet14", "params_m": 0.68625},
+    "data": {"name": "fashion_mnist", "folder": "data", "num_classes": 10, "num_train": 60000, "num_val": 10000},
+    "evaluation": {"resize": 28, "crop": 28, "interpolation": "bilinear", "k": 5, "count": 10000},
+    "accuracy": {"raw": {"last": EVALUATION, "best": {**EVALUATION, "epoch": 6, "top1": 93.4}}},
+    "training": {"px": 28, "epochs_done": 7, "epochs_planned": 7, "global_batch": 64, "processes": 1, "hours": 0.2,
+                 "images_per_s": 1500.0},
+    "peak_memory": {"mib": 700.0, "of": "host"}, "hardware": "EPYC, 2 cores", "versions": {"torch": "2.7.0"},
+    "commit": "0123456789abcdef",
+}  # fmt: skip
+
+
+def save(path: Path, **changes) -> Path:
+    """Write a record with changes: `training__hours=2` is record["training"]["hours"] = 2."""
+    record = copy.deepcopy(RECORD)
+    for name, value in changes.items():
+        place = record
+        *folders, key = name.split("__")
+        for folder in folders:
+            place = place[folder]
+        place[key] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+    return path
+
+
+def seeds(folder: Path, *top1: float, **changes) -> None:
+    """Write a run for each accuracy, with the seeds 0, 1, ..."""
+    for seed, value in enumerate(top1):
+        save(folder / f"seed_{seed}.json", seed=seed, accuracy__raw__last__top1=value, **changes)
+
+
+@pytest.fixture
+def make(capsys):
+    """Return make(ARG, ...): exit status, the table as a list of {column: cell}, and standard error."""
+
+    def call(*args):
+        status = table("table", [str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        lines = [line.strip("| \n").split(" | ") for line in out.splitlines() if line.startswith("|")]
+        return status, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]], err
+
+    return call
+
+
+def test_the_record_of_these_tests_matches_the_schema(tmp_path):
+    assert read_results(save(tmp_path / "results.json")) == RECORD
+
+
+def test_mean_and_sample_deviation_over_the_seeds(make, tmp_path):
+    seeds(tmp_path, 93.0, 94.0, 92.0)
+    save(tmp_path / "seed_1.json", seed=1, accuracy__raw__last__top1=94.0, training__hours=0.5, peak_memory__mib=900.0,
+         training__images_per_s=None)  # fmt: skip
+    status, rows, err = make(tmp_path)
+    assert (status, err) == (0, "")
+    assert rows == [{
+        "config": "fashion_mnist/resnet14", "params (M)": "0.686", "px": "28 → 28/28", "epochs": "7",
+        "global batch": "64", "top-1 here": "93.00 ± 1.00 [90.52, 95.48] (n = 3)",
+        "top-5 here": "99.50 ± 0.00", "hours": "0.3",
+        "images/s": "1,500", "peak memory": "900 MiB", "hardware": "EPYC, 2 cores", "commit": "0123456",
+    }]  # fmt: skip
+
+
+def test_one_run_has_no_deviation_and_the_best_epoch_is_asked_for(make, tmp_path):
+    path = save(tmp_path / "a.json", evaluation__k=3, evaluation__interpolation="bicubic")
+    row = make(path)[1][0]
+    assert (row["top-1 here"], row["top-5 here"]) == ("93.00 [92.48, 93.48] (n = 1)", "99.50 (top-3)")
+    assert row["px"] == "28 → 28/28 bicubic"
+    assert make(path, "--epoch", "best")[1][0]["top-1 here"] == "93.40 [92.90, 93.87] (n = 1)"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 400])
+def test_a_terminal_shows_what_was_measured_and_the_columns_that_fit(tmp_path, capsys, monkeypatch, columns):
+    seeds(tmp_path, 93.0, 94.0, 92.0)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert table("table", [str(tmp_path), "--format", "text"]) == 0
+    text = capsys.readouterr().out
+    header, row, *notes = text.splitlines()
+    assert re.match(r"config +top-1 here ", f"{header} ") and "93.00 ± 1.00" in row and "|" not in text
+    assert max(map(len, text.splitlines())) <= max(columns, 62)
+    assert ("Not shown: " in text) == (columns < 400) and ("hardware" in header) == (columns == 400)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert table("table", [str(tmp_path)]) == 0
+    assert capsys.readouterr().out == text, "the default on a terminal"
+    assert table("table", [str(tmp_path), "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| config | params (M) |")
+
+
+def test_results_that_are_as_good_as_the_best_are_marked(make, tmp_path):
+    seeds(tmp_path / "a", 93.0, 93.2, 93.1, config="d/a", config_hash="a")
+    seeds(tmp_path / "b", 93.1, 93.3, 93.2, config="d/b", config_hash="b")
+    seeds(tmp_path / "c", 91.0, 91.2, 91.1, config="d/c", config_hash="c")
+    save(tmp_path / "other" / "results.json", config="d/other", config_hash="d", data__num_val=7)
+    marks = {row["config"]: row["top-1 here"].endswith(" ≈") for row in make(tmp_path)[1]}
+    assert marks == {"d/a": True, "d/b": True, "d/c": False, "d/other": False}
+    seeds(tmp_path / "a", 92.0, 92.2, 92.1, config="d/a", config_hash="a")  # the best one is alone
+    assert not any(row["top-1 here"].endswith(" ≈") for row in make(tmp_path)[1])
+
+
+def test_the_average_of_the_weights_counts_where_every_run_has_it(make, tmp_path):
+    ema = {"last": {**EVALUATION, "top1": 95.0}, "best": EVALUATION}
+    raw = RECORD["accuracy"]["raw"]
+    save(tmp_path / "seed_0.json", accuracy={"raw": raw, "ema": ema})
+    save(tmp_path / "seed_1.json", seed=1, accuracy={"raw": raw, "ema": ema})
+    assert make(tmp_path)[1][0]["top-1 here"] == "95.00 ± 0.00 [95.00, 95.00] (n = 2, EMA)"
+    save(tmp_path / "seed_1.json", seed=1)
+    assert make(tmp_path)[1][0]["top-1 here"] == "93.00 ± 0.00 [93.00, 93.00] (n = 2)"
+
+
+def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", seed=1, config_hash="ffff0000ffff")
+    save(tmp_path / "c" / "results.json", seed=2, training__global_batch=128)
+    save(tmp_path / "d" / "results.json", seed=3, data__num_train=50000)
+    save(tmp_path / "e" / "results.json", seed=4, config_hash="e", overrides={"OPTIM.MAX_EPOCH": 9})
+    rows = make(tmp_path)[1]
+    assert {row["top-1 here"].removesuffix(" ≈") for row in rows} == {ONE_RUN}
+    names = sorted(row["config"] for row in rows)
+    assert names[0] == "fashion_mnist/resnet14 (config a1b2c3d4)" and names[3].endswith("(config ffff0000)")
+    assert names[4] == "fashion_mnist/resnet14, OPTIM.MAX_EPOCH 9"
+    assert {row["arch"].split()[0] for row in make(tmp_path, "--by", "arch")[1]} == {"resnet14"}
+
+
+def test_unfinished_runs_and_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", finished=False, seed=1, training__epochs_done=3)
+    save(tmp_path / "c" / "results.json", accuracy__raw__last__top1=99.0)
+    status, rows, err = make(tmp_path)
+    assert status == 0 and [row["top-1 here"] for row in rows] == [ONE_RUN]
+    assert f"{tmp_path}/b/results.json: skipped: 3 of 7 epochs done" in err
+    assert f"{tmp_path}/c/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
+
+
+def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    for trial in range(5):
+        changes = {"config_hash": f"{trial}", "overrides": {"OPTIM.BASE_LR": trial}, "finished": trial < 2}
+        for seed in range(3 if trial == 0 else 1):
+            top1 = 95.0 - trial + seed / 10
+            save(tmp_path / f"trial_00{trial}" / f"seed_{seed}" / "results.json", seed=seed,
+                 accuracy__raw__last__top1=top1, **changes)  # fmt: skip
+    status, rows, err = make(tmp_path)
+    found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
+    assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
+    assert err == f"{tmp_path}: skipped: 3 unfinished runs of the sweep\n"
+
+
+def test_different_commits_and_versions_are_reported(make, tmp_path):
+    save(tmp_path / "seed_0.json")
+    save(tmp_path / "seed_1.json", seed=1, commit="fedcba9876543210+changes", versions={"torch": "2.8.0"})
+    save(tmp_path / "seed_2.json", seed=2, commit=None, hardware="Xeon | 4 cores")
+    status, rows, err = make(tmp_path)
+    assert status == 0
+    assert (
+        rows[0]["commit"] == "0123456; fedcba9+changes; –" and rows[0]["hardware"] == r"EPYC, 2 cores; Xeon \| 4 cores"
+    )
+    commit, torch = err.splitlines()
+    assert commit.startswith("fashion_mnist/resnet14: its runs differ in the commit: 0123456789abcdef (seed 0, ")
+    assert f"version of torch: 2.7.0 (seed 0, {tmp_path}/seed_0.json); 2.8.0 (seed 1," in torch
+
+
+def test_runs_are_found_once_in_files_folders_and_globs(make, tmp_path, monkeypatch):
+    save(tmp_path / "exp" / "a" / "results.json")
+    save(tmp_path / "exp" / "deep" / "b" / "results.json", seed=1)
+    (tmp_path / "exp" / "a" / "test_results.json").write_text("{}")
+    everything = make(tmp_path / "exp", tmp_path / "exp" / "a", tmp_path / "exp" / "a" / "results.json")
+    assert everything[0] == 0 and everything[1][0]["top-1 here"].endswith("(n = 2)")
+    monkeypatch.chdir(tmp_path)
+    assert make("exp", tmp_path / "exp") == (*everything[:2], "")
+    assert make(f"{tmp_path}/exp/**/b")[1][0]["top-1 here"].endswith("(n = 1)")
+    assert make(f"{tmp_path}/ex*")[1][0]["top-1 here"].endswith("(n = 2)")
+
+
+def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path):
+    save(tmp_path / "seed_0.json")
+    (tmp_path / "seed_1.json").write_text('{"schema": 1')
+    save(tmp_path / "seed_2.json", schema=2)
+    save(tmp_path / "seed_3.json", training__hours="long")
+    (tmp_path / "empty").mkdir()
+    status, rows, err = make(tmp_path, tmp_path / "empty", tmp_path / "seed_9.json")
+    assert status == 2 and rows[0]["top-1 here"] == ONE_RUN
+    lines = err.splitlines()
+    assert lines[0] == "5 problems to solve first:" and len(lines) == 6
+    parts = ["empty: contains no results.json or seed_*.json", "seed_9.json: no such file or folder; did you mean"]
+    parts += ["seed_1.json: invalid JSON", "seed_2.json: `schema`: got 2", "seed_3.json: `training.hours`: got 'long'"]
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("[1]", "expected `source`"),
+        ("a/b: {top1: 1.0}", "a/b: expected `source`"),
+        ("a/b: {top_1: 1.0, source: me}", "any of params, global_batch, top1, top5"),
+    ],
+)
+def test_a_wrong_file_of_reported_numbers_is_an_error(make, tmp_path, content, message):
+    path = save(tmp_path / "a.json")
+    (tmp_path / "reported.yaml").write_text(content)
+    status, rows, err = make(path, "--reported", tmp_path / "reported.yaml")
+    assert status == 2 and len(rows) == 1 and message in err
+
+
+def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path):
+    (tmp_path / "reported.yaml").write_text('fashion_mnist/resnet14: {top1: "93.10", source: somebody}')
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", config_hash="b", overrides={"OPTIM.MAX_EPOCH": 9})
+    rows = make(
+        tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/fashion_mnist/resnet14.yaml"
+    )[1]
+    assert [(row["top-1 reported"], row["top-1 here"]) for row in rows if "," not in row["config"]] == [
+        ("93.10", f"{ONE_RUN} ≈")
+    ]
+    changed = next(row for row in rows if "," in row["config"])  # another recipe than the one that was reported
+    assert changed["top-1 reported"] == "–"
+    assert not [row for row in rows if row["top-1 here"] == "not measured" and row["config"].endswith("/resnet14")]
+
+
+def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path):
+    (tmp_path / "reported.yaml").write_text("imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}")
+    args = (tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/imagenet/resnet50.yaml")
+    run = {"config": "imagenet/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
+    save(tmp_path / "results.json", **run, training__global_batch=256)
+    (row,) = make(*args)[1]
+    assert (row["config"], row["top-1 reported"]) == ("imagenet/resnet50", "77.2")
+    save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
+    changed, unmeasured = make(*args)[1]
+    if changed["config"] == "imagenet/resnet50":
+        changed, unmeasured = unmeasured, changed
+    assert (changed["config"], changed["top-1 reported"]) == ("imagenet/resnet50, global batch 32", "–")
+    assert (unmeasured["top-1 reported"], unmeasured["top-1 here"]) == ("77.2", "not measured")
+
+
+def test_what_was_reported_is_the_published_table(make):
+    reported = yaml.safe_load(REPORTED.read_text())
+    rows = {row["config"]: row for row in make("--configs", ROOT / "configs" / "imagenet")[1]}
+    for name, (_, params, global_batch, *_, top1, top5) in BASELINES.items():
+        entry = reported[f"imagenet/{name}"]
+        assert (entry["params"], entry["global_batch"]) == (params, global_batch)
+        row = rows[f"imagenet/{name}"]
+        assert row["reported by"] == "the 2021 distribuuuu"
+        assert (row["top-1 reported"], row["top-5 reported"], row["global batch"]) == (top1, top5, str(global_batch))
+        assert row["px"] == "224 → 256/224"
+
+
+def test_what_was_reported_of_the_recipes_is_what_their_table_says():
+    reported = yaml.safe_load(REPORTED.read_text())
+    names = {name for name in reported if name.startswith("imagenet/")}
+    assert names == {f"imagenet/{name}" for name in (*BASELINES, *RECIPES)}
+    for name, recipe in RECIPES.items():
+        entry = reported[f"imagenet/{name}"]
+        assert tuple(entry[key] for key in ("top1", "top5") if key in entry) == recipe["reported"], name
+        assert entry["params"] == f"{recipe['params']:.3f}", name
+
+
+BEFORE = "# Title\n\n<!-- table small -->\nold\n<!-- /table -->\n\nbetween `<!-- table small -->` and\n"
+AFTER = "\n<!-- table other -->\n<!-- /table -->\nend"
+
+
+def test_a_block_of_a_readme_is_replaced_in_place_and_once(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seeds(Path("runs"), 93.0, 94.0)
+    readme = Path("README.md")
+    readme.write_text(BEFORE + AFTER)
+    args = ("runs", "--readme", "README.md", "--name", "small")
+    assert make(*args) == (0, [], "")
+    text = readme.read_text()
+    assert "93.50 ± 0.71 [87.15, 99.85] (n = 2)" in text and "old" not in text and text.endswith(BEFORE[-34:] + AFTER)
+    assert f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n" in text
+    readme.write_bytes(readme.read_bytes().replace(b"# Title\n", b"# Title\r\n").replace(b"93.50", b"93.60"))
+    assert make(*args)[0] == 0 and readme.read_bytes() == text.replace("Title\n", "Title\r\n").encode()
+    readme.write_text(text)
+    monkeypatch.setattr("os.replace", pytest.fail)
+    assert make(*args)[0] == 0 and readme.read_text() == text  # not even written
+
+
+def test_a_readme_is_left_alone_when_something_is_wrong(make, tmp_path):
+    path, readme = save(tmp_path / "a.json"), tmp_path / "README.md"
+    readme.write_text(BEFORE + AFTER)
+    status, rows, err = make(path, tmp_path / "b.json", "--readme", readme, "--name", "small")
+    assert status == 2 and len(rows) == 1 and "not updated" in err and readme.read_text() == BEFORE + AFTER
+    assert "did you mean small" in make(path, "--readme", readme, "--name", "smal")[2]
+    assert "No such file" in make(path, "--readme", tmp_path / "R.md", "--name", "small")[2]
+    assert "must be given together" in make(path, "--readme", readme)[2]
+    assert "no runs to show" in make("--readme", readme, "--name", "small")[2]
+    assert readme.read_text() == BEFORE + AFTER
+
+
+def test_marks_that_do_not_match_are_refused():
+    with pytest.raises(ConfigError, match="got 0 lines <!-- table a -->; expected one; available: b"):
+        replace_block("<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
+    with pytest.raises(ConfigError, match="got 2 lines"):
+        replace_block("<!-- table a -->\n<!-- /table -->\n" * 2, "a", "x\n")
+    with pytest.raises(ConfigError, match="line 2: <!-- table a --> is not closed by <!-- /table -->"):
+        replace_block("\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
+    with pytest.raises(ConfigError, match="is not closed by <!-- /table -->"):
+        replace_block("<!-- table a -->\ntext\n", "a", "x\n")
+    windows = "1\r\n<!-- table a -->\r\nold\r\n<!-- /table -->\r\n2\r\n"
+    assert replace_block(windows, "a", "new\n") == windows.replace("old\r\n", "new\n")
+
+
+def test_the_command_needs_no_torch_and_says_what_is_wrong(tmp_path):
+    done = run_tool("make_table.py", "--configs", "configs/imagenet/resnet50.yaml", "configs/no.yaml")
+    assert done.returncode == 2 and "| 77.252 |" in done.stdout
+    assert done.stderr == "1 problem to solve first:\n  - configs/no.yaml: no such file or folder\n"
+    trap = tmp_path / "torch.py"
+    trap.write_text("raise SystemExit('torch was imported')")
+    done = run_tool("make_table.py", "--configs", "configs/imagenet/resnet50.yaml", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+ZOO = "docs/MODEL_ZOO.md"
+BLOCKS = re.findall(r"^<!-- table (\S+) -->\n<!-- made by: (.+) -->$", (ROOT / ZOO).read_text(), re.MULTILINE)
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*/*/seed_*.json"))
+
+
+@pytest.mark.parametrize(("name", "command"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, tmp_path, monkeypatch):
+    text, copy = (ROOT / ZOO).read_text(), tmp_path / "MODEL_ZOO.md"
+    copy.write_text(text)
+    monkeypatch.chdir(ROOT)
+    args = shlex.split(command)[2:]
+    assert args[-4:] == ["--readme", ZOO, "--name", name]
+    monkeypatch.setattr(
+        "distribuuuu.commands.table.table.replacing", lambda path, mode, **options: open(copy, mode, **options)
+    )
+    assert table("table", args) == 0
+    assert copy.read_text() == text, f"made anew by: {command}"
+
+
+def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_one():
+    text = (ROOT / ZOO).read_text()
+    assert len(BLOCKS) == len(re.findall("^<!-- table ", text, re.MULTILINE)) > 0
+    assert "<!-- table " not in (ROOT / "README.md").read_text()
+    if not RESULTS:
+        pytest.skip("benchmarks/results has no runs yet")
+    shown = [word for _, command in BLOCKS for word in shlex.split(command)[2:]]
+    for path in RESULTS:
+        folders = [str(folder.relative_to(ROOT)) for folder in (path, *path.parents[:3])]
+        assert set(folders) & set(shown), f"{path} is in no table"
+        record = read_results(path)
+        assert record["finished"] and path.stem == f"seed_{record['seed']}"
+        assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of uncommitted code"

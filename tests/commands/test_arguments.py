@@ -1,0 +1,209 @@
+"""Command line: each mistake is reported with its fix, with status 2 and without a traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.images import draw_folder
+from support.runs import ROOT, run_tool, small_options
+from support.tiers import slow
+
+from distribuuuu.commands.arguments import parse_args
+from distribuuuu.commands.pack.pack import parse_args as parse_pack_args
+from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.config_node import get_value, iter_options
+from distribuuuu.config.foreign_names import EQUIVALENTS
+
+WRONG = {
+    "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
+    "a wrong type": (["TRAIN.BATCH_SIZE", "many"], "expected an integer"),
+    "an odd number of words": (["OUT_DIR"], "'OUT_DIR' has no value"),
+    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean configs/imagenet/resnet50.yaml"),
+    "an unknown flag": (["--config", "x.yaml"], "no such flag: --config"),
+    "an unknown section of help": (["--help-config", "OPTIMS"], "did you mean OPTIM"),
+    "a missing data folder": (["TRAIN.DATASET", "/no/such/folder"], "no such folder: /no/such/folder"),
+    "too few classes": (["MODEL.NUM_CLASSES", 2], "2, but"),
+    "an unknown model": (["MODEL.ARCH", "resnet5O"], "did you mean resnet56, resnet50"),
+    "unknown arguments of the model": (["MODEL.KWARGS.widht", 3], "did you mean width"),
+    "a refused argument of the model": (["MODEL.KWARGS.norm", "bach"], "did you mean batch"),
+    "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "fix: set it to"),
+    "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file: /no/such.pth"),
+    "an output folder that is a file": (["OUT_DIR", "/etc/hostname/x"], "/etc/hostname is a file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path):
+    words, said = WRONG[case]
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out"), *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists(), "a run that cannot start leaves nothing behind"
+
+
+def test_a_key_twice_in_a_file(image_folder, tmp_path):
+    (tmp_path / "a.yaml").write_text("TRAIN:\n  WORKERS: 1\n  WORKERS: 2\n")
+    done = run_tool("train_net.py", "--cfg", tmp_path / "a.yaml", *small_options(image_folder, tmp_path / "out"))
+    assert done.returncode == 2 and "already set in line 2" in done.stderr
+
+
+def test_an_empty_class_folder(tmp_path):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {"a": 2, "b": 2})
+    (tmp_path / "train" / "c").mkdir()
+    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out"))
+    assert done.returncode == 2 and "class folders without an image: c" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content", [b"garbage", slow(b""), slow({"hello": 1}), slow({"state_dict": {"w": torch.ones(1)}})]
+)
+def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content):
+    path = tmp_path / "w.pth.tar"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "MODEL.WEIGHTS", path))
+    assert done.returncode == 2, done.stderr
+    assert str(path) in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_broken_image_in_a_worker(tmp_path):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {"a": 8, "b": 8, "c": 8})
+    (tmp_path / "train" / "b" / "003.jpg").write_bytes(b"\xff\xd8\xff")
+    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
+    assert done.returncode == 2 and "b/003.jpg" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_mistakes_of_different_kinds_are_reported_together(image_folder, tmp_path):
+    words = [*small_options(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
+    done = run_tool("train_net.py", *words)
+    assert "TRAIN.FOO" in done.stderr and "no folder 'nowhere'" in done.stderr
+
+
+def test_one_process_of_many_tells_the_mistake():
+    outputs = [
+        run_tool("train_net.py", "NO.KEY", 1, RANK=rank, WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="1").stderr
+        for rank in ("0", "1")
+    ]
+    assert "NO.KEY" in outputs[0] and outputs[1] == ""
+
+
+def test_the_resolved_config_can_be_dumped_and_run(tmp_path):
+    done = run_tool("train_net.py", "--dump-config", "OPTIM.BASE_LR", 1)
+    assert "BASE_LR: 1.0  # command line" in done.stdout
+    (tmp_path / "a.yaml").write_text(done.stdout)
+    assert run_tool("train_net.py", "--dump-config", "--cfg", tmp_path / "a.yaml").stdout.count("#") == 1
+
+
+def test_help_for_a_key_gives_default_and_meaning():
+    done = run_tool("train_net.py", "--help-config", "OPTIM.BASE_LR")
+    assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Base learning rate")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "locked" / "out"))
+    assert done.returncode == 2 and "cannot be written to" in done.stderr
+
+
+def problems_of(*words: object, train: bool = True) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args("", [str(word) for word in words], train)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (["--lr", "0.1"], "OPTIM.BASE_LR 0.1"),
+        (["--lr=0.1"], "OPTIM.BASE_LR 0.1"),
+        (["--epochs", "10"], "OPTIM.MAX_EPOCH 10"),
+        (["--batch-size", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["--batch_size", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["-b", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["-j8"], "TRAIN.WORKERS 8"),
+        (["--data", "my images"], "TRAIN.DATASET 'my images'"),
+        (["--output", "exp/x"], "OUT_DIR exp/x"),
+        (["--resume", "a.pth"], "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS a.pth"),
+        (["--wd", "1e-4"], "OPTIM.WEIGHT_DECAY 1e-4"),
+        (["--arch", "resnet50"], "MODEL.ARCH resnet50"),
+        (["--amp"], "TRAIN.AMP bf16"),
+        (["--config-file", "x.yaml"], "--cfg x.yaml"),
+        (["--cgf", "x.yaml"], "--cfg"),
+        (["--crop-ratio", "1"], "DATA.CROP_RATIO 1"),
+        (["--weigth-decay", "1"], "OPTIM.WEIGHT_DECAY 1"),
+    ],
+)
+def test_a_flag_of_another_framework_is_answered_with_its_key(words, meant):
+    problem = problems_of(*words, "--dump-config")[0]
+    assert re.match(r"command line: no such flag: --?[a-z]", problem)
+    assert f"; did you mean {meant}" in problem
+
+
+def test_every_unknown_flag_and_every_other_problem_is_reported_at_once(tmp_path):
+    words = ["--lr", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
+    problems = problems_of(*words, "--dump-config")
+    assert [problem.split(";")[0] for problem in problems] == [
+        "command line: no such flag: --lr",
+        "command line: no such flag: --amp",
+        "command line: no such flag: --zzz",
+        "TRAIN.BATCH_SZE (command line): no such key",
+        "OPTIM.LR_POLICY (command line): got 'cosine'",
+    ]
+    with pytest.raises(ConfigError, match="did you mean --workers or TRAIN.WORKERS 3"):
+        parse_pack_args([str(tmp_path), "--worker", "3"])
+
+
+def test_the_words_for_flags_are_options():
+    keys = [*(key for key, _ in iter_options(get_cfg())), "MODEL.KWARGS.drop_rate", "MODEL.KWARGS.drop_path_rate"]
+    for words in EQUIVALENTS.values():
+        assert words.split()[0] in (*keys, "--cfg", "--nproc", "distribuuuu")
+    flags = " ".join(EQUIVALENTS).split()
+    assert len(flags) == len(set(flags)), "a flag stands for one thing"
+
+
+def test_printing_into_a_closed_pipe_is_no_error_and_a_closed_connection_remains_one(capsys):
+    before = signal.getsignal(signal.SIGPIPE)
+    assert parse_args("", ["--dump-config"], train=True)[0] is None and capsys.readouterr().out
+    assert signal.getsignal(signal.SIGPIPE) == before
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(ROOT / "tools" / "train_net.py"), "--help-config"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+@pytest.mark.slow
+def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys):
+    out, other = tmp_path / "out", tmp_path / "other"
+    words = small_options(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
+    assert run_tool("train_net.py", *words).returncode == 0
+    done = run_tool("test_net.py", "TRAIN.DATASET", image_folder, "OUT_DIR", out)
+    assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
+    assert f"--cfg is not set; using {out}/config.yaml" in done.stderr
+    draw_folder(other, "val", {"ant": 1, "bee": 1, "cat": 1})
+    cfg, _ = parse_args("", ["OUT_DIR", str(out), "TRAIN.TOPK", "3", "TRAIN.DATASET", str(other)], train=False)
+    assert (cfg.MODEL.ARCH, cfg.MODEL.KWARGS.width, cfg.TRAIN.TOPK) == ("resnet8", 8, 3)
+    assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(other)
+    assert get_value(cfg, "TRAIN.IM_SIZE") == 16
+    assert capsys.readouterr().err.count("config.yaml") == 1
+    # What the run started from is not what it came to.
+    text = (out / "config.yaml").read_text()
+    (out / "config.yaml").write_text(text.replace("WEIGHTS: null", "WEIGHTS: /start.pth", 1))
+    cfg, _ = parse_args("", ["OUT_DIR", str(out)], train=False)
+    assert cfg.MODEL.WEIGHTS is None and cfg.is_frozen() and cfg.MODEL.ARCH == "resnet8"
+    cfg, _ = parse_args("", ["OUT_DIR", str(out), "MODEL.WEIGHTS", str(out / "best.pth.tar")], train=False)
+    assert cfg.MODEL.WEIGHTS == str(out / "best.pth.tar")
+    (tmp_path / "a.yaml").write_text("TRAIN: {TOPK: 1}")
+    own = ["--cfg", str(tmp_path / "a.yaml"), "--dump-config", "OUT_DIR", str(out)]
+    parse_args("", own, train=False)
+    assert "TOPK: 1 " in capsys.readouterr().out
+    parse_args("", ["OUT_DIR", str(out), "--dump-config"], train=True)  # a training run starts from the defaults
+    assert "ARCH: resnet18\n" in capsys.readouterr().out

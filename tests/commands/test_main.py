@@ -1,0 +1,179 @@
+"""The console command: its list of commands, help texts, unknown commands and flags, and the ways to start it."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+from support.processes import free_port
+from support.runs import ROOT, small_options
+
+from distribuuuu import __version__
+from distribuuuu.commands import main as commands
+from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.main import dispatch, find_commands
+from distribuuuu.config import ConfigError
+
+COMMANDS = find_commands()
+
+
+def output_of(capsys, *args: str) -> tuple[int | str | None, str, str]:
+    """Return the exit status, standard output and standard error of `distribuuuu ARGS`."""
+    try:
+        status = dispatch("distribuuuu", args)
+    except SystemExit as left:  # --help
+        status = left.code
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("args", [(), ("--help",), ("-h",), ("help",)])
+def test_the_list_has_a_line_for_each_command(args, capsys):
+    status, out, _ = output_of(capsys, *args)
+    assert status == 0 and out.startswith("usage: distribuuuu COMMAND")
+    listed = dict(re.findall(r"^  (\w+) +(\S.+)$", out, re.MULTILINE))
+    assert listed == {name: command.summary for name, command in COMMANDS.items()}
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_a_function(name):
+    assert callable(getattr(importlib.import_module(COMMANDS[name].module), name))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_names_it_and_has_80_columns(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = output_of(capsys, name, "--help")
+    assert status in (0, None) and out.startswith(f"usage: distribuuuu {name} ")
+    assert "%(prog)s" not in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_the_list_imports_nothing_that_takes_time():
+    code = (
+        "import sys; sys.argv = ['distribuuuu']; from distribuuuu.commands.main import main; main();"
+        "sys.exit(bool({'torch', 'numpy', 'yaml', 'argparse', 'distribuuuu.config'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_version(capsys):
+    assert output_of(capsys, "--version")[:2] == (0, f"distribuuuu {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["trian"], "no such command: trian; did you mean train?"),
+        (["TRAIN"], "did you mean train?"),
+        (["train_net.py", "--cfg", "x"], "did you mean train?"),
+        (["pack-dataset"], "did you mean pack?"),
+        (["evaluate"], "did you mean test?"),
+        (["xyzzy"], "expected one of train, test, "),
+        (["--verison"], "did you mean --version?"),
+        (["--cfg", "x.yaml"], "did you mean distribuuuu train --cfg ...?"),
+        (["OUT_DIR", "x"], "no such command: OUT_DIR"),
+        ([""], "no such command: ; expected one of"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(args, said, capsys):
+    status, out, err = output_of(capsys, *args)
+    assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
+
+
+@pytest.mark.parametrize(
+    "args, meant",
+    [
+        (["train", "--cgf", "x"], "--cfg"),
+        (["test", "--nprocs", "2"], "--nproc"),
+        (["time", "--help-confg"], "--help-config"),
+        (["pack", "out", "--fromat", "raw"], "--format"),
+        (["table", "--redme", "x"], "--readme"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest(args, meant, capsys):
+    status, _, err = output_of(capsys, *args)
+    assert status == 2 and f"no such flag: {args[-2] if len(args) > 2 else args[-1]}" in err.replace("=", " ")
+    assert re.search(rf"did you mean {meant}\b", err)
+
+
+def test_synonyms_lead_to_commands():
+    synonyms = [synonym for command in COMMANDS.values() for synonym in command.synonyms]
+    assert len({*synonyms, *COMMANDS}) == len(synonyms) + len(COMMANDS)
+    assert COMMANDS["train"].synonyms and COMMANDS["test"].synonyms
+
+
+def test_errors_of_a_parser_are_config_errors():
+    parser = CommandParser(prog="x", description="About %(prog)s.")
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("--topk", type=int)
+    assert parser.parse_args(["a", "--topk", "3"]).topk == 3
+    wrong = {
+        "--topk a": "invalid int value",
+        "--top 3": "no such flag: --top; did you mean --to",
+        "a b": "too many arg",
+    }
+    for args, said in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            parser.parse_args(args.split())
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(["--a", "--b=3"])
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
+def test_the_scripts_start_commands(tool):
+    name, prog = re.search(r'start_command\("(\w+)", "(\S+)", sys.argv', tool.read_text()).groups()
+    assert name in COMMANDS and prog == tool.name
+    assert f"`distribuuuu {name}`" in tool.read_text()
+
+
+def test_the_name_in_the_usage_text_is_how_it_was_started(monkeypatch, capsys):
+    for argv, prog in (
+        ("/venv/bin/distribuuuu", "distribuuuu"),
+        ("/x/distribuuuu/__main__.py", "python -m distribuuuu"),
+    ):
+        monkeypatch.setattr(sys, "argv", [argv])
+        monkeypatch.setattr(commands.signal, "signal", lambda *args: None)
+        assert commands.main() == 0
+        assert capsys.readouterr().out.startswith(f"usage: {prog} COMMAND")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["--nproc", "torchrun"])
+def test_several_processes_of_the_module(launcher, image_folder, tmp_path):
+    words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    module = ["-m", "distribuuuu", "train"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = [*module, "--nproc", "2"] if launcher == "--nproc" else [*torchrun, *module]
+    done = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"launcher: {launcher}, process 0 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_texts_are_wrapped_once(name, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        commands.start_command(name, f"distribuuuu {name}", ["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: distribuuuu {name} ")
+    description = text.partition("\n\n")[2].partition("\n\n")[0]
+    lines = description.splitlines()
+    assert max(map(len, lines)) <= columns and not any(line.startswith(" ") for line in lines), description
+    for line, following in zip(lines, lines[1:], strict=False):  # the next word did not fit
+        assert len(f"{line} {following.split()[0]}") > columns - 2, description
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "test", "time", "plan", "pack", "predict", "export", "probe", "doctor", "sweep"]
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_several_config_files_are_refused_since_the_last_one_alone_would_be_read(command, joined, capsys, tmp_path):
+    files = [f"--cfg={tmp_path}/a.yaml", f"--cfg={tmp_path}/b.yaml"]
+    words = files if joined else [part for file in files for part in file.split("=")]
+    before = {"predict": ["run", "photos"], "export": ["run", "out", "--to", "timm"], "probe": ["run"]}.get(command, [])
+    assert dispatch("distribuuuu", [command, *before, *words, "OUT_DIR", str(tmp_path / "out")]) == 2
+    assert "--cfg: got 2 files; expected one, since files are not merged" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""The command time: measurements, diagnosis of the bottleneck; the warning about waiting for data."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import ROOT, run_tool, small_options
+from support.tiers import slow
+
+from distribuuuu.commands.measure import timing
+from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.time import measurement
+from distribuuuu.commands.time.time_report import format_all_reduce, format_report
+from distribuuuu.config import load_cfg
+from distribuuuu.records import run_log as log
+from distribuuuu.records.step_timing import MAX_DATA_FRACTION
+
+PARTS = ("forward", "forward_backward", "optimizer", "step", "evaluation", "pixels", "loader", "together")
+LINES = (
+    "model: forward ", "model: forward + backward", "optimizer step", "training step, batch in memory",
+    "model: forward in evaluation", "loader: uint8 batches", "loader: normalized", "loader + model", "waiting for data",
+    "all-reduce", "parameters", "peak per process", "diagnosis: ",
+)  # fmt: skip
+REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
+
+
+def hurry(monkeypatch=None) -> None:
+    """Measure each part for a moment only."""
+    for name, seconds in {"MEASURE_S": 0.04, "BLOCK_S": 0.02, "WARM_UP_S": 0.01}.items():
+        (monkeypatch.setattr if monkeypatch else setattr)(timing, name, seconds)
+
+
+def run_hurried(*args) -> subprocess.CompletedProcess:
+    """Run tools/time_net.py in a process of its own, each part for a moment."""
+    code = (
+        "import runpy, sys\nimport distribuuuu.commands.measure.timing as timing\n"
+        "timing.MEASURE_S, timing.BLOCK_S, timing.WARM_UP_S = 0.04, 0.02, 0.01\n"
+        f"sys.argv = ['time_net.py', *{[str(arg) for arg in args]!r}]\n"
+        "runpy.run_path('tools/time_net.py', run_name='__main__')\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
+
+
+def check_result(result: dict, num_processes: int, global_batch: int) -> None:
+    """Check that every part is there and that its numbers are consistent."""
+    assert result["processes"] == num_processes
+    for name in PARTS:
+        part = result[name]
+        assert part["images_per_s"] == pytest.approx(part["images"] / part["seconds"]) and part["seconds"] > 0
+    assert all(result[name]["images"] == global_batch for name in PARTS if name != "evaluation")
+    assert 0 <= result["wait"] <= 1
+    memory = result["memory"]
+    assert memory["parameters"] == memory["gradients"] == memory["optimizer"] > 0
+    assert memory["evaluation"] >= memory["training"] > memory["parameters"]
+    assert ("not_exchanged" in result) == (num_processes > 1)
+
+
+@pytest.mark.slow
+def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
+    out_dir = tmp_path / "out"
+    args = small_options(image_folder, out_dir, "OPTIM.MAX_EPOCH", 1)
+    assert run_tool("train_net.py", *args).returncode == 0
+    before = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
+    done = run_hurried(*args, "TRAIN.WORKERS", 1, "MODEL.WEIGHTS", out_dir / "best.pth.tar")
+    assert done.returncode == 0, done.stderr
+    for line in LINES:
+        assert line in done.stderr
+    assert "all-reduce of the gradients: none (one process)" in done.stderr and "resumed" not in done.stderr
+    table = done.stderr[done.stderr.index("per step") : done.stderr.index("finished in")]
+    assert max(map(len, table.splitlines())) <= 80
+    after = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
+    result = json.loads(after.pop(out_dir / "timing.json"))
+    assert after == before
+    check_result(result, 1, 12)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
+        slow(["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True]),
+        slow(["MODEL.DUMMY_INPUT", True, "TEST.IM_SIZE", 16]),
+        slow(["DATA.LOADER", "device"]),
+    ],
+    ids=lambda args: str(args[0]),
+)
+def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
+    hurry(monkeypatch)
+    cfg = small_cfg(*args)
+    result = measurement.time_model(cfg)
+    check_result(result, 1, 24 if "TRAIN.GLOBAL_BATCH_SIZE" in args else 12)
+    speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
+    bound = result["verdict"].split(":")[0]
+    assert bound in ("loader-bound", "model-bound", "balanced")
+    assert (bound == "loader-bound") == (speeds.data_fraction >= MAX_DATA_FRACTION)
+    assert result["workers"] == (cfg.TRAIN.WORKERS if cfg.DATA.LOADER == "host" else 0)
+
+
+def time_on_process(args: list[str]) -> dict:
+    hurry()
+    return measurement.time_model(load_cfg(None, args))
+
+
+def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_path):
+    args = small_options(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
+    results = on_processes(2, time_on_process, [*args, "DIST.COMPRESS", "bf16"])
+    for result in results:
+        check_result(result, 2, 24)
+    assert results[0] == results[1]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["timing.json"]
+
+
+@pytest.mark.parametrize("mode, marks", [("reduce-overhead", True), ("max-autotune", True), ("default", False)])
+def test_every_forward_pass_that_replays_cuda_graphs_marks_a_step(small_cfg, monkeypatch, mode, marks):
+    """Otherwise torch records a new graph after each forward pass without a backward pass."""
+    hurry(monkeypatch)
+    events = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("step"))
+
+    def note_passes(model, mode):
+        model.register_forward_pre_hook(lambda *_: events.append("forward"))
+
+    monkeypatch.setattr("distribuuuu.engine.setup.compile_model", note_passes)
+    measurement.time_model(small_cfg("MODEL.COMPILE", mode))
+    before = ["step", "forward"] if marks else ["forward"]
+    assert len(events) >= 20 and events == before * (len(events) // len(before))
+
+
+def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
+    now, calls = [0.0], []
+
+    def call():
+        calls.append(now[0])
+        now[0] += {1: 60.0, 2: 5.0, 3: 1.0}.get(len(calls), 0.01)
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    assert timing.time_calls(call, torch.device("cpu")).seconds == pytest.approx(0.01)
+    assert len(calls) > 100, "a block is as long as the calls are fast"
+
+
+def test_nproc_starts_the_processes(image_folder, tmp_path):
+    args = small_options(tmp_path / "none", tmp_path / "out")
+    done = run_tool("time_net.py", "--nproc", 2, *args)
+    assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_broken_image_is_named(tmp_path):
+    draw_folder(tmp_path / "images", "train", {"ant": 12, "bee": 12, "cat": 12})
+    draw_folder(tmp_path / "images", "val", {"ant": 2, "bee": 2, "cat": 2})
+    broken = tmp_path / "images" / "train" / "bee" / "003.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    done = run_hurried(*small_options(tmp_path / "images", tmp_path / "out"))
+    assert done.returncode == 2 and str(broken) in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("speeds", "workers", "most", "remedies", "expected"),
+    [
+        (Speeds(38, 410, 38, 0.01), 4, 4, REMEDIES,
+         "model-bound: the model processes 38, the loader provides 410 images/s"),
+        (Speeds(3100, 2400, 2390, 0.25), 4, 8, REMEDIES,
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; fix: 2 more workers per process"
+         " (TRAIN.WORKERS 6) or a packed data set (distribuuuu pack)"),
+        (Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES,
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; TRAIN.WORKERS 5, one per core,"
+         " would provide about 3,000 images/s; beyond that: a packed data set (distribuuuu pack) or DATA.DECODER"
+         " nvimgcodec"),
+        (Speeds(3100, 2400, 2390, 0.25), 8, 8, REMEDIES,
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
+         " (TRAIN.WORKERS 8 on 8 cores per process); fix: a packed data set (distribuuuu pack) or DATA.DECODER"
+         " nvimgcodec"),
+        (Speeds(3100, 2400, 2390, 0.25), 1, 1, (),
+         "loader-bound: the model processes 3,100, the loader provides 2,400 images/s; all cores are used"
+         " (TRAIN.WORKERS 1 on 1 core per process); fix: more cores per process"),
+        (Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES[:1],
+         "loader-bound: the model processes 3,100, the loader provides 1,000 images/s, in the same process; fix:"
+         " 4 workers per process (TRAIN.WORKERS 4) or a packed data set (distribuuuu pack)"),
+        (Speeds(500, 1000, 333, 0.33), 0, 8, (),
+         "loader-bound: the model processes 500, the loader provides 1,000 images/s, in the same process; fix:"
+         " 1 worker per process (TRAIN.WORKERS 1)"),
+        (Speeds(900, 1000, 480, 0.4), 2, 2, REMEDIES[1:],
+         "loader-bound: the model processes 900, the loader provides 1,000 images/s, but both together reach only 480;"
+         " fix: DATA.DECODER nvimgcodec"),
+        (Speeds(1000, 700, 400, 0.2), 1, 2, REMEDIES[1:],
+         "loader-bound: the model processes 1,000, the loader provides 700 images/s, but both together reach only 400;"
+         " fix: DATA.DECODER nvimgcodec"),
+        (Speeds(1000, 950, 930, 0.07), 2, 8, REMEDIES,
+         "balanced: the model processes 1,000, the loader provides 950 images/s; 7% of the time is spent waiting for"
+         " data"),
+        (Speeds(3000, 950, 930, 0.7), 0, 0, ("DATA.LOADER host with TRAIN.WORKERS -1",),
+         "loader-bound: the model processes 3,000, the loader provides 950 images/s; fix: DATA.LOADER host with"
+         " TRAIN.WORKERS -1"),
+    ],
+)  # fmt: skip
+def test_the_diagnosis_follows_from_the_measured_speeds(speeds, workers, most, remedies, expected):
+    assert diagnose_bottleneck(speeds, workers, most, remedies) == expected
+
+
+class RawPack:
+    """A set of so many images that are packed as pixels."""
+
+    meta = {"options": {"format": "raw"}}
+
+    def __init__(self, num_images: int):
+        self.num_images = num_images
+
+    def __len__(self) -> int:
+        return self.num_images
+
+
+def test_on_the_cpu_no_number_of_workers_is_recommended():
+    diagnosis = diagnose_bottleneck(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
+    assert "set TRAIN.WORKERS 1 or more and measure again" in diagnosis and "fix" not in diagnosis
+
+
+def remedies_of(num_images: int = 10**7, workers: int = 4, **data) -> str:
+    cfg = load_cfg(None, [str(word) for key, value in data.items() for word in (f"DATA.{key}", value)])
+    return " ".join(find_remedies(cfg, RawPack(num_images), workers))
+
+
+def test_only_what_fits_the_config_is_recommended():
+    everything = remedies_of()
+    assert "distribuuuu pack" in everything and "nvimgcodec" in everything and "thread" in everything
+    assert "DATA.LOADER device" not in everything and "DATA.LOADER device" in remedies_of(num_images=3000)
+    assert "distribuuuu pack" not in remedies_of(NAME="packed")
+    assert "nvimgcodec" not in remedies_of(NAME="packed") + remedies_of(DECODER="simplejpeg")
+    assert "thread" not in remedies_of(WORKER_KIND="thread") + remedies_of(workers=0)
+    assert remedies_of(NAME="cifar10", num_images=50000) == "DATA.LOADER device DATA.WORKER_KIND thread"
+    assert remedies_of(LOADER="device") == "DATA.LOADER host with TRAIN.WORKERS -1"
+
+
+def test_the_table_fits_80_columns_and_names_the_exchange():
+    part = {"seconds": 123.45678, "images": 65536, "images_per_s": 1234567.8}
+    result = dict.fromkeys(PARTS, part) | {
+        "wait": 0.256,
+        "memory": dict.fromkeys(("parameters", "gradients", "optimizer", "training", "evaluation"), 12345678901),
+        "not_exchanged": part | {"seconds": 123.45},
+        "verdict": diagnose_bottleneck(Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES),
+    }
+    lines = list(format_report(result, "bf16"))
+    assert max(map(len, lines)) <= 80 - len("12:34:56 ")
+    assert "6,172.8 MB of gradients as bf16, exposed: 6.78 ms" in format_all_reduce(result, "bf16")
+    result["not_exchanged"] = part | {"seconds": 124}
+    assert "12,345.7 MB of gradients, exposed: not measurable" in format_all_reduce(result, "none")
+
+
+class Clock:
+    """A run log on a clock that only the test moves, and the warnings that it gave."""
+
+    def __init__(self, out_dir, monkeypatch, num_steps: int):
+        self.now = 1000.0
+        monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
+        self.warnings: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warnings.append(record.getMessage())
+        monkeypatch.setattr(log.logger, "handlers", [handler])
+        self.num_steps = num_steps
+        metrics = {"top1": "top1", "topk": "top5"}
+        self.log = log.RunLog(
+            out_dir,
+            tensorboard=False,
+            train_metrics=metrics,
+            eval_metrics=metrics,
+            num_epochs=100,
+            num_steps=num_steps,
+            images_per_step=10,
+        )
+
+    def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
+        """Read the metrics every so many steps, with this share of the time spent waiting."""
+        metrics = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
+        for step in self.log.steps(epoch, 0):
+            self.now += step_s
+            if (step + 1) % every == 0 or step + 1 == self.num_steps:
+                self.log.train(epoch, step + 1, 0.1, metrics, wait * step_s * every)
+
+
+def test_waiting_for_data_is_one_warning(tmp_path, monkeypatch):
+    clock = Clock(tmp_path, monkeypatch, num_steps=60)
+    for epoch in range(3):
+        clock.run_epoch(epoch, wait=0.23, every=20)
+    assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"]
+
+
+def test_short_waits_and_the_first_read_of_a_start_are_no_warning(tmp_path, monkeypatch):
+    clock = Clock(tmp_path, monkeypatch, num_steps=60)
+    clock.run_epoch(0, wait=1.0, every=60)
+    clock.run_epoch(1, wait=0.09, every=20)
+    clock.log.rewind(1, 0)
+    clock.run_epoch(1, wait=1.0, every=60)
+    assert not clock.warnings
+    clock.run_epoch(2, wait=0.11, every=20)
+    assert len(clock.warnings) == 1
+
+
+def test_few_steps_are_no_warning(tmp_path, monkeypatch):
+    clock = Clock(tmp_path, monkeypatch, num_steps=10)
+    for epoch in range(4):
+        clock.run_epoch(epoch, wait=0.5, every=5)
+    assert not clock.warnings
+    clock.run_epoch(4, wait=0.5, every=5)
+    assert len(clock.warnings) == 1
+    slow = Clock(tmp_path / "slow", monkeypatch, num_steps=10)
+    slow.run_epoch(0, wait=0.5, every=5, step_s=3.0)
+    assert len(slow.warnings) == 1
+
+
+def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
+    clock = Clock(tmp_path, monkeypatch, num_steps=2000)
+    epoch = iter(clock.log.steps(0, 0))
+    metrics = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
+    for step in range(30, 901, 30):
+        for _ in range(30):
+            next(epoch)
+        clock.now += 3.0
+        clock.log.train(0, step, 0.1, metrics, 0.6)
+    assert len(clock.warnings) == 1 and "20 %" in clock.warnings[0]
+
+
+def test_only_the_main_process_warns(tmp_path, monkeypatch):
+    clock = Clock(tmp_path, monkeypatch, num_steps=60)
+    monkeypatch.setattr(log.dist, "is_main", lambda: False)
+    clock.run_epoch(0, wait=0.9, every=20)
+    assert not clock.warnings

@@ -1,0 +1,215 @@
+"""Packed data on servers of the S3 and the Google Cloud protocol: written by the packer, read bitwise, clear errors."""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from support.batches import assert_same_batches, batches_of
+from support.images import draw_folder
+from support.processes import free_port, on_processes
+from support.runs import small_options, train_and_read
+
+from distribuuuu.commands.pack.pack import pack as pack_command
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.packed import block_order, transport
+from distribuuuu.data.packed import remote as pack
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.engine.preflight import find_run_problems
+
+pytestmark = pytest.mark.slow
+
+URL = "s3://bucket/sets/small"
+CREDENTIALS = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
+
+
+class ObjectStore:
+    """A server of the S3 protocol in threads of this process; its objects survive `stop`.
+
+    Attributes:
+        refusal: (status, code of S3) that all requests are answered with, or None.
+    """
+
+    def __init__(self, server_type):
+        self.port, self.refusal, self._type = free_port(), None, server_type
+        self.start()
+
+    def start(self) -> None:
+        self._server = self._type("127.0.0.1", self.port, verbose=False)
+        self._server.start()
+        self._server._server.app = functools.partial(self._answer, self._server._server.app)
+
+    def stop(self) -> None:
+        self._server.stop()
+        self._server._server.server_close()
+
+    def _answer(self, app, environ, start_response):
+        if self.refusal is None:
+            return app(environ, start_response)
+        status, code = self.refusal
+        body = f"<Error><Code>{code}</Code><Message>refused: {code}</Message></Error>".encode()
+        start_response(f"{status} Refused", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [body * (environ["REQUEST_METHOD"] != "HEAD")]
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    store = ObjectStore(moto.ThreadedMotoServer)
+    yield store
+    store.stop()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    """A local pack of 60 training images in several shards and of 20 evaluation images; `images/` is its source."""
+    root = tmp_path_factory.mktemp("sets")
+    draw_folder(root / "images", "train", {"ant": 20, "bee": 20, "cat": 20})
+    draw_folder(root / "images", "val", {"ant": 6, "bee": 7, "cat": 7})
+    assert pack_command("pack", pack_words(root / "local", root, root)) == 0
+    return root / "local"
+
+
+def pack_words(out, root: Path, tmp_path: Path) -> list[str]:
+    words = [out, "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", root / "images"]
+    return [str(word) for word in [*words, "DATA.CACHE_DIR", tmp_path / "packer"]]
+
+
+@pytest.fixture
+def store(server, packed, tmp_path, monkeypatch):
+    """The server, with the pack at URL; blocks have a few images, and retries come at once."""
+    for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{server.port}", **CREDENTIALS}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(pack, "MEMORY_S", 0)  # failures before the pack was written
+    server.refusal = None
+    transport._open_filesystem.cache_clear()
+    with contextlib.suppress(FileNotFoundError):
+        files().rm("bucket", recursive=True)
+    files().mkdir("bucket")
+    assert pack_command("pack", pack_words(URL, packed.parent, tmp_path)) == 0
+    return server
+
+
+def files():
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+
+
+def cfg_of(root, tmp_path, *overrides):
+    words = [*small_options(root, tmp_path / "out"), "DATA.NAME", "packed", "DATA.CACHE_DIR", str(tmp_path / "cache")]
+    words += ["DATA.TIMEOUT_S", "30", "TEST.DATASET", str(root)]
+    return load_cfg(None, [*words, *map(str, overrides)])
+
+
+def problem_of(url, tmp_path) -> str:
+    """Return what the checks before training report about a URL, which takes seconds at most."""
+    begin = time.monotonic()
+    found = "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
+    assert time.monotonic() - begin < 20
+    return found
+
+
+def message_of(function, *args) -> str:
+    with pytest.raises(ConfigError) as error:
+        function(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_batches_of_a_written_pack_are_those_of_the_local_one(store, packed, tmp_path):
+    assert problem_of(URL, tmp_path) == ""  # the event loop runs before the workers are forked
+    for kind in ("thread", "process"):
+        words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
+        for train in (True, False):
+            remote = batches_of(cfg_of(URL, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind), train)
+            assert_same_batches(remote, batches_of(cfg_of(packed, tmp_path, *words), train))
+        assert len([path for path in (tmp_path / kind).rglob("*") if path.name.isdigit() and path.is_file()]) > 10
+
+
+def test_a_replaced_object_is_reported_and_never_mixed_in(store, packed, tmp_path):
+    images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
+    local, shard, bucket = Packed(packed, "train"), f"{URL}/train/shard-00001.bin", files()
+    content = bytearray(bucket.cat_file(shard))
+    last = int(np.flatnonzero(local.columns["shard"] == 1)[-1])
+    content[-1] ^= 1
+    bucket.pipe_file(shard, bytes(content))
+    assert f"{shard} has changed since" in (found := message_of(images.read, last)) and "version" in found
+    begin = time.monotonic()
+    bucket.pipe_file(shard, bytes(content[:80]))
+    assert f"{shard}: it ends before" in message_of(images.read, last)
+    bucket.rm_file(shard)
+    assert f"{shard}: no such object" in message_of(images.read, last)
+    assert time.monotonic() - begin < 10  # at once
+    assert bytes(images.read(0)) == bytes(local.read(0))
+
+
+def test_missing_objects_and_refused_access_are_reported_before_training(store, packed, tmp_path, capsys):
+    for url in ("s3://no-such-bucket/set", "s3://bucket/none"):
+        assert f"{url}/train/index.bin: no such object; fix: check the URL" in problem_of(url, tmp_path)
+    images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
+    # S3 answers expired tokens with status 400, and HEAD requests without the code.
+    for refusal in ((403, "AccessDenied"), (400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (400, "InvalidToken")):
+        store.refusal = refusal
+        found = problem_of(URL, tmp_path)
+        assert f"{URL}/train/index.bin: access denied" in found and "fix: renew them" in found, found
+        begin = time.monotonic()
+        assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
+    capsys.readouterr()
+    assert pack_command("pack", pack_words(URL, packed.parent, tmp_path)) == 2
+    assert "access denied" in capsys.readouterr().err
+    store.refusal = None
+    assert pack_command("pack", pack_words("s3://no-such-bucket/set", packed.parent, tmp_path)) == 2
+    assert "OUT: s3://no-such-bucket: no such object" in capsys.readouterr().err  # before an image is read
+
+
+def test_an_outage_is_waited_for(store, packed, tmp_path):
+    images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 60.0)
+    store.stop()
+    timer = threading.Timer(2, store.start)
+    timer.start()
+    local = Packed(packed, "train")
+    assert bytes(images.read(0)) == bytes(local.read(0)) and timer.finished.is_set()
+    assert all(bytes(images.read(index)) == bytes(local.read(index)) for index in range(len(local)))
+    timer.join()
+
+
+def test_two_processes_with_one_cache_train_the_weights_of_the_local_pack(store, packed, tmp_path):
+    words = ["TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 10]
+    weights = []
+    for root in (packed, URL):
+        cfg = cfg_of(root, tmp_path, *words, "OUT_DIR", tmp_path / Path(root).name)
+        weights.append([found["state_dict"] for found in on_processes(2, train_and_read, cfg)])
+    assert all(torch.equal(weights[0][0][key], found[key]) for both in weights for found in both for key in found)
+    assert {*weights[0][0]} == {*weights[1][0]}
+
+
+def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
+    port, url = free_port(), "gs://bucket/sets/small"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    monkeypatch.setattr(pack, "MEMORY_S", 0)
+    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    transport._open_filesystem.cache_clear()
+    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    try:
+        assert pack_command("pack", pack_words(url, packed.parent, tmp_path)) == 0
+        for kind in ("thread", "process"):
+            words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
+            remote = batches_of(cfg_of(url, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind))
+            assert_same_batches(remote, batches_of(cfg_of(packed, tmp_path, *words)))
+        assert "gs://bucket/none/train/index.bin: no such object" in problem_of("gs://bucket/none", tmp_path)
+    finally:
+        server.stop()

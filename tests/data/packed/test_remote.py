@@ -1,0 +1,435 @@
+"""Packed data at a URL: the batches of the local pack whatever the network does, or an error that names the cause."""
+
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.batches import assert_same_batches, batches_of
+from support.images import draw_folder
+from support.range_server import RangeServer
+from support.runs import ROOT, small_options
+from support.tiers import slow
+
+from distribuuuu.commands.pack.pack import parse_args
+from distribuuuu.commands.pack.packer import pack_split
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch_plan import plan_batches
+from distribuuuu.data.packed import block_order, cache, transport
+from distribuuuu.data.packed import format as packed_format
+from distribuuuu.data.packed import remote as pack
+from distribuuuu.data.packed.block_order import BlockShuffle
+from distribuuuu.data.packed.cache import DiskCache
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.data.packed.transport import RemoteError
+from distribuuuu.data.samplers import ResumableDistributedSampler
+from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.launch.ports import find_free_port
+
+KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    """A pack of 90 training images in several shards and of 20 evaluation images."""
+    root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
+    draw_folder(root, "train", {"ant": 30, "bee": 30, "cat": 30})
+    draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
+    job = parse_args([str(out), "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", str(root)])
+    for train in job.trains:
+        pack_split(job, train)
+    return out
+
+
+@pytest.fixture
+def source(packed, tmp_path, monkeypatch):
+    """A server of a copy of the pack; blocks have a few images, and retries come at once."""
+    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(pack, "START_S", 0.1)
+    shutil.copytree(packed, tmp_path / "served")
+    with RangeServer(tmp_path / "served") as server:
+        yield server
+
+
+@pytest.fixture
+def open_pack(source, tmp_path):
+    """Return open_pack(gb=1, timeout_s=5, split="train"): the served pack."""
+
+    def open_it(gb=1.0, timeout_s=5.0, split="train"):
+        return Packed(source.url, split, None, str(tmp_path / "cache"), gb, timeout_s)
+
+    return open_it
+
+
+def cfg_of(root, tmp_path, *overrides):
+    words = [*small_options(root, tmp_path / "out"), "DATA.NAME", "packed", "DATA.CACHE_DIR", str(tmp_path / "cache")]
+    words += ["DATA.TIMEOUT_S", 5]
+    return load_cfg(None, [*map(str, words), "TRAIN.DATASET", str(root), "TEST.DATASET", str(root), *overrides])
+
+
+def message_of(function, *args) -> str:
+    with pytest.raises(ConfigError) as error:
+        function(*args)
+    return str(error.value)
+
+
+def block_files(tmp_path) -> list[Path]:
+    return [path for path in (tmp_path / "cache").rglob("*") if path.name.isdigit() and path.is_file()]
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+@pytest.mark.parametrize(("workers", "kind"), KINDS)
+def test_batches_over_a_faulty_network_are_those_of_the_local_pack(
+    source, packed, tmp_path, monkeypatch, workers, kind
+):
+    monkeypatch.setattr(block_order, "WINDOW", 5)
+    for shuffle in ["global", "blocks"][kind == "process" :]:
+        words = ["DATA.SHUFFLE", shuffle, "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
+        local = cfg_of(packed, tmp_path, *words)
+        remote = cfg_of(source.url, tmp_path, *words)
+        for train in (True, False):
+            expected = batches_of(local, train)
+            source.failures = 0.2
+            assert_same_batches(batches_of(remote, train), expected)
+            source.failures = 0.0
+    assert source.num_faults
+    blocks = Counter(request for request in source.requests if request[1] >= packed_format.HEADER_SIZE)
+    assert max(blocks.values()) <= 4  # once, and again after a fault
+    source.requests.clear()
+    assert_same_batches(batches_of(remote), batches_of(local))
+    assert all(last < packed_format.HEADER_SIZE for _, _, last in source.requests)  # the checks of a start
+
+
+def test_what_each_batch_reads_is_fetched_ahead(source, open_pack, monkeypatch):
+    images = open_pack()
+    keys = [[(0, index) for index in range(start, start + 6)] for start in range(0, 90, 6)]
+    scheduled = list(images.remote.schedule(keys))
+    assert scheduled == keys and len(images.remote.schedule(keys)) == 15
+    assert scheduled[0].ahead == keys[block_order.AHEAD] and not scheduled[-1].ahead
+    assert pickle.loads(pickle.dumps(scheduled[0])).ahead == scheduled[0].ahead
+    own, later = ({*images.remote.blocks_of([index for _, index in batch]).tolist()} for batch in keys[:9:8])
+    images.remote.read_ahead(scheduled[0])
+    deadline = time.monotonic() + 10
+    while (names := {int(path.name) for path in block_files(source.folder.parent)}) != own | later:
+        assert time.monotonic() < deadline, names
+        time.sleep(0.01)
+    monkeypatch.setattr(pack, "AHEAD_PART", 1e-6)  # a cache that could not hold them
+    shutil.rmtree(source.folder.parent / "cache")
+    wanted = []
+    images.remote._queue = type("Queue", (), {"put": staticmethod(wanted.append)})
+    images.remote.read_ahead(scheduled[0])
+    assert {*wanted} == own
+
+
+def columns_of(sizes) -> dict[str, np.ndarray]:
+    """Return the columns of a pack of one shard, with so many images per block."""
+    blocks = np.repeat(np.arange(len(sizes)), sizes)
+    places = np.concatenate([np.arange(size) for size in sizes])
+    offsets = packed_format.HEADER_SIZE + blocks * block_order.BLOCK_BYTES + places
+    return {"shard": np.zeros(len(blocks), np.int32), "offset": offsets.astype(np.int64)}
+
+
+def test_blocks_are_read_once_per_epoch_within_a_window():
+    sizes = np.random.default_rng(0).integers(1, 9, 200)
+    num, columns, block_of = int(sizes.sum()), columns_of(sizes), np.repeat(np.arange(200), sizes)
+    assert block_order.block_starts(columns).tolist() == [0, *np.cumsum(sizes)[:-1]]
+    columns["shard"][-1] = 1  # begins a block
+    assert len(block_order.block_starts(columns)) == 201
+    columns["shard"][-1] = 0
+    orders = [
+        BlockShuffle(SimpleNamespace(columns=columns), 10).draw(num, torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+    assert orders[0].sort().values.equal(torch.arange(num))
+    block = block_of[orders[0].numpy()]
+    spans = [np.ptp(np.flatnonzero(block == number)) for number in range(200)]
+    assert max(spans) <= num * 10 / 200 + 9 < num / 10  # a global order would span nearly all of it
+    assert np.mean(np.diff(block) == 0) < 0.3  # mixed with other blocks
+    firsts = [int(np.flatnonzero(block == number)[0]) for number in range(200)]
+    assert abs(np.corrcoef(firsts, np.arange(200))[0, 1]) < 0.3  # and these in a random order
+    whole = BlockShuffle(SimpleNamespace(columns=columns), 200).draw(num, torch.Generator().manual_seed(1))
+    assert whole.equal(torch.randperm(num, generator=torch.Generator().manual_seed(1)))
+
+
+def test_the_order_of_blocks_does_not_depend_on_processes_or_on_the_first_step():
+    def steps(world_size, first_step=0):
+        parts = []
+        for rank in range(world_size):
+            shuffle = BlockShuffle(SimpleNamespace(columns=columns_of([5] * 80)), 8)
+            one = ResumableDistributedSampler(400, plan_batches(4, 24, world_size), rank, blocks=shuffle)
+            one.set_position(3, 1, first_step)
+            parts.append(list(one))
+        accum = len(parts[0]) // (16 - first_step)
+        return [
+            [key for micro in range(step, step + accum) for part in parts for key in part[micro]]
+            for step in range(0, len(parts[0]), accum)
+        ]
+
+    assert steps(1) == steps(2) == steps(3)
+    assert steps(2, first_step=5) == steps(1)[5:]
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_problems_are_found_before_training(source, tmp_path):
+    def problems(url):
+        return "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
+
+    assert not problems(source.url)
+    found = problems(f"{source.url}/no")
+    assert "command line" in found and "/no/train/index.bin: no such object" in found
+    assert "expected one of https, http, s3, gs, hf" in problems("ftp://host/data")
+    source.status = 403
+    assert "access denied (HTTP 403)" in problems(source.url)
+    source.status = 0
+    source.has_ranges = False
+    assert "ignores byte ranges" in problems(source.url)
+    source.has_ranges = True
+    (source.folder / "val" / "index.bin").write_text("<html>Welcome</html>")
+    assert "TEST.DATASET" in (found := problems(source.url)) and "expected the index of a pack" in found
+    source.is_gone = True
+    assert "cannot be read for" in problems(source.url)
+    folders = load_cfg(None, ["TRAIN.DATASET", source.url])
+    assert "for a URL set DATA.NAME packed" in str(find_run_problems(folders, train=True)[0])
+    with pytest.raises(ConfigError, match="DATA.SHUFFLE.*expected global"):
+        load_cfg(None, ["DATA.SHUFFLE", "blocks"])
+
+
+def test_the_checks_before_training_import_no_torch():
+    code = (
+        "import sys, distribuuuu.data.packed.remote, distribuuuu.commands.pack.upload; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_pack_whose_shards_do_not_fit_is_refused(source, open_pack, tmp_path):
+    shard = source.folder / "train" / "shard-00001.bin"
+    content = shard.read_bytes()
+    for wrong in (content[:-1], b"\0" + content[1:]):
+        shard.write_bytes(wrong)
+        assert "shard-00001.bin: its size or its header does not belong to this index.bin" in message_of(open_pack)
+    shard.unlink()
+    assert "shard-00001.bin: no such object" in message_of(open_pack)
+    (tmp_path / "cache").chmod(0o500)
+    if os.getuid():
+        assert "DATA.CACHE_DIR" in message_of(DiskCache, tmp_path / "cache" / "new", 10)
+    (tmp_path / "cache").chmod(0o700)
+    (tmp_path / "file").write_text("")
+    assert "DATA.CACHE_DIR" in message_of(DiskCache, tmp_path / "file" / "cache", 10)
+
+
+def test_a_changed_object_is_reported_and_never_mixed_in(source, open_pack, packed):
+    images, local = open_pack(), Packed(packed, "train")
+    shard = source.folder / "train" / "shard-00001.bin"
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(content)  # another version, the same bytes: nothing is wrong
+    inside = np.flatnonzero(local.columns["shard"] == 1).tolist()
+    assert bytes(images.read(inside[0])) == bytes(local.read(inside[0]))
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert "shard-00001.bin has changed since" in message_of(images.read, inside[-1])
+    shard.write_bytes(content + b"0")
+    assert "expected" in message_of(images.read, inside[-1])
+    shard.write_bytes(content[:80])
+    assert "truncated or replaced" in message_of(images.read, inside[-1])
+    shard.unlink()
+    assert "no such object" in message_of(images.read, inside[-1])
+    assert bytes(images.read(inside[0])) == bytes(local.read(inside[0]))  # from the cache
+    source.status = 401
+    assert "access denied (HTTP 401)" in message_of(images.read, 0)
+
+
+@pytest.mark.parametrize(("workers", "kind"), KINDS)
+def test_a_lost_shard_ends_the_run_even_where_broken_images_are_skipped(source, tmp_path, workers, kind):
+    words = ["DATA.ON_BAD_IMAGE", "skip", "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
+    for shard in (source.folder / "train").glob("shard-*.bin"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"!")  # wrong from the start
+    with pytest.raises(RemoteError) as error:
+        batches_of(cfg_of(source.url, tmp_path, *words))
+    assert str(error.value).startswith(source.url) and str(error.value).endswith("4 times; fix: upload this file again")
+    assert "\n" not in str(error.value)
+
+
+def test_an_outage_is_waited_for_and_logged_and_has_a_limit(source, open_pack, packed, monkeypatch, caplog):
+    monkeypatch.setattr(transport, "QUIET_S", 0.1)
+    images, expected = open_pack(timeout_s=20), bytes(Packed(packed, "train").read(50))
+    source.is_gone = True
+    threading.Timer(0.6, setattr, (source, "is_gone", False)).start()
+    with caplog.at_level(logging.WARNING, "distribuuuu"):
+        assert bytes(images.read(50)) == expected
+    assert ["cannot be read: RemoteDisconnected" in caplog.text, "can be read again after" in caplog.text] == [True] * 2
+    assert len([record for record in caplog.records if source.url in record.getMessage()]) == 2
+    images, source.is_gone = open_pack(timeout_s=0.3), True
+    assert f"{source.url}/train/shard-00000.bin cannot be read for" in (found := message_of(images.read, 0))
+    assert "DATA.TIMEOUT_S" in found
+
+
+# -------------------------------------------------------------------------------------------- cache
+
+
+def test_the_cache_is_bounded_and_evicts_what_was_not_used_for_longest(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "TOUCH_S", 0)
+    files = DiskCache(tmp_path, 1000)
+    for name in range(9):
+        assert files.fetch(f"a/{name}", lambda: bytes(100)) == bytes(100)
+        os.utime(tmp_path / f"a/{name}", (name, name))
+    assert files.fetch("a/3", lambda: pytest.fail("it exists")) is None
+    assert files.read("a/0", 10, 20) == bytes(20) and files.read("a/0", 90, 20) is None  # it is too short
+    assert files.read("b", 0, 1) is None
+    (tmp_path / "a" / ".8.0123.tmp").write_bytes(bytes(5000))  # a kill has left it, long ago
+    os.utime(tmp_path / "a" / ".8.0123.tmp", (1, 1))
+    for name in (9, 10):
+        files.fetch(f"a/{name}", lambda: bytes(100))
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"0", *map(str, range(3, 11))}
+    (tmp_path / "usage").write_text("")  # a kill while it was written
+    files.fetch("a/11", lambda: bytes(100))
+    assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) <= 1000
+    assert DiskCache(tmp_path, 50).fetch("large", lambda: bytes(100)) and not (tmp_path / "large").exists()
+
+
+def test_damage_in_the_cache_is_repaired(source, open_pack, packed, tmp_path):
+    images, local = open_pack(), Packed(packed, "train")
+    expected = [bytes(local.read(index)) for index in range(90)]
+    assert [bytes(images.read(index)) for index in range(90)] == expected
+    damages = [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        Path.unlink,
+    ]
+    for number, path in enumerate(sorted(block_files(tmp_path))):
+        damages[number % 3](path)
+    for index in (tmp_path / "cache").rglob("index.bin"):
+        content = index.read_bytes()
+        index.write_bytes(content[:-3] + b"xyz")
+    images = open_pack()
+    assert [bytes(images.read(index)) for index in range(90)] == expected
+    assert images.describe(3) == local.describe(3).replace(str(packed), source.url)
+
+
+def test_a_full_disk_costs_speed_only(open_pack, packed, monkeypatch, caplog, tmp_path):
+    images, local = open_pack(), Packed(packed, "train")
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache.os, "replace", fail)
+    with caplog.at_level(logging.WARNING, "distribuuuu"):
+        for index in range(90):
+            assert bytes(images.read(index)) == bytes(local.read(index))
+    assert len(caplog.records) == 1 and "No space left on device: data is read without the cache" in caplog.text
+    assert not block_files(tmp_path)
+
+
+def test_a_cache_smaller_than_the_set_is_reported_and_used(open_pack, packed, tmp_path):
+    images, local = open_pack(gb=3e-5), Packed(packed, "train")
+    assert "DATA.CACHE_GB is 3e-05" in images.notes()[0] and not open_pack().notes() and not local.notes()
+    images = open_pack(gb=3e-5)
+    for index in [*range(90), *reversed(range(90))]:
+        assert bytes(images.read(index)) == bytes(local.read(index))
+    assert (
+        0
+        < sum(
+            path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != "usage"
+        )
+        <= 3e4
+    )
+
+
+def read_everything(images, expected, seed, failed) -> None:
+    for index in np.random.default_rng(seed).permutation(90).tolist():
+        if bytes(images.read(index)) != expected[index]:
+            failed.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gb", [1.0, 3e-5])
+def test_processes_share_the_cache_and_survive_kills(source, open_pack, packed, gb, tmp_path):
+    local, images, source.failures = Packed(packed, "train"), open_pack(gb=gb), 0.1
+    expected = [bytes(local.read(index)) for index in range(90)]
+    context = multiprocessing.get_context("fork")
+    failed = context.Event()
+    children = [context.Process(target=read_everything, args=(images, expected, seed, failed)) for seed in range(5)]
+    for child in children:
+        child.start()
+    for child in children[:2]:
+        time.sleep(0.1)
+        os.kill(child.pid, signal.SIGKILL)
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children[2:]] == [0, 0, 0] and not failed.is_set()
+    images = open_pack(gb=gb)
+    assert [bytes(images.read(index)) for index in range(90)] == expected
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
+    assert sum(path.stat().st_size for path in files) <= gb * 1e9 + 100
+
+
+# ------------------------------------------------------------------------------------- a real server
+
+
+def start_nginx(folder: Path, served: Path, port: int) -> subprocess.Popen:
+    """Serve a folder by nginx on a port of this machine; return when it answers."""
+    temporary = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; {'user root;' if os.getuid() == 0 else ''} events {{}} http {{ {temporary}"
+        f" access_log {folder}/access.log; server {{ listen 127.0.0.1:{port}; root {served}; }} }}"
+    )
+    process = subprocess.Popen(["nginx", "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf")])
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return process
+        time.sleep(0.02)
+    raise TimeoutError((folder / "error.log").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
+def test_nginx_serves_the_batches_of_the_local_pack_and_its_outage_is_waited_for(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
+    shutil.copytree(packed, tmp_path / "served")
+    port = find_free_port()
+    url, servers = f"http://127.0.0.1:{port}", [start_nginx(tmp_path, tmp_path / "served", port)]
+    words = ["TRAIN.WORKERS", "2", "DATA.WORKER_KIND", "thread", "DATA.TIMEOUT_S", "60"]
+    local, remote = (batches_of(cfg_of(root, tmp_path, *words)) for root in (packed, url))
+    assert_same_batches(remote, local)
+    lines = (tmp_path / "access.log").read_text().splitlines()
+    assert lines and all('" 206 ' in line for line in lines)
+    shutil.rmtree(tmp_path / "cache")
+    images = Packed(url, "train", None, str(tmp_path / "cache"), 1.0, 60.0)
+    servers[0].terminate()
+    servers[0].wait()
+
+    def restart() -> None:
+        time.sleep(2)
+        servers.append(start_nginx(tmp_path, tmp_path / "served", port))
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    own = Packed(packed, "train")
+    assert all(bytes(images.read(index)) == bytes(own.read(index)) for index in range(len(own)))
+    thread.join()
+    servers[1].terminate()
+    servers[1].wait()

@@ -1,0 +1,159 @@
+"""Sets on the device, and packs: the batches of workers, bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.images import draw_folder, needs
+from support.runs import run_tool
+from support.tiers import pairwise
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data import in_memory_loader as resident
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.loader import BadImageError, build_loader
+
+
+class Pixels(ImageDataset):
+    """Forty images in memory, of one size and gray, of one size in color, or of many sizes."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, kind: str):
+        random = np.random.default_rng(0)
+        shapes = {"gray": [(20, 20)], "color": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
+        self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(40)]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> np.ndarray:
+        return self.pixels[index]
+
+    def label(self, index: int) -> int:
+        return index % 3
+
+
+@pytest.fixture(params=["gray", "color", "sizes"])
+def pixel_set(request, monkeypatch):
+    """Register Pixels as the set `pixels` for the length of a test."""
+
+    class Chosen(Pixels):
+        @classmethod
+        def from_cfg(cls, cfg, train: bool) -> ImageDataset:
+            return cls(request.param)
+
+    DATASETS.get("dummy")
+    monkeypatch.setitem(DATASETS._table, "dummy", Chosen)
+    return request.param
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop):
+    for train_size, resize_to, test_crop in ((20, 20, 20), (16, 30, 24)):
+        words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,
+                 "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7)  # fmt: skip
+        for train in (True, False):
+            host = batches_of(small_cfg(*words), train)
+            assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
+
+
+@pytest.mark.parametrize("mode", ["const", "pixel"])
+@pytest.mark.parametrize("resizing", [(), ("TRAIN.IM_SIZE_START", 12, "TRAIN.IM_SIZE_EPOCHS", [1, 3])])
+def test_erasing_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, mode, resizing, monkeypatch):
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", "TRAIN.IM_SIZE", 20, "TEST.IM_SIZE", 20,
+             "TRAIN.BATCH_SIZE", 6, "AUG.ERASING", 0.5, "AUG.ERASING_MODE", mode, *resizing)  # fmt: skip
+    host = batches_of(small_cfg(*words), train=True)
+    plain = batches_of(small_cfg(*words, "AUG.ERASING", 0), train=True)
+    changed = [(a != b).flatten(1).any(1) for (a, _), (b, _) in zip(host, plain, strict=True)]
+    assert 0.25 < float(torch.cat(changed).float().mean()) < 0.75
+    if pixel_set != "sizes":
+        monkeypatch.setattr(resident.Samples, "batch", None)  # no image is made alone
+    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
+
+
+@pytest.mark.parametrize("words", [("AUG.OPERATIONS", ["grayscale"]), ("AUG.COLOR_JITTER", 0.4)])
+def test_other_augmentation_of_a_set_on_the_device_runs_on_the_host(small_cfg, words):
+    words = ("DATA.CROP", "pad", "AUG.ERASING", 0.5, *words)
+    loader = build_loader(small_cfg(*words, "DATA.LOADER", "device"), ALONE, torch.device("meta"), train=True)
+    assert loader.images._pixels.device == CPU
+    host = batches_of(small_cfg(*words), train=True)
+    assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
+
+
+def test_a_folder_can_lie_on_the_device(small_cfg):
+    for train in (True, False):
+        host = batches_of(small_cfg("TRAIN.WORKERS", 2), train)
+        assert_same_batches(batches_of(small_cfg("DATA.LOADER", "device", "TRAIN.WORKERS", 2), train), host)
+
+
+@pytest.fixture
+def broken_words(tmp_path):
+    draw_folder(tmp_path / "data", "train", {"ant": 12, "bee": 12})
+    draw_folder(tmp_path / "data", "val", {"ant": 2, "bee": 2})
+    broken = tmp_path / "data" / "train" / "bee" / "003.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    return ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.LOADER", "device")
+
+
+def test_the_error_of_a_broken_image_keeps_no_frames_of_its_decoder_or_of_earlier_readers(small_cfg, broken_words):
+    images = build_loader(small_cfg(*broken_words, "DATA.ON_BAD_IMAGE", "skip"), ALONE, CPU, train=True).images
+    (index,) = images._errors
+    assert images._errors[index].__traceback__ is None
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(OSError) as caught:
+            images.read(index)
+        lengths.append(len(caught.traceback))
+    assert lengths == [2, 2, 2] and caught.value.__context__ is None
+
+
+def test_a_broken_image_of_a_set_on_the_device_is_named_or_replaced_as_by_workers(small_cfg, broken_words):
+    words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
+    strict, device, host = (
+        build_loader(small_cfg(*more), ALONE, CPU, train=True)
+        for more in (broken_words, words, (*words, "DATA.LOADER", "host"))
+    )
+    with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
+        list(strict.batches_from(seed=5, epoch=0, first_step=0))
+    mine, theirs = (list(loader.batches_from(seed=5, epoch=0, first_step=0)) for loader in (device, host))
+    assert_same_batches(mine, theirs)
+    assert device.num_broken == host.num_broken == 1
+
+
+def test_a_set_that_does_not_fit_is_a_clear_error(small_cfg, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(resident.torch, "cat", refuse)
+    with pytest.raises(ConfigError, match="DATA.LOADER: .* MB of the images do not fit on cpu; use host"):
+        build_loader(small_cfg("DATA.LOADER", "device"), ALONE, CPU, train=True)
+
+
+@pytest.fixture(scope="module")
+def folder_and_packs(tmp_path_factory):
+    """A folder of odd images, the pack of its files, and the pack of its pixels."""
+    root = tmp_path_factory.mktemp("packs")
+    for split in ("train", "val"):
+        draw_folder(root / "folder", split, {"ant": 14, "bee": 13, "cat": 14}, (50, 44))
+        image = Image.open(root / "folder" / split / "ant" / "000.jpg")
+        image.convert("L").save(root / "folder" / split / "bee" / "gray.jpg")
+        image.convert("CMYK").save(root / "folder" / split / "cat" / "cmyk.jpg")
+        image.convert("RGBA").save(root / "folder" / split / "cat" / "alpha.png")
+    for name, flags in {"files": [], "pixels": ["--format", "raw"]}.items():
+        done = run_tool("pack_dataset.py", root / name, *flags, "TRAIN.DATASET", root / "folder")
+        assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.parametrize("pack, decoder", pairwise(["files", "pixels"], ["auto", "simplejpeg", "nvimgcodec"]))
+def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder):
+    needs(decoder)
+    words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
+    packed = ("TRAIN.DATASET", folder_and_packs / pack, "DATA.NAME", "packed", *words)
+    for train in (True, False):
+        folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)
+        for more in ((), ("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")):
+            assert_same_batches(batches_of(small_cfg(*packed, *more), train), folder)

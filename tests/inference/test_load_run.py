@@ -1,0 +1,345 @@
+"""Loading trained models: each kind of run, older files, missing parts, and files that are meant to do harm."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from support.runs import small_options
+
+from distribuuuu import load_run
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.commands.export.exporter import open_evaluation_set
+from distribuuuu.commands.probe.feature_probe import open_labeled_images
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.shapes import SHAPES
+from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.train_state import list_changes
+from distribuuuu.inference.load_run import config_of
+from distribuuuu.launch.detect import Launch
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+
+
+def evaluation_images(run) -> torch.Tensor:
+    """Return the images of the first evaluation batch of a run, as its evaluation loads them."""
+    return next(iter(build_loader(run.cfg, Launch("alone"), CPU, train=False)))[0]
+
+
+def assert_same_model(run, other) -> None:
+    images = torch.randn(2, 3, 24, 24)
+    assert torch.equal(run.model(images), other.model(images))
+    assert (run.classes, run.transform) == (other.classes, other.transform)
+
+
+def test_a_run_has_its_model_classes_transform_config_and_results(shapes_run):
+    run = load_run(shapes_run)
+    assert run.classes == tuple(sorted(SHAPES)) and not run.model.training and run.weights == "raw"
+    measured = json.loads((shapes_run / "test_results.json").read_text())
+    assert run.results["accuracy"]["raw"]["best"]["top1"] == measured["accuracy"]["raw"]["top1"]
+    assert run.cfg.is_frozen() and run.cfg.MODEL.ARCH == "resnet8" and run.cfg.DATA.MEAN == (0.485, 0.456, 0.406)
+    images = evaluation_images(run)
+    files = [run.task.cfg.TEST.DATASET + f"/val/arrow/{number:04d}.jpg" for number in range(3)]
+    assert all(torch.equal(run.transform(file), image) for file, image in zip(files, images, strict=False))
+
+
+def test_the_best_weights_are_enough_to_use_them_alone(shapes_run, tmp_path):
+    alone = tmp_path / "shared.pth.tar"
+    shutil.copy(shapes_run / "best.pth.tar", alone)
+    run = load_run(alone)
+    assert_same_model(run, load_run(shapes_run))
+    assert run.results is None and run.source == str(alone)
+    content = read_checkpoint(alone)
+    assert content["config"]["DATA.MEAN"] == (0.485, 0.456, 0.406) and content["weights"] == "raw"
+    assert (content["arch"], content["config"]["TEST.IM_SIZE"], content["config"]["TRAIN.IM_SIZE"]) == (
+        "resnet8",
+        28,
+        24,
+    )
+
+
+def test_a_folder_that_was_moved_or_has_no_config_is_still_a_run(shapes_run, tmp_path):
+    shutil.copytree(shapes_run, tmp_path / "moved")
+    assert load_run(tmp_path / "moved").cfg.OUT_DIR == str(tmp_path / "moved")
+    (tmp_path / "moved" / "config.yaml").unlink()
+    assert_same_model(load_run(tmp_path / "moved"), load_run(shapes_run))
+
+
+def test_averaged_weights_are_used_if_the_run_has_some_and_the_file_says_which_it_holds(image_folder, tmp_path):
+    train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", "EMA.HALF_LIFE", 20)))
+    run = load_run(tmp_path / "out")
+    assert run.weights == "ema" and run.source.endswith("best_ema.pth.tar")
+    for name, kind in (("best", "raw"), ("best_ema", "ema")):
+        shutil.copy(tmp_path / "out" / f"{name}.pth.tar", tmp_path / f"{kind}.pth")
+        assert load_run(tmp_path / f"{kind}.pth").weights == kind
+    averaged, raw = load_run(tmp_path / "ema.pth"), load_run(tmp_path / "raw.pth")
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(run.model(images), averaged.model(images))
+    assert not torch.equal(run.model(images), raw.model(images))
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]  # has both; its evaluation takes the raw ones
+    assert load_run(newest).weights == "raw"
+
+
+def test_overrides_change_the_config(shapes_run):
+    run = load_run(shapes_run, overrides=("TEST.IM_SIZE", "32", "TEST.CROP_SIZE", "30"))
+    assert run.transform(Image.new("RGB", (50, 40))).shape == (3, 30, 30)
+    with pytest.raises(ConfigError, match="TEST.SIZE .*: no such key"):
+        load_run(shapes_run, overrides=("TEST.SIZE", "32"))
+
+
+def test_options_of_another_version_and_kwargs_of_any_kind_come_back(shapes_run, tmp_path, caplog):
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    kwargs = {"MODEL.KWARGS.width": 16, "DISTILL.KWARGS.text": "true", "DISTILL.KWARGS.numbers": (1, 2.5)}
+    content["config"] |= {**kwargs, "NO.SUCH": 1, "FINETUNE.LR_MULT.layer1.*": 2.0, "RNG_SEED": None}
+    torch.save(content, tmp_path / "x.pth")
+    cfg = load_run(tmp_path / "x.pth").cfg
+    assert cfg.DISTILL.KWARGS == {"text": "true", "numbers": (1, 2.5)} and cfg.FINETUNE.LR_MULT == {"layer1.*": 2.0}
+    assert "options of another version are ignored: NO.SUCH" in caplog.text
+    content["config"]["TEST.IM_SIZE"] = "large"
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(ConfigError, match=r"TEST.IM_SIZE \(.*x.pth\): got 'large'; expected an integer"):
+        load_run(tmp_path / "x.pth")
+
+
+# ------------------------------------------------------------------------------------- older files
+
+
+def test_older_best_weights_take_mean_and_deviation_from_the_data_set(shapes_run, tmp_path):
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    content["config"] |= {"DATA.MEAN": (), "DATA.STD": (), "DATA.NAME": "fashion_mnist"}
+    torch.save(content, tmp_path / "old.pth")
+    assert load_run(tmp_path / "old.pth").transform.mean == (0.2860,) * 3
+
+
+def test_the_mean_of_the_data_set_is_no_changed_option_when_an_older_checkpoint_is_resumed():
+    now = {"DATA.MEAN": (0.5, 0.5, 0.5), "TEST.FLIP": True}
+    assert list_changes({"DATA.MEAN": (), "TEST.FLIP": False}, now) == ["TEST.FLIP False -> True"]
+    assert len(list_changes({"DATA.MEAN": (0.4, 0.5, 0.5)}, now)) == 1
+
+
+def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, shapes_folder, tmp_path):
+    weights = {
+        f"module.{name}": tensor for name, tensor in read_checkpoint(shapes_run / "best.pth.tar")["state_dict"].items()
+    }
+    torch.save(weights, tmp_path / "best.pth.tar")
+    with pytest.raises(ConfigError, match="RUN: .*best.pth.tar: holds weights, but not the config .* --cfg FILE"):
+        load_run(tmp_path / "best.pth.tar")
+    config = str(shapes_run / "config.yaml")
+    assert_same_model(load_run(tmp_path / "best.pth.tar", config), load_run(shapes_run))
+    gone = ("TRAIN.DATASET", str(tmp_path), "TEST.DATASET", str(tmp_path))
+    with pytest.raises(ConfigError, match="holds no class names, and the data of its config cannot be read"):
+        load_run(tmp_path / "best.pth.tar", config, gone)
+    # The 2021 distribuuuu left both files in OUT_DIR.
+    shutil.copy(config, tmp_path / "config.yaml")
+    assert_same_model(load_run(tmp_path), load_run(shapes_run))
+    with pytest.raises(ConfigError, match="MODEL.NUM_CLASSES: 11, but DATA.NAME imagefolder has 10"):
+        load_run(tmp_path, overrides=("MODEL.NUM_CLASSES", "11"))
+
+
+def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shapes_folder, tmp_path, monkeypatch):
+    """A checkpoint without class names is given those of its data; an index of these goes to the user's own cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(shapes_folder, tmp_path / "data", ignore=shutil.ignore_patterns(".distribuuuu"))
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    content["classes"] = None
+    content["config"] |= {"TRAIN.DATASET": str(tmp_path / "data"), "TEST.DATASET": str(tmp_path / "data"),
+                          "DATA.CACHE_DIR": str(tmp_path / "theirs")}  # fmt: skip
+    torch.save(content, tmp_path / "foreign.pth.tar")
+    before = sorted(map(str, (tmp_path / "data").rglob("*")))
+    assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(SHAPES))
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
+    for train in (False, True):
+        assert len(open_labeled_images(load_run(tmp_path / "foreign.pth.tar"), train))
+    assert len(open_evaluation_set(load_run(tmp_path / "foreign.pth.tar")))
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
+    content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
+    torch.save(content, tmp_path / "foreign.pth.tar")
+    with pytest.raises(ConfigError, match="holds no class names, and the data of its config cannot be read"):
+        load_run(tmp_path / "foreign.pth.tar")
+    assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before, "neither a download nor its lock"
+
+
+# ------------------------------------------------------------------------------------- timm and exports
+
+
+@pytest.fixture
+def timm_folder(tmp_path) -> Path:
+    """A folder as timm saves it for the Hugging Face Hub."""
+    model = timm.create_model("resnet18", num_classes=3, pretrained_cfg_overlay={
+        "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 64, 64), "crop_pct": 0.8,
+        "interpolation": "bicubic"})  # fmt: skip
+    labels = {"label_names": ["x", "y", "z"]}
+    timm.models.save_for_hf(model, str(tmp_path / "hub"), model_config=labels, safe_serialization=True)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+def test_a_folder_of_timm_is_a_run(timm_folder, named):
+    run = load_run(timm_folder if named == "folder" else timm_folder / "model.safetensors")
+    other = timm.create_model(f"local-dir:{timm_folder}", pretrained=True).eval()
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(run.model(images), other(images)) and run.classes == ("x", "y", "z")
+    crop = run.transform.crop
+    assert (crop.resize_to, crop.size, crop.interpolation) == (80, 64, "bicubic")
+    assert (run.transform.mean, run.transform.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_an_exported_folder_holds_the_entries_of_the_best_weights(shapes_run, tmp_path):
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    save_file(content.pop("state_dict"), tmp_path / "model.safetensors")
+    entries = {key: content[key] for key in ("classes", "config", "weights")}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet8", "distribuuuu": entries}))
+    assert_same_model(load_run(tmp_path), load_run(shapes_run))
+
+
+def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(monkeypatch):
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
+    run = load_run("timm/resnet10t")
+    assert run.weights == "published" and len(run.classes) == 1000 and run.classes[0] == "tench, Tinca tinca"
+    published = timm.get_pretrained_cfg("resnet10t")
+    crop = run.transform.crop
+    size = published.input_size[-1]
+    assert crop.size == size and crop.resize_to == int(size / published.crop_pct)
+    with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x'; did you mean"):
+        load_run("timm/resnet10x")
+
+
+def nested(depth: int) -> dict:
+    """Return objects and lists within each other."""
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+HOSTILE = {
+    "model_args": ("abc", [1], 3, True), "architecture": (3, ["resnet18"], {}),
+    "num_classes": ("3", -3, 2.5, True, [3]),
+    "pretrained_cfg": ("x", [1], 3), "label_names": ("xyz", [1, 2, 3], {"a": 1}, [["x"]]), "distribuuuu": ("x", [1], 3),
+    "flip": (1, "true"), "exif_rotate": (1, []),
+}  # fmt: skip
+HOSTILE_PUBLISHED = {
+    "mean": ("abc", [1, 2], ["a", "b", "c"], [1, 2, None], {}), "std": (1, [True, 1, 1]),
+    "input_size": ("3xy", [3, 64], [3, 64, "64"], [1, 64, 64], [3, 10**9, 10**9], [3, -64, -64], [3, 64, 64.5]),
+    "crop_pct": ("1", 0, -1, 1e-30, 1e300, [1]), "interpolation": (3, ["bicubic"]), "crop_mode": (3, []),
+}  # fmt: skip
+HOSTILE_OWN = {
+    "config": ("x", [1]), "classes": ("xyz", [1, 2, 3], {"x": 1}, [None]), "weights": (3, ["raw"], {}),
+}  # fmt: skip
+
+
+def test_hostile_values_in_the_config_of_an_export_are_named(timm_folder):
+    path = timm_folder / "config.json"
+    whole = json.loads(path.read_text())
+    own = {**whole, "distribuuuu": {"classes": ["x", "y", "z"], "weights": "raw", "config": {"MODEL.ARCH": "resnet18"}}}
+    cases = [(key, {**whole, key: value}) for key, values in HOSTILE.items() for value in values]
+    for part, content, hostile in (("pretrained_cfg", whole, HOSTILE_PUBLISHED), ("distribuuuu", own, HOSTILE_OWN)):
+        cases += [
+            (f"{part}.{key}", {**content, part: {**content[part], key: value}})
+            for key, values in hostile.items()
+            for value in values
+        ]
+    for key, content in cases:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=f"RUN: .*config.json: {key}: got .*; expected .*; fix: export it again"):
+            load_run(timm_folder)
+    texts = {"nested": json.dumps({**whole, "model_args": nested(100)}), "recursion": "[" * 10**5, "digits": "1" * 5000,
+             "cut": '{"a": 1', "bytes": "\udcff", "list": "[]", "empty": "",
+             "infinite": '{"crop_pct": Infinity}'}  # fmt: skip
+    for name, text in texts.items():
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ConfigError, match="RUN: .*config.json(:| is not)") as caught:
+            load_run(timm_folder)
+        assert len(str(caught.value)) < 500, name
+
+
+def test_hostile_options_in_the_config_of_an_export_are_config_errors(timm_folder):
+    path = timm_folder / "config.json"
+    whole = json.loads(path.read_text())
+    for key, value in {
+        "MODEL.ARCH": 3, "MODEL.NUM_CLASSES": "many", "MODEL.KWARGS.pretrained_cfg": {"file": "x"},
+        "TRAIN.IM_SIZE": -1, "TEST.INTERPOLATION": [1], "DATA.MEAN": "abc", "OPTIM.STEPS": {"a": 1}, "DATA.NAME": "x",
+        "MODEL.KWARGS.deep": nested(10), "DISTILL.KWARGS.cache_dir": "/tmp",
+    }.items():  # fmt: skip
+        config = {"MODEL.ARCH": "timm/resnet18", "MODEL.NUM_CLASSES": 3, "DATA.MEAN": [0.5] * 3, "DATA.STD": [0.5] * 3}
+        entries = {"classes": ["x", "y", "z"], "weights": "raw", "config": {**config, key: value}}
+        path.write_text(json.dumps({**whole, "distribuuuu": entries}))
+        with pytest.raises(ConfigError):
+            load_run(timm_folder)
+    for arguments in ({"pretrained_cfg": {"file": "x.pth"}}, {"block": {"url": "x"}}, {"no_such": 1}, {"a.b": 1}):
+        path.write_text(json.dumps({**whole, "model_args": arguments}))
+        with pytest.raises(ConfigError, match="MODEL.KWARGS"):
+            load_run(timm_folder)
+
+
+def test_the_config_of_an_export_may_lack_an_option_that_another_one_sets():
+    cfg = config_of({"MODEL.ARCH": "resnet8", "TRAIN.DATASET": "/photos"}, "best.pth.tar")
+    assert (cfg.TEST.DATASET, cfg.origins["TEST.DATASET"]) == ("/photos", "best.pth.tar")
+
+
+# ------------------------------------------------------------------------------------- not a run
+
+
+def test_what_is_no_run_is_refused_with_a_clear_message(shapes_run, image_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.pth").write_text("hello")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("[1]")
+    shutil.copytree(shapes_run / "checkpoints", tmp_path / "young" / "checkpoints")
+    for run, message in (
+        (tmp_path / "no", "no such file or folder"),
+        (shapes_run.with_name("ouut"), "no such file or folder: .*; did you mean out"),
+        (tmp_path / "empty", "holds no best.pth.tar, but nothing; expected the OUT_DIR"),
+        (image_folder, "holds no best.pth.tar"),
+        (tmp_path / "text.pth", "text.pth: invalid checkpoint"),
+        (tmp_path / "broken", "is not a JSON object"),
+        (tmp_path / "young", "holds no best.pth.tar, .*; fix: name a checkpoint, e.g. .*ckpt_ep_003.pth.tar"),
+    ):
+        with pytest.raises(ConfigError, match=f"^RUN: .*{message}") as error:
+            load_run(run)
+        assert error.value.status == 2
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("save", ["torch", "pickle", "inside"])
+@pytest.mark.parametrize("name", ["x.pth", "best.pth.tar", "model.safetensors", "x.safetensors"])
+def test_a_pickle_that_does_harm_is_not_executed(shapes_run, tmp_path, save, name):
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    payload = Payload(tmp_path / "done")
+    content = {**content, "classes": payload} if save == "inside" else payload
+    if save == "pickle":
+        (tmp_path / name).write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    for run in (tmp_path / name, tmp_path):
+        with pytest.raises(ConfigError):
+            load_run(run)
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_checkpoint_cannot_name_another_file_to_load(shapes_run, tmp_path):
+    torch.save(Payload(tmp_path / "done"), tmp_path / "evil.pth")
+    content = read_checkpoint(shapes_run / "best.pth.tar")
+    content["config"] |= {"MODEL.ARCH": "timm/resnet18", "MODEL.KWARGS.checkpoint_path": str(tmp_path / "evil.pth")}
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(ConfigError, match="MODEL.KWARGS.checkpoint_path"):
+        load_run(tmp_path / "x.pth")
+    assert not (tmp_path / "done").exists()

@@ -1,0 +1,99 @@
+"""Environment of a run: git commit in several kinds of checkouts, hardware, versions, peak memory."""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+
+from distribuuuu.records import environment
+from distribuuuu.records.environment import describe_hardware, find_commit, list_versions, peak_memory_mib
+
+
+def git(folder, *args: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(["git", "-C", folder, *identity, *args], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with a package in it."""
+    package = tmp_path / "repository" / "package"
+    package.mkdir(parents=True)
+    (package / "code.py").write_text("1\n")
+    git(package.parent, "init", "-q")
+    git(package, "add", ".")
+    git(package, "commit", "-qm", "first")
+    return package
+
+
+def test_the_commit_is_that_of_the_code_and_says_if_the_code_was_changed(checkout, capfd):
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    assert find_commit(checkout) == head
+    (checkout.parent / "notes.txt").write_text("not code")
+    assert find_commit(checkout) == head
+    (checkout / "my_net.py").write_text("a new model\n")
+    assert find_commit(checkout) == f"{head}+changes"
+    (checkout / "my_net.py").unlink()
+    (checkout / "code.py").write_text("2\n")
+    assert find_commit(checkout) == f"{head}+changes"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_commit_is_made_up(checkout, tmp_path, monkeypatch):
+    assert find_commit(tmp_path) is None  # no repository
+    installed = checkout.parent / ".venv" / "package"  # in a repository that is not its own
+    installed.mkdir(parents=True)
+    (installed / "code.py").write_text("1\n")
+    assert find_commit(installed) is None
+    monkeypatch.setenv("GIT_DIR", str(checkout.parent / ".git"))  # as in a hook of that repository
+    assert find_commit(tmp_path) is None
+    monkeypatch.delenv("GIT_DIR")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert find_commit(checkout) is None
+
+
+def test_the_commit_of_an_installation_is_the_one_that_pip_has_recorded(tmp_path, monkeypatch):
+    package, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+    for folder in (package, info):
+        folder.mkdir()
+    (info / "METADATA").write_text("Name: my_package\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_commit(package) is None
+    for record in ('{"url": "file:///x", "dir_info": {}}', "[]", "no JSON", '{"vcs_info": null}'):
+        (info / "direct_url.json").write_text(record)
+        assert find_commit(package) is None
+    (info / "direct_url.json").write_text('{"url": "https://x", "vcs_info": {"vcs": "git", "commit_id": "abc"}}')
+    assert find_commit(package) == "abc"
+    assert find_commit(tmp_path / "copy" / "my_package") is None, "another copy of the code"
+
+
+@pytest.mark.slow
+def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(environment, "GIT_TIMEOUT_S", 0.2)
+    start = time.perf_counter()
+    assert find_commit(checkout) is None
+    assert time.perf_counter() - start < 50
+
+
+def test_hardware_is_counted_once_though_processes_share_it(monkeypatch):
+    own = environment._describe_local_hardware(torch.device("cpu"))
+    assert describe_hardware(torch.device("cpu")) == own[1]
+    cards = [("a 1", "H100"), ("a 2", "H100"), ("a 2", "H100"), ("b 1", "H200")]
+    monkeypatch.setattr(environment.dist, "gather_objects", lambda value: cards)
+    assert describe_hardware(torch.device("cpu")) == "2 x H100 + H200"
+
+
+def test_versions_and_memory_are_those_of_this_process():
+    versions = list_versions()
+    assert set(versions) == {"distribuuuu", "python", "torch", "torchvision", "timm", "cuda", "cudnn"}
+    assert versions["torch"] == torch.__version__ and versions["timm"]
+    if os.path.exists("/proc/self/status"):
+        status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+        kib = int(status["VmHWM"].split()[0])
+        assert peak_memory_mib(torch.device("cpu")) == pytest.approx(kib / 1024, rel=0.05)

@@ -1,0 +1,302 @@
+"""predictions.npz: content, independence of batch sizes and processes, damaged files."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import warnings
+import zipfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn import metrics as reference
+from support.processes import on_processes
+from support.runs import records, small_options, timeless
+from support.tiers import slow
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from distribuuuu.commands.report.prediction_figures import list_figures
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.records import predictions
+from distribuuuu.records.predictions import Recorder, write_npz
+from distribuuuu.records.results import hash_config, read_results
+from distribuuuu.records.stored_predictions import read_predictions
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(image_folder, tmp_path_factory):
+    """Return OUT_DIR of a run of the small config."""
+    out_dir = tmp_path_factory.mktemp("trained")
+    train_model(load_cfg(None, small_options(image_folder, out_dir)))
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def multilabel_options(image_folder, tmp_path_factory):
+    """Return the options of a multi-label run of three classes, in which some images have no label."""
+    root = tmp_path_factory.mktemp("multilabel")
+    for split in ("train", "val"):
+        paths = sorted((image_folder / split).rglob("*.jpg"))
+        lines = [f"{path},{['', 'ant', 'bee;cat', 'cat'][number % 4]}" for number, path in enumerate(paths)]
+        (root / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    return "TRAIN.DATASET", root, "DATA.NAME", "multilabel", "LOSS.NAME", "bce"
+
+
+def read(out_dir):
+    return read_predictions(out_dir / "predictions.npz", "run it")
+
+
+def test_the_last_evaluation_of_a_run_is_written_image_by_image(trained, image_folder):
+    content, last = read(trained), read_results(trained / "results.json")["accuracy"]["raw"]["last"]
+    assert content.meta == {"schema": 1, "weights": "raw", "epoch": 2, "folder": str(image_folder), "multilabel": False,
+                            "data": "imagefolder"}  # fmt: skip
+    files = sorted(str(path.relative_to(image_folder)) for path in (image_folder / "val").rglob("*.jpg"))
+    assert content.path.tolist() == files and content.classes == ["ant", "bee", "cat"]
+    assert [content.classes[label] for label in content.label] == [name.split("/")[1] for name in files]
+    assert 100 * content.correct.mean() == pytest.approx(last["top1"], abs=1e-9)
+    assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-6)
+    expected = F.cross_entropy(torch.tensor(content.scores), torch.tensor(content.label).long(), reduction="none")
+    assert np.allclose(content.loss, expected.numpy(), atol=1e-6)
+
+
+def test_figures_are_bitwise_the_same_without_predictions(trained, small_cfg, tmp_path):
+    cfg = small_cfg("TEST.SAVE_PREDICTIONS", False)
+    train_model(cfg)
+    assert not (tmp_path / "out" / "predictions.npz").exists()
+    assert timeless(tmp_path / "out") == timeless(trained)
+    assert hash_config(cfg) == hash_config(small_cfg())
+
+
+def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path):
+    train_model(small_cfg("EMA.HALF_LIFE", 20, "OPTIM.MAX_EPOCH", 1))
+    content = read(tmp_path / "out")
+    result = [record for record in records(tmp_path / "out") if record["kind"] == "eval_ema"][-1]
+    assert content.meta["weights"] == "ema" and 100 * content.correct.mean() == pytest.approx(result["top1"])
+    assert content.loss.mean() == pytest.approx(result["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num", "batch_size", "options"),
+    [(1, 1, ()), (1, 37, ("MODEL.CHANNELS_LAST", True)), (1, 64, ("DATA.LOADER", "device")), (2, 7, ()), (3, 16, ())],
+)
+def test_the_bytes_depend_on_neither_batch_size_nor_processes(trained, small_cfg, tmp_path, num, batch_size, options):
+    metrics = ("TEST.METRICS", "[top1, macro_recall, macro_f1, ece, map]")
+    weights = ("MODEL.WEIGHTS", trained / "best.pth.tar", *metrics, *options)
+    evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
+    results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
+    files = [tmp_path / name / "predictions.npz" for name in ("out", "reference")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    content = read(tmp_path / "out")
+    assert content.meta["epoch"] is None
+    expected, figures = reference_figures(content), list_figures(content)
+    for result in results:
+        assert {name: result[name] / 100 for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert figures["accuracy"] == pytest.approx(expected["top1"], abs=1e-6)
+    assert figures["calibration"]["ece"] == pytest.approx(expected["ece"], abs=1e-6)
+    for name in ("macro_recall", "macro_f1"):
+        assert figures[name] == pytest.approx(expected[name], abs=1e-6)
+
+
+def reference_figures(content) -> dict[str, float]:
+    """Return metrics of scikit-learn and torchmetrics on predictions with one label per image, as fractions."""
+    truth, answers, logits = content.label, content.scores.argmax(1), torch.tensor(content.scores)
+    one_hot = np.eye(len(content.classes))[truth]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a class may never be predicted
+        return {
+            "top1": reference.accuracy_score(truth, answers),
+            "macro_recall": reference.balanced_accuracy_score(truth, answers),
+            "macro_f1": reference.f1_score(truth, answers, average="macro"),
+            "ece": float(
+                multiclass_calibration_error(logits.double().softmax(1), torch.tensor(truth), logits.shape[1])
+            ),
+            "map": reference.average_precision_score(one_hot, content.scores, average="macro"),
+        }
+
+
+@pytest.mark.parametrize("num", [1, slow(2), 3])
+def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
+    cfg = small_cfg(*multilabel_options, "OPTIM.MAX_EPOCH", 1, "TEST.METRICS", "[map, macro_recall, macro_f1]")
+    on_processes(num, train_model, cfg)
+    content, last = read(tmp_path / "out"), read_results(tmp_path / "out" / "results.json")["accuracy"]["raw"]["last"]
+    assert content.label.shape == content.scores.shape == (37, 3) and content.label.sum(axis=1).tolist()[:4] == [
+        0,
+        1,
+        2,
+        1,
+    ]
+    assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-5)
+    assert np.allclose(content.probabilities(), torch.tensor(content.scores).sigmoid(), atol=1e-6)
+    figures, answers = list_figures(content), content.scores > 0
+    expected = {
+        "map": reference.average_precision_score(content.label, content.scores, average="macro"),
+        "macro_recall": reference.recall_score(content.label, answers, average="macro"),
+        "macro_f1": reference.f1_score(content.label, answers, average="macro", zero_division=0),
+    }
+    assert {name: last[name] / 100 for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_data_set_without_files_is_recorded_by_index(small_cfg, tmp_path):
+    train_model(small_cfg("MODEL.DUMMY_INPUT", True, "OPTIM.MAX_EPOCH", 1))
+    content = read(tmp_path / "out")
+    assert content.path.tolist() == [f"image {index}" for index in range(len(content))]
+    assert content.meta["folder"] == "" and content.meta["data"] == "dummy"
+
+
+def test_a_full_disk_does_not_end_a_run(small_cfg, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(predictions, "write_npz", fail)
+    monkeypatch.setattr("distribuuuu.records.run_log.logger.propagate", True)
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    assert read_results(tmp_path / "out" / "results.json")["finished"]
+    assert not (tmp_path / "out" / "predictions.npz").exists()
+    assert "predictions.npz CANNOT BE WRITTEN" in (tmp_path / "out" / "train.log").read_text()
+
+
+def test_more_than_a_million_images_are_not_recorded(small_cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MAX_IMAGES", 36)
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
+    assert not (tmp_path / "out" / "predictions.npz").exists()
+    assert "predictions.npz is not written for more than 36 images" in (tmp_path / "out" / "train.log").read_text()
+
+
+def identity_task(num_classes: int, multilabel: bool = False) -> SimpleNamespace:
+    """Return a task whose model returns its input."""
+    return SimpleNamespace(
+        classes=[f"c{number}" for number in range(num_classes)],
+        multilabel=multilabel,
+        eval_step=lambda _, logits, targets: SimpleNamespace(logits=logits, targets=targets),
+    )
+
+
+def record(logits: torch.Tensor, targets: torch.Tensor, multilabel: bool = False) -> dict[str, np.ndarray]:
+    """Return the arrays of one process without a second evaluation, in two batches."""
+    recorder = Recorder(identity_task(logits.shape[1], multilabel), len(logits), range(len(logits)))
+    for part in (slice(0, 5), slice(5, None)):
+        recorder.eval_step(None, logits[part], targets[part])
+    return recorder.gather(CPU)
+
+
+def as_file(tmp_path, arrays, num_classes, multilabel=False):
+    meta = {"schema": 1, "multilabel": multilabel}
+    extra = {"meta": np.array(json.dumps(meta)), "classes": np.array([f"c{n}" for n in range(num_classes)])}
+    path = np.array([f"image {n}" for n in range(len(arrays["loss"]))])
+    write_npz(tmp_path / "predictions.npz", {**extra, "path": path, **arrays})
+    return read(tmp_path)
+
+
+def test_large_sets_are_stored_in_half_precision_relative_to_the_largest_logit(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MAX_FLOAT32", 100)
+    logits, targets = 30 * torch.randn(40, 12) + 9e4, torch.randint(12, (40,))  # beyond the range of float16
+    logits[7, 3] = -1e9
+    content = as_file(tmp_path, record(logits, targets), 12)
+    assert content.scores.dtype == np.float16 and np.isfinite(content.scores).all()
+    assert content.predicted.tolist() == logits.argmax(1).tolist()
+    assert np.allclose(content.probabilities(), logits.double().softmax(1), atol=1e-3)
+    assert np.allclose(content.loss, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6)
+
+
+def test_still_larger_sets_keep_the_largest_logits(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "MAX_FLOAT32", 100)
+    monkeypatch.setattr(predictions, "MAX_LOGITS", 100)
+    logits, targets = 3 * torch.randn(40, 12), torch.randint(12, (40,))
+    content = as_file(tmp_path, record(logits, targets), 12)
+    assert content.top_class.shape == content.scores.shape == (40, 10)
+    assert content.top_class.tolist() == logits.topk(10).indices.tolist()
+    expected = logits.double().softmax(1).topk(10).values
+    assert np.allclose(content.probabilities(), expected, atol=1e-3)
+    assert np.allclose(content.confidence, expected[:, 0], atol=1e-3)
+
+
+def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_path):
+    recorder, generator = Recorder(identity_task(1000), 50_000, range(50_000)), torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits, targets = torch.randn(1000, 1000, generator=generator), torch.randint(1000, (1000,))
+        recorder.eval_step(None, logits, targets)
+    arrays = recorder.gather(CPU)
+    path = np.array([f"val/n{number % 1000:08d}/ILSVRC2012_val_{number:08d}.JPEG" for number in range(50_000)])
+    write_npz(tmp_path / "predictions.npz", {"path": path, **arrays})
+    assert (tmp_path / "predictions.npz").stat().st_size <= 110e6
+
+
+def test_an_output_without_a_column_for_each_class_is_not_recorded():
+    recorder = Recorder(identity_task(3), 4, range(4))
+    recorder.eval_step(None, torch.zeros(4, 5), torch.zeros(4).long())
+    assert recorder.gather(CPU) is None
+
+
+def test_logits_that_are_not_finite_are_recorded_as_they_are(tmp_path):
+    logits = torch.randn(8, 3)
+    logits[2], logits[3, 1] = torch.nan, torch.inf
+    content = as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
+    assert np.isnan(content.scores[2]).all() and np.isinf(content.scores[3, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("label", np.array([0, 1, 3] * 10, np.int32), "`label` has values from 0 to 3, expected 0 to 2"),
+        ("label", np.zeros((30, 3), np.uint8), r"`label` is uint8 \(30, 3\), expected \(30,\)"),
+        ("logits", np.zeros((30, 2), np.float32), r"`logits` is float32 \(30, 2\)"),
+        ("path", np.array(["a"] * 29), "`path` is"),
+        ("loss", np.zeros((), np.float32), "damaged"),
+        ("meta", np.array("[1"), "damaged"),
+        ("meta", np.array('{"schema": 2, "multilabel": false}'), "schema 2, expected 1"),
+        ("meta", np.array("{}"), "`meta`: `schema` is missing"),
+        ("path", np.array([{}] * 30, dtype=object), "`path` is of Python objects"),
+        ("classes", None, "classes"),
+    ],
+)
+def test_a_file_with_wrong_content_is_reported(tmp_path, name, replacement, message):
+    as_file(tmp_path, record(torch.randn(30, 3), torch.arange(30) % 3), 3)
+    path = tmp_path / "predictions.npz"
+    with np.load(path) as file:
+        arrays = {key: file[key] for key in file.files}
+    arrays[name] = replacement
+    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+    with pytest.raises(ConfigError, match=f"RUN: .*predictions.npz.*{message}.*fix: run it"):
+        read(tmp_path)
+
+
+def test_a_missing_truncated_or_foreign_file_is_reported(tmp_path, trained):
+    with pytest.raises(ConfigError, match="RUN: .*predictions.npz does not exist; fix: run it"):
+        read(tmp_path)
+    path, content = tmp_path / "predictions.npz", (trained / "predictions.npz").read_bytes()
+    single = io.BytesIO()
+    np.save(single, np.zeros(3))
+    for damaged in (b"", b"PK", content[: len(content) // 2], content[:-1], single.getvalue(), b"<html>"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="damaged"):
+            read(tmp_path)
+    for at in range(0, len(content), 97):  # a byte flipped anywhere is an error with a message, or harmless
+        path.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
+        try:
+            read(tmp_path)
+        except ConfigError as error:
+            assert "RUN:" in str(error)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read(tmp_path)
+
+
+def test_an_array_that_claims_to_be_huge_is_reported(tmp_path, trained):
+    shutil.copy(trained / "predictions.npz", tmp_path)
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as target, zipfile.ZipFile(tmp_path / "predictions.npz") as source:
+        for entry in source.namelist():
+            header = source.read(entry).replace(b"(37,)", b"(9999999999999,)")
+            target.writestr(entry, header)
+    with pytest.raises(ConfigError, match="damaged"):
+        read_predictions(tmp_path / "huge.npz", "run it")

@@ -1,0 +1,275 @@
+"""results.json: content, interrupted writes and full disks, errors for damaged files."""
+
+import copy
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.processes import on_processes
+from support.runs import ROOT, small_options
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.reader import iter_options
+from distribuuuu.data.loader import build_loader
+from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.results_content import RunResults, write_test_results
+from distribuuuu.engine.setup import open_run
+from distribuuuu.engine.train_state import TrainState
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.models import build_model, count_parameters
+from distribuuuu.optim.precision import Precision
+from distribuuuu.records.results import NOT_HASHED, SPEED_ONLY, config_name, hash_config, list_overrides, read_results
+from distribuuuu.records.run_log import close_logging
+from distribuuuu.tasks.base import build_task
+from distribuuuu.tasks.meter import Meter
+
+# What `evaluate` returns after each epoch: the second is the best.
+SERIES = [
+    {"count": 37, "loss": 1.1, "top1": 40.0, "topk": 100.0},
+    {"count": 37, "loss": 0.8, "top1": 60.0, "topk": 99.0},
+    {"count": 37, "loss": 0.9, "top1": 50.0, "topk": 98.0},
+]
+
+
+def start(cfg, epochs: int = 0):
+    """Return the state and the results of a run that starts after so many epochs, in an existing process group."""
+    launch, device = detect_launch(), torch.device("cpu")
+    loaders = [build_loader(cfg, launch, device, train) for train in (True, False)]
+    model = build_model(cfg)
+    state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=3, arch=cfg.MODEL.ARCH,
+                       classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch,
+                       meter=Meter({}, 1, device))  # fmt: skip
+    for result in SERIES[:epochs]:
+        state.finish_epoch({"raw": result["top1"]})
+    task = build_task(cfg, state.classes, device, Precision())
+    run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
+    return state, RunResults(run)
+
+
+def finish_epoch(state, results, ema: dict | None = None) -> None:
+    """Finish an epoch of a quarter of an hour and write the results."""
+    evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
+    state._started -= 900
+    state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
+    state.timing.images, state.timing.seconds = 1234, 10.0
+    results.prepare(state, evaluations)()
+
+
+@pytest.fixture
+def cfg(small_cfg):
+    return small_cfg("OPTIM.MAX_EPOCH", 3, "TEST.INTERPOLATION", "bicubic")
+
+
+@pytest.fixture
+def path(cfg) -> Path:
+    return Path(cfg.OUT_DIR) / "results.json"
+
+
+def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
+    state, results = start(cfg)
+    finish_epoch(state, results, ema=SERIES[2])
+    assert read_results(path)["finished"] is False
+    finish_epoch(state, results, ema=SERIES[0])
+    finish_epoch(state, results, ema=SERIES[0])
+    record = read_results(path)
+    raw, ema = record["accuracy"]["raw"], record["accuracy"]["ema"]
+    assert raw["last"] == {"epoch": 3, "top1": 50.0, "topk": 98.0, "loss": 0.9}
+    assert raw["best"] == {"epoch": 2, "top1": 60.0, "topk": 99.0, "loss": 0.8}
+    assert (ema["last"]["epoch"], ema["best"]) == (3, {"epoch": 1, "top1": 50.0, "topk": 98.0, "loss": 0.9})
+    assert record["finished"] is True and record["seed"] == 3
+    assert record["training"] == {
+        "px": 16, "epochs_planned": 3, "global_batch": 12, "processes": 1, "epochs_done": 3,
+        "hours": pytest.approx(0.75, abs=0.01), "images_per_s": 123.4,
+    }  # fmt: skip
+    assert record["evaluation"] == {"resize": 18, "crop": 16, "interpolation": "bicubic", "k": 3, "count": 37,
+                                    "metrics": {"top1": "top1", "topk": "top3"}}  # fmt: skip
+    assert record["data"] == {"name": "imagefolder", "folder": Path(cfg.TRAIN.DATASET).name, "num_classes": 3,
+                              "num_train": 48, "num_val": 37}  # fmt: skip
+    assert record["model"] == {"arch": "resnet8", "params_m": count_parameters(state.model) / 1e6}
+    assert record["config_hash"] == hash_config(cfg) and record["peak_memory"]["mib"] > 50
+    assert record["versions"]["torch"] == torch.__version__ and record["hardware"].rstrip("s").endswith(" core")
+    assert [file.name for file in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_run_without_an_evaluation_leaves_no_results(cfg, path):
+    _, results = start(cfg)
+    results.finish()
+    assert not path.exists()
+
+
+def test_a_resumed_run_knows_its_best_evaluation(cfg, path):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    finish_epoch(state, results)
+    state, results = start(cfg, epochs=2)
+    assert read_results(path)["training"]["epochs_done"] == 2  # resumed: nothing was archived
+    finish_epoch(state, results)
+    assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": 99.0, "loss": 0.8}
+
+
+@pytest.mark.parametrize("left", [None, "{", "another path"])
+def test_without_a_previous_file_the_best_epoch_is_that_of_the_checkpoint(cfg, path, left):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    finish_epoch(state, results)
+    record = json.loads(path.read_text())
+    record["accuracy"]["raw"]["best"]["top1"] = 61.0
+    path.write_text(json.dumps(record) if left == "another path" else left or "")
+    if left is None:
+        path.unlink()
+    finish_epoch(*start(cfg, epochs=2))
+    assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": None, "loss": None}
+
+
+def test_results_of_an_earlier_run_are_archived(cfg, path):
+    finish_epoch(*start(cfg))
+    content = path.read_text()
+    state, results = start(cfg)
+    assert not path.exists() and path.with_name("results.older.json").read_text() == content
+    finish_epoch(state, results)
+    assert read_results(path)["training"]["epochs_done"] == 1
+
+
+def test_a_full_disk_is_a_warning_and_loses_nothing(cfg, path, monkeypatch, caplog):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    before = path.read_text()
+
+    def refuse(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        finish_epoch(state, results)
+    assert "results.json CANNOT BE WRITTEN: [Errno 28] No space left on device" in caplog.text
+    assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
+    results.finish()
+    assert read_results(path)["training"]["epochs_done"] == 2
+    path.unlink()
+    results.finish()
+    assert not path.exists()  # nothing is left to write
+
+
+def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    before = path.read_text()
+
+    def die(*arguments) -> None:
+        assert arguments[1].name == "results.json"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        finish_epoch(state, results)
+    assert path.read_text() == before
+
+
+def test_nonfinite_numbers_become_null(cfg, path):
+    state, results = start(cfg)
+    state.finish_epoch({"raw": 1.0})
+    results.prepare(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})()
+    text = path.read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
+    assert read_results(path)["training"]["images_per_s"] is None
+
+
+def train_on_two(cfg) -> dict:
+    launch = detect_launch()
+    with open_run(cfg, launch, torch.device("cpu"), ""):
+        state, results = start(cfg)
+        if not dist.is_main():  # patched in a separate process only
+            os.replace = None
+        finish_epoch(state, results)
+        dist.barrier()
+        return results.metadata["training"]
+
+
+def test_many_processes_write_one_file(cfg, path):
+    both = on_processes(2, train_on_two, cfg)
+    assert both[0] == both[1]
+    record = read_results(path)
+    assert (record["training"]["processes"], record["training"]["global_batch"]) == (2, 24)
+    assert " x " not in record["hardware"]  # one machine, though two processes
+
+
+def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    before = path.read_text()
+    task = build_task(cfg, state.classes, torch.device("cpu"), Precision())
+    write_test_results(cfg, task, state.model, "best.pth.tar", {"raw": SERIES[1], "ema": SERIES[2]})
+    close_logging()
+    assert path.read_text() == before
+    record = json.loads(path.with_name("test_results.json").read_text())
+    assert record["accuracy"]["raw"] == {"loss": 0.8, "top1": 60.0, "topk": 99.0}
+    assert (record["weights"], record["evaluation"]["count"], record["kind"]) == ("best.pth.tar", 37, "evaluation")
+    assert record["config_hash"] == read_results(path)["config_hash"]
+    with pytest.raises(ConfigError, match="test_results.json: `kind`: got 'evaluation'; expected 'training'"):
+        read_results(path.with_name("test_results.json"))
+
+
+def test_seeds_and_places_share_a_hash_and_nothing_else_does(image_folder, tmp_path):
+    def hashed(*args) -> str:
+        return hash_config(load_cfg(None, small_options(image_folder, tmp_path, *args)))
+
+    first = hashed()
+    shared = {"OUT_DIR": "x", "CFG_DEST": "c.yaml", "RNG_SEED": "5", "TRAIN.DATASET": "y", "TEST.DATASET": "z",
+              "DATA.CACHE_DIR": "w", "LOG.TENSORBOARD": "True", "LOG.NUM_IMAGES": "1"}  # fmt: skip
+    assert {hashed(key, value) for key, value in shared.items()} == {first}
+    others = {"OPTIM.BASE_LR": "0.2", "MODEL.WEIGHTS": "a", "MODEL.KWARGS.width": "8", "TRAIN.SPLIT": "b",
+              "DATA.CROP_SCALE": "(0.1, 1.0)", "TRAIN.WORKERS": "1"}  # fmt: skip
+    assert len({first, *(hashed(key, value) for key, value in others.items())}) == 1 + len(others)
+
+
+def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_path):
+    path = ROOT / "configs" / "fashion_mnist" / "resnet14.yaml"
+    cfg = load_cfg(str(path), ["OPTIM.MAX_EPOCH", "2", "OUT_DIR", "exp/x", "RNG_SEED", "4", "MODEL.KWARGS.width", "8",
+                              "TRAIN.WORKERS", "9"])  # fmt: skip
+    assert config_name(cfg) == "fashion_mnist/resnet14"
+    assert config_name(load_cfg(os.path.relpath(path))) == "fashion_mnist/resnet14"
+    (tmp_path / "mine.yaml").write_text("TRAIN: {DATASET: x}")  # the origin of TEST.DATASET names another key
+    assert config_name(load_cfg(str(tmp_path / "mine.yaml"))) == f"{tmp_path.name}/mine"
+    assert list_overrides(cfg) == {"MODEL.KWARGS.width": 8, "OPTIM.MAX_EPOCH": 2}
+    assert config_name(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
+    assert set(SPEED_ONLY + NOT_HASHED) <= {key for key, _ in iter_options(cfg)}
+
+
+SCHEMA_ERRORS = {
+    "invalid JSON": lambda text: text[: len(text) // 2],
+    "not a results.json: it has no `schema`": lambda text: "[1]",
+    "`schema`: got 7; expected 1": lambda text: text.replace('"schema": 1', '"schema": 7'),
+    "`training.hours` is missing": lambda text: text.replace('"hours"', '"years"'),
+    "`seed`: got 'three'; expected int": lambda text: text.replace('"seed": 3', '"seed": "three"'),
+    "`finished`: got 1; expected bool": lambda text: text.replace('"finished": false', '"finished": 1'),
+    "`accuracy.raw.last.epoch`: got True; expected int": lambda text: text.replace('"epoch": 1', '"epoch": true'),
+    "`versions`: got None; expected dict": lambda text: json.dumps({**json.loads(text), "versions": None}),
+    "`accuracy.ema.best` is missing": lambda text: json.dumps(with_half_an_average(json.loads(text))),
+}
+
+
+def with_half_an_average(record: dict) -> dict:
+    record = copy.deepcopy(record)
+    record["accuracy"]["ema"] = {"last": record["accuracy"]["raw"]["last"]}
+    return record
+
+
+def test_a_file_that_does_not_match_the_schema_is_reported_in_one_line(cfg, path):
+    finish_epoch(*start(cfg))
+    valid = path.read_text()
+    for message, damage in SCHEMA_ERRORS.items():
+        path.write_text(damage(valid))
+        with pytest.raises(ConfigError) as caught:
+            read_results(path)
+        assert str(caught.value).startswith(f"{path}: {message}") and "\n" not in str(caught.value)
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match="invalid JSON"):
+        read_results(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_results(path.with_name("nothing.json"))
+    with pytest.raises(ConfigError, match="cannot be read: not a regular file"):
+        read_results(path.parent)

@@ -1,0 +1,382 @@
+"""Log: lines by time, width of the columns, levels, and the last lines of a run."""
+
+import contextlib
+import fcntl
+import io
+import itertools
+import json
+import logging
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import types
+
+import pytest
+from support.processes import on_processes
+from support.runs import ROOT, small_options
+
+from distribuuuu.checkpoint.best_weights import Best
+from distribuuuu.config import load_cfg
+from distribuuuu.config.errors import counted
+from distribuuuu.data.loader import TrainLoader
+from distribuuuu.records import log_table
+from distribuuuu.records import run_log as log
+from distribuuuu.trainer import train_model
+
+METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0, "map": 50.0}
+LABELS = {"top1": "top1", "topk": "top5"}
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    """The lines of the package's log."""
+    monkeypatch.setattr(log.logger, "propagate", True)
+    caplog.set_level(logging.INFO, "distribuuuu")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, **position) -> log.RunLog:
+    return log.RunLog(
+        out_dir,
+        tensorboard=False,
+        train_metrics=labels,
+        eval_metrics=labels,
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        images_per_step=images_per_step,
+        **position,
+    )
+
+
+def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_path, clock, logged):
+    run_log = open_log(tmp_path, num_steps=100)
+    for step in run_log.steps(0, 0):
+        clock.now += 60.0 if step == 0 else 4.0
+        if step + 1 == 50:
+            run_log.train(0, 50, 0.1, METRICS, 0.0)
+        else:
+            run_log.show_step(0, step + 1, 0.1)
+    rows = [line.split() for line in logged()]
+    assert rows[0] == ["epoch", "step", "loss", "top1", "top5", "lr", "img/s", "data", "eta"]
+    assert rows[1] == ["1/2", "1/100", "-", "-", "-", "0.1", "0.2", "-", "-"]
+    assert rows[2] == ["1/2", "5/100", "-", "-", "-", "0.1", "0.7", "-", "13m00s"], "the first step has no share in it"
+    rows = [row for row in rows if row != rows[0]]
+    steps = [int(row[1].split("/")[0]) for row in rows]
+    assert steps == [1, *range(5, 50, 4), 50, *range(54, 101, 4)]
+    assert all(row[2] == "-" for row in rows if row[1] != "50/100")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [50]
+
+
+def test_a_rollback_is_a_start(tmp_path, clock, logged):
+    run_log = open_log(tmp_path)
+    for position in (10, 11, 12):
+        clock.now += 1.0
+        run_log.show_step(0, position, 0.1)
+    run_log.rewind(0, 5)
+    clock.now += 1.0
+    run_log.show_step(0, 6, 0.1)
+    assert [line.split()[1] for line in logged()] == ["step", "10/1000", "step", "6/1000"]
+
+
+def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
+    run_log = open_log(tmp_path, num_epochs=50, num_steps=1)
+    for epoch in range(50):
+        clock.now += 1.0
+        for _ in run_log.steps(epoch, 0):
+            clock.now += 1.0
+            run_log.train(epoch, 1, 0.1, METRICS, 0.0)
+    headers = [number for number, line in enumerate(logged()) if "img/s" in line]
+    assert headers == [0, 21, 42]
+
+
+def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):
+    taken, take = [], TrainLoader.pop_data_time
+    monkeypatch.setattr(TrainLoader, "pop_data_time", lambda self: taken.append(1) or take(self))
+    args = ("TRAIN.PRINT_FREQ", 3, "OPTIM.MAX_EPOCH", 1)
+    columns = []
+    for seconds in (1e9, 0.0):
+        monkeypatch.setattr(log, "LOG_INTERVAL_S", seconds)
+        taken.clear()
+        cfg = small_cfg(*args, "OUT_DIR", tmp_path / f"{seconds}")
+        train_model(cfg)
+        columns.append([json.loads(line)["loss"] for line in (tmp_path / f"{seconds}" / "metrics.jsonl").open()])
+        rows = re.findall(r" +1/1 +(\d)/4 +(\S+)", (tmp_path / f"{seconds}" / "train.log").read_text())
+        shown = dict(rows)
+        assert len(taken) == 2 and shown["1"] == "-" and shown["3"] != "-" and shown["4"] != "-"
+        assert ("2" in shown) == (seconds == 0.0)
+    assert columns[0] == columns[1] and len(columns[0]) == 3
+
+
+def count_collectives(args: list[str], seconds: float) -> int:
+    import torch.distributed
+
+    calls, log.LOG_INTERVAL_S = [], seconds
+    for name in ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list"):
+        function = getattr(torch.distributed, name)
+        setattr(torch.distributed, name, lambda *a, f=function, **k: calls.append(1) or f(*a, **k))
+    from distribuuuu.engine.graceful_stop import StopRequest
+
+    StopRequest.check = lambda self, position: None  # agrees once a second
+    train_model(load_cfg(None, args))
+    return len(calls)
+
+
+def test_lines_by_time_add_no_collective(image_folder, tmp_path):
+    counts = []
+    for seconds in (1e9, 0.0):
+        args = small_options(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
+        counts.append(on_processes(2, count_collectives, args, seconds))
+    assert counts[0] == counts[1]
+
+
+def test_an_evaluation_is_logged_by_time(clock, logged):
+    def loader():
+        for number in range(20):
+            clock.now += 4.0
+            yield number
+
+    class Sized:
+        __iter__ = staticmethod(loader)
+        __len__ = staticmethod(lambda: 20)
+
+    assert list(log.evaluation_bar(10)(Sized())) == list(range(20))
+    assert logged() == [f"validation: batch {number}/20" for number in (4, 8, 12, 16, 20)]
+
+
+# On a terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_rows(text: str) -> list[list[str]]:
+    """Return the words behind the time of each line that a terminal has kept."""
+    lines = re.sub(r"\r *\r?|\x1b\[[AK]", "\n", text).splitlines()
+    return [line.split()[1:] for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
+
+
+def test_a_terminal_shows_a_row_of_each_epoch_above_the_bar(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "200")  # of the bar
+    with log.logging_to(tmp_path, "train.log"), open_log(tmp_path, num_epochs=22, num_steps=4) as run_log:
+        for epoch in range(22):
+            for step in run_log.steps(epoch, 0):
+                clock.now += 1.0
+                if step % 2:
+                    count, loss = (30, 1.0) if step == 1 else (10, 3.0)
+                    run_log.train(epoch, step + 1, 0.1, {**METRICS, "count": count, "loss": loss}, 0.5)
+            run_log._bar.refresh()
+            run_log.evaluation(epoch, {"raw": {**METRICS, "top1": 77.25}}, {"raw": Best(77.25, epoch)})
+    rows = shown_rows(terminal.getvalue())
+    assert rows[:4] == [
+        ["epoch", "loss", "top1", "top5", "lr", "img/s", "data", "eta"],
+        ["1/22", "1.5000", "50.00", "90.00", "0.1", "10", "25%", "1m24s"],  # means over the images of the epoch
+        ["validation,", "epoch", "1:", "top1", "77.25", "top5", "90.00", "loss", "1.0000"],
+        ["best", "top1", "so", "far:", "77.25", "(epoch", "1)"],
+    ]
+    assert [row[0] for row in rows].count("epoch") == 2 and ["22/22"] == [row[0] for row in rows if "/" in row[0]][-1:]
+    bars = [part for part in re.split(r"[\r\n]", terminal.getvalue()) if part.startswith("epoch 2/22 |")]
+    assert bars[-1].endswith(", run 1m20s, loss 3.000, top1 50.0, val 77.25]"), bars[-1]
+    steps = [line.split()[2] for line in (tmp_path / "train.log").read_text().splitlines() if "/22 " in line]
+    assert len(steps) == 2 * 22, "the file has the rows of all steps and no others"
+
+
+@pytest.mark.parametrize(
+    ("columns", "header"),
+    [(120, "epoch step loss top1 top5 lr img/s data eta"), (80, "epoch loss top1 top5 lr img/s data eta"),
+     (60, "epoch loss top1 top5 lr img/s eta"), (46, "epoch loss top1 top5 eta"), (39, "epoch loss top1 eta"),
+     (20, "epoch loss")],
+)  # fmt: skip
+def test_the_table_of_epochs_fits_into_the_terminal(tmp_path, clock, monkeypatch, columns, header):
+    monkeypatch.setattr(log_table.os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    terminal.fileno = lambda: 2
+    with log.logging_to(tmp_path, ""), open_log(tmp_path, num_epochs=100, num_steps=1) as run_log:
+        for _ in run_log.steps(9, 0):
+            clock.now += 1e5
+            run_log.train(9, 1, 0.00012, METRICS, 0.5)
+    shown = [line for line in re.split(r"[\r\n]", terminal.getvalue()) if re.match(r"\d\d:", line)]
+    assert shown[0].split()[1:] == header.replace("step ", "").split()
+    assert max(map(len, shown)) <= max(columns, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_nothing_of_a_run_wraps_on_a_terminal_but_its_sentences(image_folder, tmp_path, columns, num_processes):
+    args = small_options(image_folder, tmp_path, "OPTIM.MAX_EPOCH", 3, "TRAIN.PRINT_FREQ", 2)
+    command = [sys.executable, "-m", "distribuuuu", "train", "--nproc", str(num_processes), *args]
+    text = run_on_terminal(command, columns)
+    bars = [part for part in re.split(r"[\r\n]|\x1b\[[AK]", text) if re.match(r"(epoch \d/3|validation) \|", part)]
+    assert len(bars) > 3 and max(map(len, bars)) <= columns, max(bars, key=len)
+    rows = [line for line in re.split(r"[\r\n]", text) if re.match(r"\d\d:\S+ +(epoch|\d/3) ", line)]
+    assert [row.split()[1] for row in rows] == ["epoch", "1/3", "2/3", "3/3"]
+    assert max(map(len, rows)) <= columns and text.count("validation, epoch") == 3
+
+
+def run_on_terminal(command: list[str], columns: int) -> str:
+    """Return what a command writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=theirs, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    parts = []
+    with contextlib.suppress(OSError):  # EIO: the last writer has exited
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    os.close(ours)
+    assert process.wait(timeout=60) == 0, b"".join(parts)
+    return b"".join(parts).decode()
+
+
+# What fits
+
+EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("labels", [LABELS, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
+@pytest.mark.parametrize("num_epochs, num_steps", [(1, 1), (90, 5004), (1000, 99999)])
+def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, labels, num_epochs, num_steps):
+    epoch = num_epochs - 1
+    run_log = open_log(tmp_path, num_epochs, num_steps, labels, 65536, epoch=epoch)
+    next(run_log.steps(epoch, num_steps - 1))
+    run_log._has_warned = True  # a warning may be longer
+    for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
+        metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(labels, share)}
+        run_log._read_position, run_log._eta_origin = run_log._read_position - 1, (clock.now - 1e6, -1)
+        run_log._timing.begin(clock.now)
+        clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
+        run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, metrics, 1e9)
+        clock.now += log.LOG_INTERVAL_S
+        run_log.show_step(epoch, num_steps, 0.000123)
+        bests = {kind: Best(share, epoch) for kind in ("raw", "ema")}
+        run_log.evaluation(epoch, {"raw": metrics, "ema": metrics}, bests)
+    most = max(logged(), key=len)
+    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in labels.values() else 81), most
+    if num_epochs == 90:
+        assert "  " in logged()[0].strip()
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0s"), (59.6, "1m00s"), (204, "3m24s"), (3599, "59m59s"), (18600, "5h10m"), (86399, "23h59m"),
+     (97200, "1d03h"), (8639999, "99d23h"), (86400 * 1234, "1234d")],
+)  # fmt: skip
+def test_durations(seconds, text):
+    assert log.format_duration(seconds) == text
+
+
+def test_numbers_are_short_and_right():
+    assert [log.format_lr(lr) for lr in (0, 0.1, 0.0234, 0.00123, 0.000123, 1e-6)] == [
+        "0", "0.1", "0.023", "0.0012", "1.2e-4", "1.0e-6"
+    ]  # fmt: skip
+    assert [log.format_speed(speed) for speed in (0.34, 9.96, 441.2, 99999.4, 123456, 1234567, 12345678)] == [
+        "0.3", "10", "441", "99999", "123k", "1235k", "12M"
+    ]  # fmt: skip
+    assert [log.format_decimal(loss, 6) for loss in (2.37453, 12.3456, 999.9999, 123456.7, 1e9)] == [
+        "2.3745", "12.346", "1000.0", "123457", "1e+09"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number, noun, text",
+    [(0, "image", "0 images"), (1, "image", "1 image"), (2000, "image", "2,000 images"), (1, "class", "1 class"),
+     (3, "class", "3 classes"), (2, "process", "2 processes"), (2, "batch", "2 batches"), (2, "epoch", "2 epochs"),
+     (2, "micro-batch", "2 micro-batches"), (1, "finished shard", "1 finished shard")],
+)  # fmt: skip
+def test_nouns_agree_with_their_numbers(number, noun, text):
+    assert counted(number, noun) == text
+
+
+def test_one_of_each_is_singular(image_folder, tmp_path):
+    args = small_options(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
+    cfg = load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0"])
+    train_model(cfg)
+    train_model(cfg)
+    text = (tmp_path / "train.log").read_text()
+    assert "global batch 48 = 1 image x 48 micro-batches x 1 process; 1 step per epoch" in text
+    assert "nothing to train: 1 epoch finished" in text and not re.search(r"\b1 [\w-]+[^s\W]s\b", text), text
+
+
+# Levels
+
+
+@pytest.mark.parametrize(
+    "stream, env, color",
+    [(Terminal, {}, True), (Terminal, {"NO_COLOR": "1"}, False), (Terminal, {"NO_COLOR": ""}, True),
+     (Terminal, {"TERM": "dumb"}, False), (io.StringIO, {}, False)],
+)  # fmt: skip
+def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream, env, color):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **env}.items():
+        monkeypatch.setenv(name, value)
+    terminal = stream()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    log.set_up_logging(tmp_path, "train.log")
+    try:
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logging.getLogger("distribuuuu.some").log(level, "100 %% of %s", "it")
+    finally:
+        log.close_logging()
+    plain = ["100 % of it", "WARNING: 100 % of it", "ERROR: 100 % of it"]
+    assert [line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()] == plain
+    shown = re.sub(r"\r|\x1b\[K", "", terminal.getvalue()).splitlines()
+    assert any("\x1b[33mWARNING:\x1b[0m 100" in line for line in shown) == color
+    assert any("\x1b[31mERROR:\x1b[0m 100" in line for line in shown) == color
+    if not color:
+        assert "\x1b[3" not in terminal.getvalue()
+        assert [line.split(" ", 1)[1] for line in shown if line] == plain
+
+
+# The last lines
+
+
+@pytest.mark.slow
+def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(image_folder, tmp_path):
+    out_dir = tmp_path / "an out"
+    args = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)
+    train_model(load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1"]))
+    assert "time of all starts" not in (out_dir / "train.log").read_text()
+    train_model(load_cfg(None, args))
+    lines = [line[15:] for line in (out_dir / "train.log").read_text().splitlines()]
+    assert lines[-2].startswith("time of all starts: ") and re.fullmatch(
+        rf"finished in \d+s; files: {out_dir}", lines[-1]
+    )
+    results = json.loads((out_dir / "results.json").read_text())["accuracy"]
+    for kind, name in (("raw", "best.pth.tar"), ("ema", "best_ema.pth.tar")):
+        best, label = results[kind]["best"], "" if kind == "raw" else "ema "
+        at = lines.index(f"best {label}top1: {best['top1']:.2f} (epoch {best['epoch']}); weights: {out_dir / name}")
+        command = shlex.split(lines[at + 1].removeprefix("to evaluate: "))
+        assert command == ["distribuuuu", "test", "--cfg", f"{out_dir}/config.yaml", "MODEL.WEIGHTS",
+                           str(out_dir / name)]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr
+
+
+def test_names_in_a_line_reach_a_terminal_as_escape_sequences():
+    record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING",
+                                    "msg": "broken image: %s", "args": ("\x1b[2J\u202egpj.\udcff",)})  # fmt: skip
+    line = log._LineFormatter("%H:%M").format(record)
+    assert line.endswith("WARNING: broken image: \\x1b[2J\\u202egpj.\\udcff")
+    assert log._LineFormatter("%H:%M").format(record) == line, "of the next handler"

@@ -1,0 +1,282 @@
+"""Python API: results, errors as exceptions, signals, and the state of the process after a run."""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from support.images import draw_folder
+from support.runs import ROOT, assert_same_run, newest, small_options
+from torch import nn
+
+import distribuuuu
+from distribuuuu import api
+from distribuuuu.api import TrainResult
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.reader import read_cfg
+from distribuuuu.config.registry import MODELS
+from distribuuuu.distributed.comm import GroupState
+from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.launch import signals
+from distribuuuu.launch.signals import RunStopped, SignalState, exit_now
+
+
+@pytest.fixture
+def options(image_folder, tmp_path) -> dict:
+    """Overrides of a run of one epoch; OUT_DIR is `tmp_path / "out"`."""
+    words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+class Signaling(nn.Sequential):
+    """A model that sends signals to its process in training: one in each forward pass from the third on."""
+
+    def __init__(self, num_classes: int, signum: int):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+        self.signum, self.num_passes = signum, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.num_passes += self.training
+        if self.training and self.num_passes >= 3:
+            os.kill(os.getpid(), self.signum)
+            time.sleep(0.05)  # the thread that receives the signal
+        return super().forward(images)
+
+
+@MODELS.register
+def signaling(num_classes: int, signum: int = signal.SIGINT) -> nn.Module:
+    """Return a `Signaling`."""
+    return Signaling(num_classes, signum)
+
+
+# ------------------------------------------------------------------------------------------- import
+
+
+def test_the_import_imports_nothing_that_takes_time():
+    code = (
+        "import sys; import distribuuuu;"
+        "assert {'train', 'evaluate', 'predict', 'load_run'} <= set(distribuuuu.__all__);"
+        "assert set(distribuuuu.__all__) <= set(dir(distribuuuu));"
+        "sys.exit(bool({'torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.api'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_members_are_found_on_first_use():
+    assert distribuuuu.train is api.train and distribuuuu.evaluate is api.evaluate
+    assert distribuuuu.ConfigError is ConfigError and distribuuuu.RunStopped is RunStopped
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        distribuuuu.trian  # noqa: B018
+
+
+def test_a_run_predicts_images(image_folder, small_cfg):
+    result = distribuuuu.train(small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
+    images = sorted((image_folder / "val").rglob("*.jpg"))
+    expected = distribuuuu.load_run(result.out_dir).predict(images, topk=2)
+    for run in (result, result.out_dir, str(result.weights), distribuuuu.load_run(result.out_dir)):
+        assert distribuuuu.predict(run, images, topk=2) == expected
+    assert len(expected) == 37 and len(expected[0].labels) == 2
+    with pytest.raises(ConfigError, match="no/such"):
+        distribuuuu.predict("no/such/run", images)
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def test_a_training_returns_its_results_and_can_be_evaluated(options, tmp_path):
+    out = tmp_path / "out"
+    result = distribuuuu.train(None, {**options, "EMA.HALF_LIFE": 30, "TRAIN.TOPK": 2})
+    assert result.out_dir == out and result.weights == out / "best_ema.pth.tar"
+    assert result.results["training"]["epochs_done"] == 1
+    last = result.results["accuracy"]["ema"]["last"]
+    assert result.metrics == {"top1": last["top1"], "top2": last["topk"], "loss": last["loss"]}
+    assert result.best == max(result.results["accuracy"][kind]["best"]["top1"] for kind in ("raw", "ema"))
+    assert "results" not in repr(result)
+    expected = {**result.metrics, "count": 37}
+    for run in (result, out, str(out), result.weights):
+        assert distribuuuu.evaluate(run) == pytest.approx(expected, abs=1e-5)
+    raw = distribuuuu.evaluate(out / "best.pth.tar", ["TEST.BATCH_SIZE", 5])
+    assert raw["top1"] == result.results["accuracy"]["raw"]["last"]["top1"] and raw["count"] == 37
+    loaded = types.SimpleNamespace(cfg=load_cfg(str(out / "config.yaml")), source=str(result.weights))
+    assert distribuuuu.evaluate(loaded) == pytest.approx(expected, abs=1e-5)
+    assert distribuuuu.evaluate(loaded.cfg, {"MODEL.WEIGHTS": result.weights}) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_finished_run_is_not_trained_again(options):
+    first = distribuuuu.train(None, options)
+    again = distribuuuu.train(None, [word for pair in options.items() for word in pair])
+    assert again == first
+
+
+def test_no_epoch_has_no_results(options):
+    result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
+    assert (result.metrics, result.results, result.weights) == ({}, {}, None)
+
+
+def test_values_of_python_types(options, tmp_path):
+    values = {"MODEL.KWARGS": {"width": 8}, "OPTIM.STEPS": [1], "OPTIM.LR_POLICY": "steps", "RNG_SEED": None,
+              "LOG.TENSORBOARD": False, "OUT_DIR": tmp_path / "other", "DATA.MEAN": (0.5, 0.5, 0.5)}  # fmt: skip
+    distribuuuu.train(None, {**options, **values})
+    cfg = load_cfg(str(tmp_path / "other" / "config.yaml"))
+    assert (cfg.MODEL.KWARGS.width, cfg.OPTIM.STEPS, cfg.RNG_SEED, cfg.DATA.MEAN) == (8, (1,), None, (0.5, 0.5, 0.5))
+
+
+def test_a_config_set_in_python_is_the_same_as_a_file(options, tmp_path):
+    words = [word for pair in options.items() for word in pair]
+    from_words = load_cfg("shapes/resnet14", [*words, "MODEL.KWARGS", "{width: 8, 'a.b': 2}"])
+    tree, problems = read_cfg(from_words)
+    assert (tree.dump(), tree.origins, problems) == (from_words.dump(), from_words.origins, [])
+    cfg = get_cfg()
+    cfg.OPTIM.BASE_LR, cfg.OPTIM.STEPS, cfg.MODEL.KWARGS.width, cfg.TRAIN.DATASET = 1, [3, 5], 8, "/data"
+    tree, problems = read_cfg(cfg, ["OPTIM.MAX_EPOCH", "9"])
+    assert (tree.OPTIM.BASE_LR, tree.OPTIM.STEPS, tree.MODEL.KWARGS.width, problems) == (1.0, (3, 5), 8, [])
+    assert type(tree.OPTIM.BASE_LR) is float and tree.OPTIM.MAX_EPOCH == 9 and cfg.OPTIM.MAX_EPOCH == 100
+    assert tree.TEST.DATASET == "/data" and tree.is_frozen() and not cfg.is_frozen()
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def problems_of(call, *args) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_problems_are_raised_and_name_their_origin(options):
+    cfg = get_cfg()
+    cfg.OPTIM.BASELR, cfg.OPTIM.MAX_EPOCH = 1, "many"
+    found = problems_of(distribuuuu.train, cfg, {"TRAIN.BATCHSIZE": 3})
+    assert [problem.split(";")[0] for problem in found] == [
+        "OPTIM.MAX_EPOCH (config): got 'many'",
+        "OPTIM.BASELR (config): no such key",
+        "TRAIN.BATCHSIZE (overrides): no such key",
+    ]
+    odd = problems_of(distribuuuu.train, None, ["OUT_DIR"])
+    assert odd == ["overrides: expected KEY VALUE pairs, but 'OUT_DIR' has no value"]
+    assert "expected a dict or a list" in problems_of(distribuuuu.train, None, "OUT_DIR x")[0]
+    assert "did you mean configs/shapes/resnet14.yaml" in problems_of(distribuuuu.train, "shapes/resnet41")[0]
+
+
+def test_what_cannot_be_evaluated(options, tmp_path):
+    assert "config.yaml does not exist; fix: pass the OUT_DIR" in problems_of(distribuuuu.evaluate, tmp_path)[0]
+    (tmp_path / "x.pth").write_bytes(b"x")
+    assert "does not exist; fix: pass the OUT_DIR" in problems_of(distribuuuu.evaluate, tmp_path / "x.pth")[0]
+    assert "no such file" in problems_of(distribuuuu.evaluate, tmp_path / "none")[0]
+    distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
+    assert "is not set, and" in problems_of(distribuuuu.evaluate, tmp_path / "out")[0]
+
+
+def test_an_error_during_the_run_is_raised(options, tmp_path):
+    for split, count in (("train", 16), ("val", 4)):
+        draw_folder(tmp_path / "broken", split, {"ant": count, "bee": count, "cat": count})
+    (tmp_path / "broken" / "train" / "bee" / "003.jpg").write_bytes(b"\xff\xd8\xff")
+    broken = {**options, "TRAIN.DATASET": tmp_path / "broken"}
+    assert "bee/003.jpg" in problems_of(distribuuuu.train, None, broken)[0]
+    assert distribuuuu.train(None, {**options, "TRAIN.AUTO_RESUME": False}).metrics
+
+
+def test_one_run_at_a_time(options):
+    with api._run_of_program():
+        assert "a run is active in this process" in problems_of(distribuuuu.train, None, options)[0]
+
+
+# --------------------------------------------------------------------------------- signals and state
+
+
+def test_ctrl_c_saves_and_the_same_call_resumes(options, tmp_path):
+    settings = {**options, "MODEL.ARCH": "signaling", "MODEL.KWARGS": {"signum": int(signal.SIGINT)}}
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="a checkpoint was saved"):
+        distribuuuu.train(None, settings)
+    assert newest(tmp_path / "out")["step"] == 2 and signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(KeyboardInterrupt):
+        distribuuuu.train(None, settings)
+    assert newest(tmp_path / "out")["step"] == 4
+
+
+def test_another_signal_raises_run_stopped(options, tmp_path):
+    settings = {**options, "MODEL.ARCH": "signaling", "MODEL.KWARGS": {"signum": int(signal.SIGTERM)}}
+    with pytest.raises(distribuuuu.RunStopped, match="SIGTERM"):
+        distribuuuu.train(None, settings)
+    assert newest(tmp_path / "out")["step"] == 2
+
+
+def test_a_second_ctrl_c_interrupts_and_the_process_continues(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    monkeypatch.setattr(StopRequest, "check", lambda self, position: None)  # hangs, as far as signals are concerned
+    settings = {**options, "MODEL.ARCH": "signaling", "OPTIM.MAX_EPOCH": 50}
+    with pytest.raises(KeyboardInterrupt):
+        distribuuuu.train(None, settings)
+    assert SignalState.on_second_signal is exit_now
+    assert not (tmp_path / "out" / ".lock").exists(), "OUT_DIR is not locked any more"
+    monkeypatch.undo()
+
+
+def state_of_the_process() -> dict:
+    """Return what a run must leave as it was."""
+    logger, cudnn = logging.getLogger("distribuuuu"), torch.backends.cudnn
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # of a queue that has been closed; it ends soon
+            thread.join(10)
+    return {
+        "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "wakeup": wakeup,
+        "threads": {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"},
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text() if sys.platform == "linux" else "",
+        "logger": (logger.handlers[:], logger.level, logger.propagate),
+        "torch": (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),
+                  torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled()),
+        "classes": (GroupState.local_rank, SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file),
+        "process": (PIL.Image.MAX_IMAGE_PIXELS, threading.excepthook, sys.excepthook, dict(os.environ), os.getcwd()),
+    }  # fmt: skip
+
+
+def test_two_runs_leave_no_state_and_are_equal(options, tmp_path, capsys):
+    handler = logging.StreamHandler(sys.stdout)
+    logging.getLogger("distribuuuu").addHandler(handler)
+    settings = {**options, "TRAIN.WORKERS": 1, "CUDNN.DETERMINISTIC": True, "LOG.TENSORBOARD": True,
+                "DATA.MAX_PIXELS": 10**9}  # fmt: skip
+    before = state_of_the_process()
+    for name in ("one", "two"):
+        distribuuuu.train(None, {**settings, "OUT_DIR": tmp_path / name})
+        assert state_of_the_process() == before
+    assert handler in logging.getLogger("distribuuuu").handlers
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(ConfigError):
+        distribuuuu.train(None, {**settings, "OUT_DIR": tmp_path / "three", "MODEL.WEIGHTS": __file__})
+    assert state_of_the_process() == before
+    distribuuuu.evaluate(tmp_path / "one")
+    assert state_of_the_process() == before
+
+
+@pytest.mark.slow
+def test_a_run_in_a_thread_handles_no_signals(options, tmp_path):
+    results, handlers = [], []
+
+    def watch(self, position):
+        handlers.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopRequest, "check", watch)
+        thread = threading.Thread(target=lambda: results.append(distribuuuu.train(None, options)))
+        thread.start()
+        thread.join()
+    assert isinstance(results[0], TrainResult) and results[0].metrics
+    assert set(handlers) == {before}
+    distribuuuu.train(None, {**options, "OUT_DIR": tmp_path / "main"})
+    assert_same_run(tmp_path / "out", tmp_path / "main")

@@ -1,0 +1,112 @@
+"""The wheel: what it contains, and the commands of an installation outside the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.runs import ROOT
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("MODEL.KWARGS.width", 8, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.WORKERS", 0)
+
+
+def run(*command: object, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
+    """Run a command without the checkout on the import path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    environment |= {"OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment, timeout=300)
+    assert not check or done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel that is built from a source distribution, as by `python -m build`."""
+    pytest.importorskip("setuptools")
+    root = tmp_path_factory.mktemp("build")
+    source = root / "source"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("distribuuuu", "configs", "tools", "benchmarks", "docs", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "shipped"))
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", root, cwd=source)
+    shutil.unpack_archive(next(root.glob("*.tar.gz")), root)
+    unpacked = next(path for path in root.iterdir() if path.is_dir() and path != source)
+    run(sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", root, cwd=unpacked)
+    return next(root.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    """The folder of the programs of a virtual environment with the wheel; its other packages are those of the tests."""
+    root = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", root, cwd=root)
+    packages = next((root / "lib").glob("python*/site-packages"))
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    run(root / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, cwd=root)
+    found = run(root / "bin" / "python", "-c", "import distribuuuu; print(distribuuuu.__file__)", cwd=root).stdout
+    assert Path(found.strip()).is_relative_to(packages)
+    return root / "bin"
+
+
+def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
+    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir()]
+    assert shipped == {str(path.relative_to(ROOT)) for path in [*expected, ROOT / "benchmarks" / "reported.yaml"]}
+    code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/files/")}
+    found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
+    assert code == {str(path.relative_to(ROOT)) for path in found}
+    assert all(name.startswith(("distribuuuu/", "distribuuuu-")) for name in names)
+
+
+def test_the_commands_of_an_installation(programs, tmp_path):
+    command = programs / "distribuuuu"
+    listed = run(command, cwd=tmp_path).stdout
+    assert listed.startswith("usage: distribuuuu COMMAND")
+    assert run(programs / "python", "-m", "distribuuuu", cwd=tmp_path).stdout == listed.replace(
+        "distribuuuu COMMAND", "python -m distribuuuu COMMAND"
+    )
+    wrong = run(command, "train", "--cfg", "shapes/resnet41", cwd=tmp_path, check=False)
+    assert wrong.returncode == 2 and "did you mean shapes/resnet14.yaml" in wrong.stderr
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    train = ("train", "--cfg", "shapes/resnet14", "OUT_DIR", "r", *SMALL)
+    done = run(command, *train, "--nproc", 2, cwd=tmp_path, **cache)
+    assert "launcher: --nproc, process 0 of 2" in done.stderr
+    results = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert (results["config"], results["commit"]) == ("shapes/resnet14", None)
+    words = done.stderr.partition("to evaluate: ")[2].splitlines()[0].split()
+    assert words[:2] == ["distribuuuu", "test"]
+    assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
+    assert "| shapes/resnet14, " in run(command, "table", "r", cwd=tmp_path).stdout
+    for names in ("imagenet/resnet50", "imagenet"):
+        assert "| imagenet/resnet50 " in run(command, "table", "--configs", names, cwd=tmp_path).stdout
+    run(command, "pack", "packed", "--cfg", "shapes/resnet14", "--split", "val", "--workers", 0, cwd=tmp_path, **cache)
+    run(command, "pack", "--verify", "packed", "--workers", 0, cwd=tmp_path, **cache)
+
+
+def test_the_slurm_scripts_of_an_installation_name_its_command(programs, tmp_path):
+    code = "from distribuuuu.config.locate import shipped_file; print(shipped_file('tools/slurm'))"
+    scripts = Path(run(programs / "python", "-c", code, cwd=tmp_path).stdout.strip())
+    assert {path.name for path in scripts.iterdir()} == {path.name for path in (ROOT / "tools" / "slurm").iterdir()}
+    assert all("-m distribuuuu train" in path.read_text() for path in scripts.iterdir())
+
+
+def test_the_python_api_of_an_installation(programs, tmp_path):
+    code = (
+        "import distribuuuu, threading\n"
+        f"overrides = {['OUT_DIR', 'r', *SMALL]!r}\n"
+        "result = distribuuuu.train('shapes/resnet14', overrides)\n"
+        "print(sorted(result.metrics), distribuuuu.evaluate(result)['count'])\n"
+    )
+    done = run(programs / "python", "-c", code, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.stdout.splitlines()[-1] == "['loss', 'top1', 'top5'] 500"
