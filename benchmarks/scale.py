@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what grows with the number of processes: collectives, start-up traffic, and the connections of the watchdog.
+"""Measure what grows with the number of processes: collectives, start-up traffic, and the watchdog.
 
 python benchmarks/scale.py collectives --processes 2 4 8 16
 python benchmarks/scale.py start --processes 8 32 128
@@ -8,7 +8,7 @@ python benchmarks/scale.py watchdog --processes 4096 --seconds 60
 `collectives` trains with real gloo processes on this machine and counts the collectives of rank 0 by torch's profiler.
 `start` forks processes that only join the process group, with gloo's full mesh (eager) and with connections at their
 first use (lazy), and compares the results of collectives of both bit by bit. The bytes are those of the kernel (Linux).
-`watchdog` holds one connection for each process to a real server, then closes one of them.
+`watchdog` lets one process exchange the states of all with the watchdog of another, then closes a connection.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import math
 import multiprocessing
 import os
 import resource
-import selectors
 import socket
 import struct
 import subprocess
@@ -31,10 +30,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as torch_dist
 from machine import describe_run
 
+from distribuuuu.distributed.watchdog_monitor import (
+    REQUESTS_PER_PERIOD,
+    Monitor,
+    State,
+    name_of,
+    period_s,
+    read_states,
+)
 from distribuuuu.launch.ports import find_free_port
 
+# Connections to the store over which the simulated processes of the watchdog exchange their states.
+MAX_STORE_CONNECTIONS = 16
 PHASES = ("start", "step", "evaluation", "checkpoint", "between")
 # Bytes of an element by the profiler's name of its type.
 ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
@@ -219,85 +229,93 @@ def count_sockets(store_port: int) -> dict[str, int]:
 
 
 def measure_watchdog(num: int, seconds: float) -> None:
-    """Hold `num` connections to a watchdog server for some seconds, then close one and wait for the end of all."""
+    """Let `num` processes write their states for some seconds, then end one and wait for the end of all.
+
+    The store and the monitor are in a process of their own, as on rank 0. The other processes are simulated by one.
+    """
     context = multiprocessing.get_context("spawn")
     parent, child = context.Pipe()
     server = context.Process(target=_serve, args=(num, child))
     server.start()
-    port, token, memory_before = parent.recv()
+    store_port, memory_before = parent.recv()
     _raise_file_limit()
-    selector, connections = selectors.DefaultSelector(), []
     began = time.perf_counter()
-    for rank in range(num):
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(
-            token.encode() + b"\n" + json.dumps({"rank": rank, "host": f"node{rank // 8}"}).encode() + b"\n"
-        )
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ, rank)
-        connections.append(connection)
+    stores = [
+        torch_dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+        for _ in range(min(num, MAX_STORE_CONNECTIONS))
+    ]
+    members = [_Member(rank, stores[rank % len(stores)]) for rank in range(num)]
+    parent.send("monitor")
+    monitor_port = parent.recv()
+    for member in members:
+        member.connect(monitor_port)
     connected_s = time.perf_counter() - began
     parent.send("usage")
     cpu_s, _ = parent.recv()
-    alarms = _beat(selector, connections, seconds)
+    began, written_before = time.perf_counter(), sum(member.state.num_writes for member in members)
+    ended = _exchange(members, lambda ended: time.perf_counter() > began + seconds)
+    elapsed_s = time.perf_counter() - began
+    num_requests = REQUESTS_PER_PERIOD * (sum(member.state.num_writes for member in members) - written_before)
     parent.send("usage")
     cpu_after_s, memory = parent.recv()
-    share = (cpu_after_s - cpu_s) / seconds
-    print(f"{num:5d} connections in {connected_s:.2f} s; {seconds:.0f} s: {alarms} false alarms, server "
-          f"{share:.2%} of a core, {memory - memory_before:.1f} MiB more")  # fmt: skip
-    selector.unregister(connections[-1])
+    print(f"{num:5d} processes connected in {connected_s:.2f} s; {elapsed_s:.0f} s: {ended} false alarms, "
+          f"{num_requests / elapsed_s:,.0f} requests a second, one period {period_s(num):.1f} s, rank 0 "
+          f"{(cpu_after_s - cpu_s) / elapsed_s:.2%} of a core, {memory - memory_before:.1f} MiB more")  # fmt: skip
     began = time.perf_counter()
-    connections[-1].close()
-    ended = _count_ended(selector, num - 1)
-    print(f"{num:5d} one process died: {ended} of {num - 1} others ended within {time.perf_counter() - began:.2f} s")
+    members.pop().connection.close()
+    alive = members[1:]  # rank 0 ends last
+    num_ended = _exchange(alive, lambda ended: ended == num - 2 or time.perf_counter() > began + 30)
+    print(
+        f"{num:5d} one process died: {num_ended} of {num - 2} others ended within {time.perf_counter() - began:.2f} s"
+    )
     server.terminate()
-    if alarms or ended < num - 1:
+    if ended or num_ended < num - 2:
         sys.exit(1)
 
 
-def _serve(num: int, pipe: Any) -> None:
-    from distribuuuu.distributed.watchdog_server import WatchdogServer
+class _Member:
+    """The state and the connections of a process."""
 
-    memory, token = _memory_mib(), "0" * 32
-    server = WatchdogServer(num, token, timeout_s=600)
-    server.start()
-    pipe.send((server.ports[0], token, memory))
+    def __init__(self, rank: int, store: torch_dist.Store):
+        self.rank, self.state, self.store = rank, State(host=f"node{rank // 8}"), store
+        self.store.set(f"order {rank}", "{}")
+        self.state.write(self.store, rank)
+
+    def connect(self, monitor_port: int) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", monitor_port))
+        self.state.sender = name_of(self.connection.getsockname())
+
+
+def _exchange(members: list[_Member], is_over: Callable[[int], bool]) -> int:
+    """Exchange states and orders, each process once in a period, until is_over(the number that ended); return it."""
+    interval_s, began, ended = period_s(len(members)), time.perf_counter(), set()
+    due = [began + interval_s * number / len(members) for number in range(len(members))]
+    while not is_over(len(ended)):
+        now = time.perf_counter()
+        for number, member in enumerate(members):
+            if now >= due[number] and member.rank not in ended:
+                member.state.num_marks += 1
+                member.state.write(member.store, member.rank)
+                if "end" in json.loads(member.store.multi_get([f"order {member.rank}", "state 0"])[0]):
+                    ended.add(member.rank)
+                    member.connection.close()
+                due[number] = time.perf_counter() + interval_s
+        time.sleep(0.005)
+    return len(ended)
+
+
+def _serve(num: int, pipe: Any) -> None:
+    memory = _memory_mib()
+    _raise_file_limit()
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send((store.port, memory))
+    pipe.recv()
+    monitor = Monitor(store, read_states(store, num), 600, 600)
+    monitor.start()
+    pipe.send(monitor.port)
     while True:
         pipe.recv()
         pipe.send((time.process_time(), _memory_mib()))
-
-
-def _beat(selector: selectors.BaseSelector, connections: list[socket.socket], seconds: float) -> int:
-    """Send heartbeats at the interval that the server demands; return the number of orders to end."""
-    num, interval_s, alarms = len(connections), 1.0, 0
-    began = time.monotonic()
-    next_beats = [began + interval_s * rank / num for rank in range(num)]
-    step = 0
-    while (now := time.monotonic()) < began + seconds:
-        for key, _ in selector.select(timeout=0.01):
-            for line in key.fileobj.recv(1 << 16).splitlines():
-                message = json.loads(line)
-                interval_s = message.get("beat_s", interval_s)
-                alarms += "end" in message
-        step += 1
-        for rank, due in enumerate(next_beats):
-            if now >= due:
-                beat = {"at": f"epoch 1, step {step}", "marks": step, "starting": False}
-                connections[rank].send(json.dumps(beat).encode() + b"\n")
-                next_beats[rank] = now + interval_s
-    return alarms
-
-
-def _count_ended(selector: selectors.BaseSelector, num: int) -> int:
-    """Return the number of processes that receive the order to end within 30 s; each then closes its connection."""
-    ended, deadline = 0, time.monotonic() + 30
-    while ended < num and time.monotonic() < deadline:
-        for key, _ in selector.select(timeout=0.1):
-            if b'"end"' in key.fileobj.recv(1 << 16):
-                ended += 1
-                selector.unregister(key.fileobj)
-                key.fileobj.close()
-    return ended
 
 
 def _memory_mib() -> float:
@@ -325,8 +343,6 @@ def main() -> None:
         run_rank(flags.folder)
         return
     print(describe_run(), flush=True)
-    if flags.kind == "start":
-        import torch.distributed  # noqa: F401  # once, before the forks
     for num in flags.processes:
         if flags.kind == "collectives":
             measure_collectives(num)

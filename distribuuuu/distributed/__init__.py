@@ -7,5 +7,5 @@
 - zero1.py: DIST.SHARD zero1: optimizer state sharded
 - sync_batchnorm.py: batch norm statistics over all processes
 - activation_checkpoint.py, model_blocks.py: recompute the activations of repeated blocks
-- watchdog.py, watchdog_server.py: end all processes after one has died, failed or stalled
+- watchdog.py, watchdog_monitor.py: end all processes after one has died, failed or stalled
 """

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import secrets
 import socket
 import sys
 import time
@@ -20,10 +19,10 @@ import torch.distributed as torch_dist
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.comm import GroupState, PeerError
-from distribuuuu.distributed.watchdog import WatchdogClient
-from distribuuuu.distributed.watchdog_server import WatchdogServer
+from distribuuuu.distributed.watchdog import Watchdog
+from distribuuuu.distributed.watchdog_monitor import Monitor, read_states
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import choose_addresses, find_own_address, find_port_problem
+from distribuuuu.launch.ports import choose_address, find_own_address, find_port_problem
 from distribuuuu.launch.signals import SignalState
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def find_device(local_rank: int) -> torch.device:
 class _Early:
     """The store of this start, if it was needed before the process group."""
 
-    store: torch_dist.Store | None = None
+    store: torch_dist.PrefixStore | None = None
 
 
 def exchange(launch: Launch, number: int, timeout_s: float, startup_timeout_s: float) -> list[int]:
@@ -175,60 +174,52 @@ def _join_group(
 
 @contextlib.contextmanager
 def _run_watchdog(
-    launch: Launch, store: torch_dist.Store, limits: tuple[float, float], report_dir: str
+    launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float], report_dir: str
 ) -> Iterator[None]:
     """Run the watchdog for the length of the block, and report an exception in it to the other processes."""
-    server = _start_watchdog_server(launch, store, limits)
-    token, addresses = json.loads(store.get("hub"))
-    client = None
-    if addresses:
-        host, port = addresses[store.get(f"address of {launch.rank}").decode()]
-        try:
-            client = WatchdogClient(launch.rank, (host, port), token, report_dir)
-            client.start()
-        except OSError as error:  # e.g. a firewall that allows the ports of the backend only
-            logger.warning("watchdog disabled: cannot connect to %s:%d: %s", host, port, error)
-    WatchdogClient.current = client
+    name, shared = store.compare_set("watchdog", "", uuid.uuid4().hex).decode(), store.underlying_store
+    assert isinstance(shared, torch_dist.TCPStore), "as create_store returns it"
+    second = torch_dist.TCPStore(shared.host, shared.port, is_master=False, wait_for_workers=False)
+    own, is_hosted = torch_dist.PrefixStore(name, second), launch.address is None
+    address = find_own_address(shared.host)
+    watchdog = Watchdog(launch.rank, launch.world_size, own, *limits, report_dir, address, is_hosted)
+    monitor = _start_monitor(launch, own, limits) if launch.rank == 0 else None
+    if place := json.loads(own.get("monitor")):
+        watchdog.connect(*place)
+        watchdog.start()
+        Watchdog.current = watchdog
     try:
         yield
     except Exception as error:
         if not getattr(error, "on_all_processes", False):
             SignalState.is_ending = True
             status = error.status if isinstance(error, ConfigError) else None
-            if client:
-                client.fail(status, isinstance(error, PeerError) or is_communication_error(error))
+            if Watchdog.current:
+                watchdog.fail(status, isinstance(error, PeerError) or is_communication_error(error))
             if isinstance(error, ConfigError):
                 error.one_process = True
         raise
     finally:
-        if client:
-            client.close()
-        WatchdogClient.current = None
-        if server:
-            server.close()
+        if Watchdog.current:
+            watchdog.close()
+        Watchdog.current = None
+        if monitor:
+            monitor.close()
 
 
-def _start_watchdog_server(
-    launch: Launch, store: torch_dist.Store, limits: tuple[float, float]
-) -> WatchdogServer | None:
-    """Start the watchdog server on rank 0 and publish its addresses; it listens on those of this run only."""
-    own = find_own_address(launch.address or os.environ["MASTER_ADDR"])
-    store.set(f"address of {launch.rank}", own)
-    if launch.rank != 0:
-        return None
-    peers = {store.get(f"address of {rank}").decode() for rank in range(launch.world_size)}
-    reached_at = choose_addresses(own, peers)
-    token, addresses = secrets.token_hex(16), sorted(set(reached_at.values()))
+def _start_monitor(launch: Launch, store: torch_dist.Store, limits: tuple[float, float]) -> Monitor | None:
+    """Start the watchdog's monitor on rank 0 and publish its place."""
+    states = read_states(store, launch.world_size)
+    address = choose_address(states[0].address, [state.address for state in states if state.host != states[0].host])
     try:
-        server = WatchdogServer(launch.world_size, token, *limits, addresses)
-        server.start()
+        monitor = Monitor(store, states, *limits, address)
+        monitor.start()
     except OSError as error:
-        logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", ", ".join(addresses), error)
-        store.set("hub", json.dumps([token, {}]))
+        logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", address, error)
+        store.set("monitor", "null")
         return None
-    ports = dict(zip(addresses, server.ports, strict=True))
-    store.set("hub", json.dumps([token, {peer: (address, ports[address]) for peer, address in reached_at.items()}]))
-    return server
+    store.set("monitor", json.dumps([states[0].host, address, monitor.port]))
+    return monitor
 
 
 def is_communication_error(error: Exception) -> bool:
@@ -283,7 +274,7 @@ class _JoinTimeout:
             logger.warning("%s", report)
 
 
-def create_store(launch: Launch, timeout_s: float) -> torch_dist.Store:
+def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
     """Return a key-value store that all processes of this start share, after all of them have joined.
 
     Raises:

@@ -1,73 +1,109 @@
-"""Watchdog client: ends this process within seconds after another process has died, failed or stalled.
+"""Watchdog: ends this process within seconds after another process has died, failed or stalled.
 
-Without it the others would wait in a collective until a time-out. Rank 0 runs the server (watchdog_server.py). Every
-process, rank 0 included, holds one TCP connection to it and sends its position in a heartbeat. A broken connection is
-a death; too long without progress is a stall. The server then tells every process how to exit: one logs the rank, the
-host and the last position of the culprit, and a process that raised an exception prints it last. Imports no torch.
+Without it the others would wait in a collective until a time-out. Each process writes its state to the store of the
+process group and reads the order of the monitor (watchdog_monitor.py), which runs on rank 0. One process logs the rank,
+the host and the last position of the culprit; a process that raised an exception prints it last.
 """
 
 import contextlib
+import faulthandler
+import json
 import logging
 import os
 import selectors
 import socket
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
+
+import torch.distributed as torch_dist
 
 from distribuuuu.config.run_files import STACKS
-from distribuuuu.distributed.watchdog_server import (
+from distribuuuu.distributed.watchdog_monitor import (
     CAUSE_WAIT_S,
     EXIT_GRACE_S,
-    HEARTBEAT_S,
     LAST_STEP,
     UNREACHABLE_S,
-    JsonLines,
+    State,
+    is_unreachable,
+    keep_alive,
+    name_of,
+    period_s,
 )
+from distribuuuu.launch.detect import has_lost_launcher
 from distribuuuu.launch.signals import end_process, write_stacks
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Attempts to connect, one per heartbeat, before the process continues without the watchdog.
-MAX_ATTEMPTS = 30
+# Seconds after the time-out of a stall at which a process ends itself although its interpreter lock is held.
+ALARM_S = 60.0
 
 
-class WatchdogClient(threading.Thread):
-    """Thread that reports this process's position and ends it when the server says so or has died.
+class Watchdog(threading.Thread):
+    """Thread that reports the state of this process, and ends it when the monitor says so or rank 0 has died.
 
     Args:
         rank: rank of this process.
-        address: host and port of the server.
-        token: authenticates the connection.
+        world_size: number of processes.
+        store: a connection of its own to the store: an operation of another one may wait for a key for minutes.
+        timeout_s: seconds without progress after which a process counts as stalled.
+        startup_timeout_s: the same in its first step or first evaluation.
         report_dir: receives `stacks/rank_N.txt` on a time-out.
+        address: from which this process reaches the machine of the store.
+        is_hosted_by_launcher: the store is that of torchrun, which may have died; else that of rank 0.
     """
 
-    current: ClassVar["WatchdogClient | None"] = None
+    current: ClassVar["Watchdog | None"] = None
 
-    def __init__(self, rank: int, address: tuple[str, int], token: str, report_dir: str | os.PathLike):
-        super().__init__(name="watchdog client", daemon=True)
-        self.rank = rank
-        self._address, self._token = address, token
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: torch_dist.Store,
+        timeout_s: float,
+        startup_timeout_s: float,
+        report_dir: str | os.PathLike,
+        address: str = "",
+        is_hosted_by_launcher: bool = False,
+    ):
+        super().__init__(name="watchdog", daemon=True)
+        self.rank, self.world_size, self.state = rank, world_size, State(address=address)
+        self.period_s = period_s(world_size)
+        self._store, self._is_hosted_by_launcher = store, is_hosted_by_launcher
+        self._limits = timeout_s, startup_timeout_s
         self._stacks_file = Path(report_dir) / STACKS / f"rank_{rank}.txt"
-        self._lines = self._connect()
-        self._position, self._num_marks, self._is_starting = "its start", 0, True
-        self._heartbeat_s, self._limit_s, self._server_host = HEARTBEAT_S, float("inf"), ""
-        self._is_reporter = self._is_leaving = self._is_culprit = False
-        self._may_raise = threading.Event()
+        self._main_host, self._num_main_writes = "", 0
+        self._connection: socket.socket | None = None
+        self._wake, self._may_raise, self._is_over = threading.Event(), threading.Event(), threading.Event()
+        self._is_culprit = self._is_leaving = False
+        self._decided = threading.Lock()  # acquired once, by the thread that ends this process
+        store.set(f"order {rank}", "{}")
+        self.state.write(store, rank)
+
+    def connect(self, main_host: str, address: str, port: int) -> None:
+        """Connect to the monitor, on the machine of the name `main_host`."""
+        self._main_host = main_host
+        try:
+            self._connection = socket.create_connection((address, port), timeout=30)
+        except OSError as error:  # e.g. a firewall that allows the ports of the backend only
+            problem = f"cannot connect to {address}:{port}: {error}"
+            logger.warning("watchdog: the death of this process will be noticed after DIST.TIMEOUT_S: %s", problem)
+            return
+        keep_alive(self._connection)
+        self.state.sender = name_of(self._connection.getsockname())
 
     def mark(self, position: str) -> None:
         """Note progress, e.g. 'epoch 2, step 14'."""
-        self._position, self._is_starting = position, False
-        self._num_marks += 1
+        self.state.position, self.state.is_starting = position, False
+        self.state.num_marks += 1
 
     def begin_start_up(self) -> None:
         """Apply the start-up time-out until the next mark, e.g. because a model is compiled."""
-        self._is_starting = True
-        self._num_marks += 1
+        self.state.is_starting = True
+        self.state.num_marks += 1
 
     def fail(self, status: int | None, is_consequence: bool) -> None:
         """Report an exception of this process to the others; return when this process may print it.
@@ -77,116 +113,153 @@ class WatchdogClient(threading.Thread):
             is_consequence: the error may result from the end of another process, which is then reported instead.
         """
         self._is_culprit = not is_consequence
-        failed = {"status": 1 if status is None else status, "known": status is not None, "consequence": is_consequence}
-        self._lines.send({"failed": failed, "at": self._position})
+        failure = {"status": 1 if status is None else status, "is_known": status is not None}
+        self.state.failure = {**failure, "is_consequence": is_consequence}
+        self._wake.set()
         self._may_raise.wait(CAUSE_WAIT_S + EXIT_GRACE_S + 5)
 
     def close(self) -> None:
         """Leave without ending the run."""
         self._is_leaving = True
-        self._lines.send({"leaves": True})
-        with contextlib.suppress(OSError):
-            self._lines.connection.shutdown(socket.SHUT_RDWR)
+        self._end_threads()
         self.join(EXIT_GRACE_S)
-        self._lines.connection.close()
+        if self._connection:
+            self._connection.close()
 
     def run(self) -> None:
-        """Send heartbeats and handle messages until the run is over."""
-        try:
-            self._watch()
-        except Exception as error:  # a bug of the watchdog must not end a healthy run
-            logger.warning("watchdog disabled on this process: %s in its client", repr(error), exc_info=True)
-            self._lines.send({"leaves": True})
-        finally:
-            self._may_raise.set()
+        """Watch rank 0 until the run is over, while another thread exchanges states and orders."""
+        exchange = threading.Thread(target=self._guarded, args=(self._exchange,), name="watchdog store", daemon=True)
+        exchange.start()
+        self._guarded(self._watch)
+        exchange.join(EXIT_GRACE_S)
 
-    def _connect(self) -> JsonLines:
-        connection = socket.create_connection(self._address, timeout=30)
-        connection.sendall(self._token.encode() + b"\n")
-        lines = JsonLines(connection)
-        lines.send({"rank": self.rank, "host": socket.gethostname()})
-        return lines
+    def _guarded(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as error:  # a bug of the watchdog must not end a healthy run
+            logger.warning("watchdog disabled on this process: %s", repr(error), exc_info=True)
+            self._is_leaving = True
+            self._leave()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """End both threads."""
+        self._is_over.set()
+        self._may_raise.set()
+        self._wake.set()
+        if self._connection:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RD)  # wakes `_watch`; nothing is sent
+
+    def _exchange(self) -> None:
+        """Write the state and obey the order, once in a period."""
+        while not self._is_over.is_set():
+            if self._is_hosted_by_launcher and has_lost_launcher():  # and with it the store; a signal ends this process
+                return
+            try:
+                self.state.write(self._store, self.rank)
+                order, main_state = self._store.multi_get([f"order {self.rank}", "state 0"])
+            except torch_dist.DistError:
+                if not self._is_hosted_by_launcher and not self._is_leaving:
+                    self._end_without_monitor("died")
+                return
+            self._num_main_writes = json.loads(main_state)["num_writes"]
+            self._obey(**json.loads(order))
+            self._wake.wait(self.period_s)
+            self._wake.clear()
+        if self._is_leaving:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Tell the monitor that this process ends by itself."""
+        self.state.has_left = True
+        with contextlib.suppress(RuntimeError):
+            self.state.write(self._store, self.rank)
+            self._store.check(["state 0"])  # the reply comes after the state is stored
 
     def _watch(self) -> None:
-        # Counted in heartbeats, not in seconds: a process that was suspended has not missed any.
-        silent, stalled, num_marks, num_attempts = 0, 0, -1, 1
-        while True:
-            self._lines.send({"at": self._position, "marks": self._num_marks, "starting": self._is_starting})
-            silent, stalled = silent + 1, (stalled + 1 if num_marks == self._num_marks else 0)
-            num_marks, deadline = self._num_marks, time.monotonic() + self._heartbeat_s
-            for messages in self._receive_until(deadline):
-                if self._is_leaving or (messages and any("over" in message for message in messages)):
+        """Watch the connection to rank 0, and this process itself."""
+        # Counted in periods, not in seconds: a process that was suspended has not missed any.
+        num_silent = num_stalled = 0
+        seen = (-1, -1)
+        try:
+            while not self._is_over.is_set():
+                limit_s = self._limits[self.state.is_starting]
+                # A timer in C, which needs no interpreter lock. It is the last resort, as the backend's own time-out.
+                faulthandler.dump_traceback_later(limit_s + ALARM_S, exit=True, file=2)
+                is_broken = self._wait_for_break()
+                if self._is_over.is_set():
                     return
-                silent = 0
-                for message in messages or ():
-                    self._handle(message)
-                if messages is None and self._server_host:
-                    lost = f"could not be reached for {UNREACHABLE_S} s" if self._lines.is_unreachable else "died"
-                    self._end_without_server(lost)
+                if is_broken:
+                    is_lost = self._connection is not None and is_unreachable(self._connection)
+                    self._end_without_monitor(f"could not be reached for {UNREACHABLE_S} s" if is_lost else "died")
                     return
-                if messages is None:  # dropped before authentication, because of too many pending connections
-                    time.sleep(self._heartbeat_s)
-                    num_attempts += 1
-                    if num_attempts > MAX_ATTEMPTS:
-                        raise ConnectionError(f"rank 0 refused {MAX_ATTEMPTS} connections")
-                    self._lines = self._connect()
-                    break
-            if min(silent, stalled) * self._heartbeat_s > self._limit_s + UNREACHABLE_S:
-                self._write_stacks()
-                self._end_without_server(f"has been silent for {silent * self._heartbeat_s:.0f} s")
-                return
+                num_silent = num_silent + 1 if seen[0] == self._num_main_writes else 0
+                num_stalled = num_stalled + 1 if seen[1] == self.state.num_marks else 0
+                seen = (self._num_main_writes, self.state.num_marks)
+                if min(num_silent, num_stalled) * self.period_s > limit_s + UNREACHABLE_S:
+                    self._write_stacks()
+                    self._end_without_monitor(f"has been silent for {num_silent * self.period_s:.0f} s")
+                    return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
-    def _receive_until(self, deadline: float) -> Iterator[list[dict[str, Any]] | None]:
-        """Yield messages of the server until the deadline; None when the connection is broken."""
+    def _wait_for_break(self) -> bool:
+        """Wait for a period, or until the connection to rank 0 breaks; tell whether it has."""
+        if self._connection is None:
+            self._is_over.wait(self.period_s)
+            return False
         with selectors.DefaultSelector() as selector:
-            selector.register(self._lines.connection, selectors.EVENT_READ)
-            while (left := deadline - time.monotonic()) > 0:
-                if selector.select(timeout=left):
-                    yield self._lines.receive()
+            selector.register(self._connection, selectors.EVENT_READ)
+            return bool(selector.select(self.period_s))
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "end" in message:
-            self._end(**message["end"])
-        elif "stacks" in message:
+    def _obey(self, stacks: bool = False, over: bool = False, end: dict | None = None) -> None:
+        """Follow the order of the monitor; the parameters are its keys."""
+        if stacks and not self.state.wrote_stacks:
             self._write_stacks()
-            self._lines.send({"wrote": True})
-        self._heartbeat_s = message.get("beat_s", self._heartbeat_s)
-        self._limit_s = message.get("limit_s", self._limit_s)
-        self._server_host = message.get("main", self._server_host)
-        self._is_reporter = message.get("speaks", self._is_reporter)
+            self.state.wrote_stacks = True
+            self._wake.set()
+        if over:
+            self._end_threads()
+        if end and end["culprit"] == self.rank:
+            self._is_culprit = True
+            if self.rank == 0:  # is the last one; others wait for its end
+                self._end_threads()
+        elif end:
+            message = end["message"]
+            if end["stacks"]:
+                message = f"{message}; every process wrote its stacks to {self._stacks_file.parent}"
+            self._end(end["status"], message if end["reporter"] == self.rank else None)
 
-    def _end_without_server(self, event: str) -> None:
+    def _end_without_monitor(self, event: str) -> None:
         if self._is_culprit:
-            self._may_raise.set()
+            self._end_threads()
             return
-        message = f"process 0 on {self._server_host} {event} after {LAST_STEP}; the others stop"
-        self._end(1, message, stacks=False, says=self._is_reporter)
+        message = f"process 0 on {self._main_host} {event} after {LAST_STEP}; the others stop"
+        self._end(1, message if self.rank == self.world_size - 1 else None)
 
-    def _end(self, status: int, message: str | None, stacks: bool, says: bool, raises: bool = False) -> None:
-        """Exit as the server demands; the parameters are the keys of its message."""
-        if raises:
-            self._may_raise.set()
+    def _end(self, status: int, message: str | None) -> None:
+        if not self._decided.acquire(blocking=False):
             return
-        if stacks:
-            message = f"{message}; every process wrote its stacks to {self._stacks_file.parent}"
-        if says and message:
-            logger.error("%s", message.replace(LAST_STEP, self._position))
+        self._is_over.set()
+        if message:
+            logger.error("%s", message.replace(LAST_STEP, self.state.position))
         end_process(status)
 
     def _write_stacks(self) -> None:
-        write_stacks(self._stacks_file, f"process {self.rank}, after {self._position}")
+        write_stacks(self._stacks_file, f"process {self.rank}, after {self.state.position}")
 
 
 def mark_position(position: str) -> None:
     """Report progress to the watchdog, e.g. 'epoch 2, step 14', which is logged if this process dies."""
-    if WatchdogClient.current:
-        WatchdogClient.current.mark(position)
+    if Watchdog.current:
+        Watchdog.current.mark(position)
 
 
 def begin_start_up() -> None:
     """Apply DIST.STARTUP_TIMEOUT_S until the next position."""
-    if WatchdogClient.current:
-        WatchdogClient.current.begin_start_up()
+    if Watchdog.current:
+        Watchdog.current.begin_start_up()
 
 
 def marked(items: Iterable[T], position: str) -> Iterator[T]:

@@ -5,7 +5,7 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 _LISTENING = "0A"
@@ -39,22 +39,18 @@ def find_own_address(host: str) -> str:
     return ""
 
 
-def choose_addresses(own: str, others: Iterable[str]) -> dict[str, str]:
-    """Return for each of the others' addresses the one at which that machine reaches this one.
-
-    Processes of this machine get the loopback address, which no other machine can reach.
+def choose_address(own: str, others: Sequence[str]) -> str:
+    """Return the address of this machine at which the processes of other machines reach it; loopback without others.
 
     Args:
-        own: the address from which this machine reaches the host of the store, '' if unknown.
-        others: the same of the other processes. On its own machine a host name may resolve to a loopback address.
+        own: the address from which this machine reaches that of the store, '' if unknown.
+        others: the same of the processes on other machines. On its own machine a host name may mean a loopback address.
     """
-    chosen = {}
-    for other in set(others):
-        if _is_local(other):
-            chosen[other] = LOOPBACK if _is_local(own) else own
-        else:
-            chosen[other] = LOOPBACK if other == own else find_own_address(other) or own or LOOPBACK
-    return chosen
+    if not others:
+        return LOOPBACK
+    if not _is_local(own):
+        return own
+    return next(filter(None, (find_own_address(other) for other in others if not _is_local(other))), LOOPBACK)
 
 
 def _is_local(address: str) -> bool:

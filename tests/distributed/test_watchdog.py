@@ -1,41 +1,121 @@
-"""Watchdog: healthy runs, invalid connections, network, stalls. Runs that it ends are tested in test_stop.py."""
+"""Watchdog: healthy runs, strangers, network, stalls. Runs of a command that it ends are tested in test_stop.py."""
 
+import ctypes
 import json
+import logging
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
-from fuzz_watchdog import fuzz
+import torch
+import torch.distributed as torch_dist
+from support.processes import on_processes
 from support.runs import ROOT
 
-from distribuuuu.distributed import watchdog_server
-from distribuuuu.distributed.watchdog import WatchdogClient
-from distribuuuu.distributed.watchdog_server import MAX_PENDING, UNREACHABLE_S, JsonLines, WatchdogServer, describe_end
-from distribuuuu.launch.ports import choose_addresses, find_own_address
+from distribuuuu.distributed import comm, watchdog, watchdog_monitor
+from distribuuuu.distributed.process_group import process_group
+from distribuuuu.distributed.watchdog import Watchdog
+from distribuuuu.distributed.watchdog_monitor import UNREACHABLE_S, Monitor, State, keep_alive, name_of, period_s
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.ports import choose_address, find_own_address
+
+# The processes of these tests exit by the end of their threads.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class CountingStore(torch_dist.HashStore):
+    """A store that counts the requests to it."""
+
+    num_requests = 0
+
+    def set(self, *args):
+        self.num_requests += 1
+        return super().set(*args)
+
+    def multi_get(self, *args):
+        self.num_requests += 1
+        return super().multi_get(*args)
+
+
+class Member:
+    """A process that runs no watchdog: it writes the states and reads the orders that a test asks for."""
+
+    def __init__(self, store, rank: int, **values):
+        self.store, self.rank, self.state = store, rank, State(host="here")
+        self.connection = None
+        store.set(f"order {rank}", "{}")
+        self.write(**values)
+
+    def connect(self, monitor: Monitor) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", monitor.port), timeout=60)
+        self.write(sender=name_of(self.connection.getsockname()))
+
+    def write(self, **values) -> None:
+        for name, value in values.items():
+            setattr(self.state, name, value)
+        self.state.write(self.store, self.rank)
+
+    def order(self) -> dict:
+        return json.loads(self.store.get(f"order {self.rank}"))
+
+    def message(self) -> str:
+        """Wait for the order to end; exit, and return its message."""
+        wait_for(lambda: "end" in self.order())
+        self.connection.close()
+        return self.order()["end"]["message"]
+
+
+class Group:
+    """A monitor with bare members and, on request, with real watchdogs."""
+
+    def __init__(self, tmp_path, world_size: int, timeout_s: float = 60, startup_timeout_s: float = 60):
+        self.store, self.folder, self.limits = CountingStore(), tmp_path, (timeout_s, startup_timeout_s)
+        self.members = [Member(self.store, rank) for rank in range(world_size)]
+        self.monitor = Monitor(self.store, [member.state for member in self.members], *self.limits)
+
+    def start(self) -> "Group":
+        for member in self.members:
+            member.connect(self.monitor)
+        self.monitor.start()
+        return self
+
+    def watch(self, *ranks: int) -> list[Watchdog]:
+        dogs = [Watchdog(rank, len(self.members), self.store, *self.limits, self.folder) for rank in ranks]
+        self.monitor.start()
+        for dog in dogs:
+            dog.connect("here", "127.0.0.1", self.monitor.port)
+            dog.start()
+        wait_for(lambda: all(f'"sender": "{dog.state.sender}"' in self.store.get(f"state {dog.rank}").decode()
+                             for dog in dogs))  # fmt: skip
+        return dogs
+
+    def is_over(self) -> bool:
+        return self.monitor._is_over.is_set()
 
 
 @pytest.fixture
-def server():
-    """A server of two processes."""
-    server = WatchdogServer(world_size=2, token="secret", timeout_s=60)
-    server.start()
-    yield server
-    if server.is_alive():
-        server.close()
+def group(tmp_path, monkeypatch):
+    """Return group(world_size, ...); its processes exit by the end of their thread, its periods are short."""
+    groups = []
 
+    def make(*args) -> Group:
+        groups.append(Group(tmp_path, *args))
+        return groups[-1]
 
-def join(server: WatchdogServer, rank: int, folder) -> WatchdogClient:
-    client = WatchdogClient(rank, ("127.0.0.1", server.ports[0]), "secret", folder)
-    client.start()
-    wait_for(lambda: rank in server._peers)
-    return client
+    monkeypatch.setattr(watchdog_monitor, "PERIOD_S", 0.05)
+    monkeypatch.setattr(watchdog, "end_process", sys.exit)
+    yield make
+    for made in groups:
+        for member in made.members:
+            member.write(has_left=True)
+        if made.monitor.is_alive():
+            made.monitor.close()
+        made.monitor._listener.close()
 
 
 def wait_for(condition, timeout_s: float = 60) -> None:
@@ -45,195 +125,128 @@ def wait_for(condition, timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
-def connect(server: WatchdogServer, rank: int) -> JsonLines:
-    """Return the connection of a process that runs no client thread."""
-    connection = socket.create_connection(("127.0.0.1", server.ports[0]), timeout=60)
-    connection.sendall(b"secret\n")
-    lines = JsonLines(connection)
-    lines.send({"rank": rank, "host": "here"})
-    connection.setblocking(True)
-    connection.settimeout(60)
-    wait_for(lambda: rank in server._peers)
-    return lines
+@pytest.mark.parametrize("is_monitor_first", [False, True])
+def test_processes_leave_without_ending_the_run(group, tmp_path, caplog, is_monitor_first):
+    run = group(2)
+    dogs = run.watch(0, 1)
+    dogs[1].mark("epoch 1, step 3")
+    if is_monitor_first:
+        run.monitor.close()
+        for dog in dogs:
+            dog.join(60)
+    for dog in (dogs[1], dogs[0]):
+        dog.close()
+    run.monitor.close()
+    assert not any(thread.is_alive() for thread in (run.monitor, *dogs)) and not caplog.records
 
 
-def has_message(lines: JsonLines, what: str) -> bool:
-    """Tell whether a message arrives before the time-out of the connection; skip others."""
-    while messages := lines.receive():
-        if any(what in message for message in messages):
-            return True
-    return False
+def test_a_death_is_logged_by_one_process_with_its_last_step(group, caplog):
+    run = group(3)
+    dogs = run.watch(0, 1)
+    run.members[2].connect(run.monitor)
+    for dog in dogs:
+        dog.mark("epoch 2, step 14")
+    run.members[2].connection.close()
+    for dog in dogs:
+        dog.join(60)
+    assert caplog.messages == ["process 2 on here died after epoch 2, step 14; the others stop"]
 
 
-def test_clients_leave_without_ending_the_run(server, tmp_path):
-    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
-    clients[1].mark("epoch 1, step 3")
-    clients[1].close()
-    clients[0].close()
-    server.close()
-    assert not any(thread.is_alive() for thread in (server, *clients))
+def test_a_death_of_rank_0_is_logged_by_the_last_process(group, caplog):
+    run = group(3)
+    dogs = run.watch(1, 2)
+    for dog in dogs:
+        dog.mark("epoch 2, step 14")
+    run.monitor._is_over.set()  # the monitor ends with its process
+    run.monitor.join(60)
+    for key in list(run.monitor._selector.get_map().values()):
+        key.fileobj.close()
+    for dog in dogs:
+        dog.join(60)
+    assert caplog.messages == ["process 0 on here died after epoch 2, step 14; the others stop"]
 
 
-def test_a_server_that_closes_stops_the_clients(server, tmp_path):
-    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
-    clients[0].close()
-    server.close()
-    clients[1].join(60)
-    assert not clients[1].is_alive()
-    clients[1].close()
+# ------------------------------------------------------------------------------------------ strangers and errors
 
 
-# ------------------------------------------------------------------------------------------ invalid connections
-
-
-@pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"token": "secret", "rank": 0}\n', b"\xff\n", b"[" * 200_000]
-)
-def test_data_before_the_token_is_not_parsed(server, tmp_path, monkeypatch, words):
-    parsed = []
-    monkeypatch.setattr(
-        watchdog_server, "_parse", lambda line, parse=watchdog_server._parse: parsed.append(line) or parse(line)
-    )
-    client = join(server, 0, tmp_path)
-    with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=60) as connection:
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\n", b"[" * 200_000])
+def test_strangers_are_disconnected_and_end_no_run(group, words):
+    run = group(1).start()
+    with socket.create_connection(("127.0.0.1", run.monitor.port), timeout=60) as connection:
         try:
             connection.sendall(words)
-            assert connection.recv(1) == b"", "it is closed"
+            assert not words or connection.recv(1) == b"", "it is closed"
         except ConnectionError:
             pass
-    assert server.is_alive() and client.is_alive()
-    assert not any(line[:5] == words[:5] for line in parsed), "nothing is parsed before the token"
-    client.close()
+    seen = run.store.num_requests
+    wait_for(lambda: run.store.num_requests > seen + 5)
+    assert run.monitor.is_alive() and not run.is_over()
 
 
-def test_a_connection_without_a_token_is_closed_after_a_timeout(server, monkeypatch):
-    monkeypatch.setattr(watchdog_server, "AUTH_TIMEOUT_S", 0.5)
-    with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=60) as connection:
-        connection.sendall(b"secr")
-        assert connection.recv(1) == b""
+def test_errors_of_accept_are_survived(group, monkeypatch):
+    errors, accept = [OSError(24, "EMFILE"), ConnectionAbortedError(103, "aborted")], socket.socket.accept
+
+    def raise_or_accept(self):
+        if errors:
+            raise errors.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", raise_or_accept)
+    run = group(2).start()
+    run.members[1].connection.close()
+    assert "process 1 on here died" in run.members[0].message() and not errors
 
 
-def test_many_pending_connections_do_not_block_a_process(server, tmp_path):
-    crowd = [socket.create_connection(("127.0.0.1", server.ports[0])) for _ in range(3 * MAX_PENDING)]
-    client = join(server, 0, tmp_path)
-    assert len(server._pending) <= MAX_PENDING + server.world_size
-    for connection in crowd:
-        connection.close()
-    client.close()
+def test_an_error_in_the_monitor_ends_no_run(group, monkeypatch, caplog):
+    run = group(2)
+    dogs = run.watch(0, 1)
+    monkeypatch.setattr(run.monitor, "_check", lambda is_counted: 1 / 0)
+    for dog in dogs:
+        dog.join(60)
+        dog.close()
+    assert len(caplog.records) == 1 and "watchdog disabled: ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"[" * 200_000, b'{"a":' * 5000, b"[1]", b'{"failed": 3}', b'{"failed": [], "at": 7, "marks": {}}', b"1" * 5000,
-     b'{"at": "' + b"x" * 100_000 + b'"}', b'{"marks": 1e999, "starting": "no", "leaves": []}', b"\xff\x00"],
-    ids=range(9),
-)  # fmt: skip
-def test_invalid_messages_are_skipped(server, line):
-    lines = connect(server, 1)
-    lines.connection.sendall(line + b"\n")
-    lines.send({"at": "epoch 7, step 1"})
-    wait_for(lambda: server._peers[1].position == "epoch 7, step 1")
-    assert server.is_alive() and not server._is_over.is_set()
-    lines.send({"leaves": True})
-    wait_for(lambda: 1 not in server._peers)
-
-
-@pytest.mark.parametrize("rank", [-1, 2, True, "1", None, [1], 1e999, 10**30])
-def test_an_invalid_rank_is_refused(server, tmp_path, rank):
-    client = join(server, 0, tmp_path)
-    for wrong in (rank, 0):  # 0 is there already
-        with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=60) as member:
-            member.sendall(b"secret\n" + json.dumps({"rank": wrong}).encode() + b"\n" + b'{"rank": 1}\n')
-            assert member.recv(1) == b""
-    assert server.is_alive() and not server._is_over.is_set() and client.is_alive()
-    client.close()
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_read_blocks_nobody(server):
-    lines = connect(server, 1)
-    lines.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-    theirs = server._peers[1].lines
-    began = time.monotonic()
-    for _ in range(2000):
-        theirs.send({"words": "x" * 10_000})
-    assert time.monotonic() - began < 60
-
-
-@pytest.mark.slow
-def test_the_server_survives_a_fuzzer():
-    report = fuzz(seed=3, num_connections=150, max_s=60)
-    assert report.alive == report.members and report.server_is_alive and report.connections == 150
-
-
-def test_errors_of_accept_are_survived(server, tmp_path, monkeypatch):
-    errors = [OSError(24, "EMFILE"), ConnectionAbortedError(103, "aborted")]
-    monkeypatch.setattr(server, "heartbeat_s", 0.2)
-    accept = socket.socket.accept
-    monkeypatch.setattr(socket.socket, "accept", lambda self: accept(self) if not errors else raise_(errors.pop()))
-    client = join(server, 0, tmp_path)
-    assert server.is_alive() and not errors
-    client.close()
-
-
-def raise_(error: Exception):
-    raise error
-
-
-def test_an_error_in_the_server_ends_no_run(server, tmp_path, monkeypatch, caplog):
-    clients = [join(server, rank, tmp_path) for rank in (0, 1)]
-    monkeypatch.setattr(server, "_handle", lambda *anything: 1 / 0)
-    for client in clients:
-        client.join(60)
-        assert not client.is_alive(), "the server has stopped the client"
-    assert len([record for record in caplog.records if "watchdog disabled" in record.message]) == 1
-    for client in clients:
-        client.close()
-
-
-def test_an_error_in_a_client_ends_no_run(server, tmp_path, monkeypatch, caplog):
-    client = join(server, 1, tmp_path)
-    monkeypatch.setattr(client, "_receive_until", lambda deadline: 1 / 0)
-    client.join(60)
-    wait_for(lambda: 1 not in server._peers)
-    assert not server._is_over.is_set() and "watchdog disabled on this process" in caplog.text
-    client.close()
+def test_an_error_in_a_watchdog_ends_no_run(group, monkeypatch, caplog):
+    run = group(2)
+    dog = run.watch(1)[0]
+    monkeypatch.setattr(dog, "_obey", lambda **order: 1 / 0)
+    dog.join(60)
+    wait_for(lambda: json.loads(run.store.get("state 1"))["has_left"])
+    assert not run.is_over() and "watchdog disabled on this process" in caplog.text
+    dog.close()
 
 
 # ------------------------------------------------------------------------------------------ the network
 
 
-def test_the_server_listens_on_the_given_addresses_only(server):
-    address = find_own_address("192.0.2.1")
-    if address:
+def test_the_monitor_listens_on_its_address_only(group):
+    run = group(1)
+    assert run.monitor._listener.getsockname()[0] == "127.0.0.1"
+    if address := find_own_address("192.0.2.1"):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((address, server.ports[0]), timeout=5)
-    assert [listener.getsockname()[0] for listener in server._listeners] == ["127.0.0.1"]
+            socket.create_connection((address, run.monitor.port), timeout=5)
 
 
-def test_processes_of_one_machine_meet_on_the_loopback_address():
-    assert find_own_address("127.0.0.1") == "127.0.0.1"
-    assert choose_addresses("127.0.0.1", ["127.0.0.1", "::1", "127.0.1.1"]) == dict.fromkeys(
-        ["127.0.0.1", "::1", "127.0.1.1"], "127.0.0.1"
-    )
-    assert choose_addresses("10.0.0.5", ["10.0.0.5"]) == {"10.0.0.5": "127.0.0.1"}
-
-
-def test_processes_of_other_machines_are_met_on_the_way_to_them(monkeypatch):
+def test_rank_0_listens_where_the_others_reach_it(monkeypatch):
     ways = {"10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0", "172.16.0.9": ""}
     monkeypatch.setattr("distribuuuu.launch.ports.find_own_address", ways.__getitem__)
+    assert choose_address("10.0.0.5", []) == "127.0.0.1", "all are on this machine"
+    assert choose_address("10.0.0.5", ["127.0.0.1"]) == "10.0.0.5", "the store is on another machine"
     # The host name of the first machine means 127.0.1.1 there, as on Debian.
-    chosen = choose_addresses("127.0.0.1", ["127.0.0.1", "10.0.0.6", "fe80::6%eth0"])
-    assert chosen == {"127.0.0.1": "127.0.0.1", "10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0"}
-    # The store is on another machine than process 0: those beside the store reach it where it sends from.
-    chosen = choose_addresses("10.0.0.5", ["127.0.0.1", "10.0.0.6", "172.16.0.9", ""])
-    assert chosen == {"127.0.0.1": "10.0.0.5", "10.0.0.6": "10.0.0.5", "172.16.0.9": "10.0.0.5", "": "10.0.0.5"}
+    assert choose_address("127.0.1.1", ["172.16.0.9", "", "10.0.0.6"]) == "10.0.0.5"
+    assert choose_address("::1", ["fe80::6%eth0"]) == "fe80::5%eth0"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems give a dead connection up by their own times")
-def test_the_kernel_gives_a_vanished_machine_up():
+def test_both_ends_of_a_connection_have_one_name():
+    assert name_of(("::ffff:10.0.0.5", 7, 0, 0)) == name_of(("10.0.0.5", 7)) == "10.0.0.5:7"
+    assert name_of(("fe80::5%eth0", 7, 0, 2)) == name_of(("fe80::5%eth1", 7, 0, 3))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems close a dead connection after their own time")
+def test_the_kernel_closes_a_connection_to_a_vanished_machine():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
-        connection = JsonLines(connection).connection
+        keep_alive(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREACHABLE_S * 1000
         idle, interval, count = (
@@ -243,158 +256,163 @@ def test_the_kernel_gives_a_vanished_machine_up():
         assert idle + interval * count <= UNREACHABLE_S
 
 
-# Runs in a network of its own whose loopback device is switched off: nothing says goodbye.
+# Runs in a network of its own whose loopback device is switched off: no connection is closed.
 VANISHING = """
-    import subprocess, sys, time
-    from distribuuuu.distributed import watchdog
-    from distribuuuu.distributed import watchdog_server
-    watchdog_server.UNREACHABLE_S = 3
+    import json, subprocess, sys, time
+    import torch.distributed
+    from distribuuuu.distributed import watchdog, watchdog_monitor
+    watchdog_monitor.UNREACHABLE_S = 3
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    server = watchdog_server.WatchdogServer(2, "secret", 600)
-    server.start()
-    one = watchdog.WatchdogClient(1, ("127.0.0.1", server.ports[0]), "secret", sys.argv[1])
-    watchdog.end_process = lambda status: print("the member ends", status, flush=True)
-    one.start()
-    time.sleep(1)
+    store = torch.distributed.HashStore()
+    dogs = [watchdog.Watchdog(rank, 2, store, 600, 600, sys.argv[1]) for rank in (0, 1)]
+    monitor = watchdog_monitor.Monitor(store, [dog.state for dog in dogs], 600, 600)
+    monitor.start()
+    watchdog.end_process = lambda status: print("the process ends", status, flush=True)
+    dogs[1].connect("here", "127.0.0.1", monitor.port)
+    dogs[1].start()
+    time.sleep(2)
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-    server.join(30)
-    one.join(30)
-    print("the server ends" if not server.is_alive() else "the server did not notice")
+    monitor.join(30)
+    dogs[1].join(30)
+    print(json.loads(store.get("order 0"))["end"]["message"])
 """
 
 
 @pytest.mark.slow
-def test_a_machine_that_vanishes_is_missed(tmp_path):
+def test_a_vanished_machine_is_noticed(tmp_path):
     command = ["unshare", "--user", "--map-root-user", "--net"]
     if not all(map(shutil.which, ("unshare", "ip"))) or subprocess.run([*command, "true"]).returncode:
         pytest.skip("this system lets nobody have a network of one's own")
     code = [sys.executable, "-c", textwrap.dedent(VANISHING), str(tmp_path)]
     done = subprocess.run([*command, *code], cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert "the server ends" in done.stdout and "the member ends 1" in done.stdout, done
-    assert "process 0 on" in done.stderr and "could not be reached" in done.stderr
+    assert re.search("process 1 on .* could not be reached", done.stdout) and "process ends 1" in done.stdout, done
+    assert "process 0 on here could not be reached" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ silence and progress
 
 
-@pytest.mark.slow
-def test_silence_is_no_death(server, monkeypatch):
-    """A call into C, e.g. the launch of a kernel, may hold the interpreter lock for minutes."""
-    monkeypatch.setattr(server, "heartbeat_s", 0.05)
-    silent = connect(server, 1)
-    time.sleep(3)  # sixty heartbeats
-    assert server.is_alive() and not server._is_over.is_set()
-    silent.send({"leaves": True})
+def hold_interpreter_lock(seconds: float, timeout_s: float, alarm_s: float) -> bool:
+    """Hold the lock on every process; return whether the watchdog is alive afterwards."""
+    watchdog_monitor.PERIOD_S, watchdog.ALARM_S = 0.02, alarm_s
+    logging.getLogger("distribuuuu").addHandler(logging.StreamHandler())
+    with process_group(detect_launch(), torch.device("cpu"), timeout_s):
+        assert Watchdog.current
+        watchdog.mark_position("step 1")
+        time.sleep(0.5)
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+        time.sleep(0.5)
+        comm.barrier()
+        return Watchdog.current.is_alive()
 
 
-# Holds the interpreter lock, in the process of the server or in another, for more than a hundred heartbeats.
-HOLDING = """
-    import ctypes, sys, time
-    from distribuuuu.distributed import watchdog
-    from distribuuuu.distributed import watchdog_server
-    watchdog_server.HEARTBEAT_S = watchdog.HEARTBEAT_S = 0.02
-    address = ("127.0.0.1", int(sys.argv[1]))
-    if sys.argv[1] == "0":
-        server = watchdog_server.WatchdogServer(2, "secret", 600)
-        server.start()
-        address = ("127.0.0.1", server.ports[0])
-        print(address[1], flush=True)
-    own = watchdog.WatchdogClient(int(sys.argv[1] != "0"), address, "secret", ".")
-    own.start()
-    time.sleep(0.5)
-    ctypes.PyDLL(None).sleep(4)
-    time.sleep(0.5)
-    print("alive", own.is_alive() and own._server_host != "", flush=True)
-    sys.stdin.read()
-"""
-
-
-def start_holding(port: str) -> subprocess.Popen:
-    code = [sys.executable, "-c", textwrap.dedent(HOLDING), port]
-    return subprocess.Popen(code, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
 def test_a_held_interpreter_lock_is_no_death():
-    first = start_holding("0")
-    port = first.stdout.readline().strip()
-    second = start_holding(port)
-    assert [process.stdout.readline().strip() for process in (first, second)] == ["alive True", "alive True"]
-    for process in (second, first):
-        process.stdin.close()
-        process.wait(60)
+    assert on_processes(2, hold_interpreter_lock, 3, 60, 60) == [True, True]
 
 
-@pytest.mark.slow
-def test_a_process_that_makes_no_progress_is_stuck_in_time(monkeypatch):
-    monkeypatch.setattr(watchdog_server, "HEARTBEAT_S", 0.05)
-    server = WatchdogServer(world_size=2, token="secret", timeout_s=1, startup_timeout_s=600)
-    server.start()
-    members = {rank: connect(server, rank) for rank in (0, 1)}
-    for number in range(20):
-        for rank, lines in members.items():
-            lines.send({"at": f"step {number}", "marks": number, "starting": rank == 1})
-        time.sleep(0.02)
-    time.sleep(2)
-    assert not server._is_over.is_set(), "process 0 waits for one that is still starting"
-    for number in range(20, 300):
-        if server._is_over.is_set():
-            break
-        members[0].send({"at": f"step {number}", "marks": number, "starting": False})
-        members[1].send({"at": "step 20", "marks": 20, "starting": False})
-        time.sleep(0.02)
-    for lines in members.values():
-        assert has_message(lines, "stacks")
-        lines.send({"wrote": True})
-    members[1].connection.settimeout(60)
-    end = next(m["end"] for m in iter(lambda: members[1].receive(), None) for m in m if "end" in m)
-    assert "process 1 on here has made no step for 1 s (DIST.TIMEOUT_S) after step 20; all stop" == end["message"]
-    members[1].connection.close()
-    assert has_message(members[0], "end")
+def test_an_interpreter_lock_that_is_held_too_long_ends_the_process(capfd):
+    with pytest.raises(AssertionError, match=r"process 1 ended without a result, exit status 1"):
+        on_processes(2, hold_interpreter_lock, 600, 1, 2)
+    assert "Timeout (0:00:03)!" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("message_age_s, is_silent", [(3.5, False), (6.5, True)])
-def test_a_process_whose_heartbeats_arrive_late_is_not_called_silent(monkeypatch, message_age_s, is_silent):
-    server, ended = WatchdogServer(world_size=2, token="secret", timeout_s=4), []
-    monkeypatch.setattr(server, "_end_run", lambda *arguments: ended.append(arguments))
-    lines = SimpleNamespace(send=lambda message: None)
-    server._clock = 100.0
-    server._peers[1] = watchdog_server._Peer(
-        lines, since=0, rank=1, is_starting=False, progress_at=90, message_at=100 - message_age_s
-    )
-    server._check_progress()
-    for listener in server._listeners:
-        listener.close()
-    ((culprit, _, silent),) = ended
-    assert culprit.rank == 1 and silent is is_silent
-
-
-@pytest.mark.slow
-def test_a_suspended_job_has_not_hung(server, monkeypatch):
-    """After an hour's suspension all clocks jump, and nobody has been stuck."""
-    lines, clock = connect(server, 0), time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
-    time.sleep(2.5 * server.heartbeat_s)
-    assert not server._is_over.is_set() and server._clock < 30
-    lines.send({"leaves": True})
-
-
-@pytest.mark.slow
-def test_nobody_is_ended_before_all_have_written_their_stacks(monkeypatch):
+@pytest.mark.parametrize(
+    "starting, silent, event",
+    [
+        (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
+        (False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
+        (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
+    ],
+)
+def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, starting, silent, event):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
-    monkeypatch.setattr(watchdog_server, "HEARTBEAT_S", 0.05)
-    server = WatchdogServer(world_size=2, token="secret", timeout_s=0.5)
-    server.start()
-    members = {rank: connect(server, rank) for rank in (1, 0)}
-    assert has_message(members[0], "stacks") and has_message(members[1], "stacks")
-    members[1].send({"wrote": True})
-    members[1].connection.settimeout(1.0)
-    assert not has_message(members[1], "end")
-    members[0].send({"wrote": True})
-    members[1].connection.settimeout(60)
-    assert has_message(members[1], "end")
-    members[1].connection.close()
-    assert has_message(members[0], "end")
+    main, stuck = (run := group(2, 1, 2).start()).members
+    main.write(is_starting=starting)
+    stuck.write(position="step 7", is_starting=False)
+    began, number = time.monotonic(), 0
+    while "stacks" not in main.order():
+        number += 1
+        main.write(num_marks=number)
+        if not silent:
+            stuck.write()
+        time.sleep(0.01)
+        assert time.monotonic() < began + 60
+    assert time.monotonic() - began > (2 if starting else 1)
+    main.write(wrote_stacks=True)
+    time.sleep(0.5)
+    assert "end" not in stuck.order() or silent
+    stuck.write(wrote_stacks=True)
+    assert stuck.message() == f"process 1 on here {event}; all stop" == main.message()
+    assert run.is_over()
+
+
+def test_a_suspended_job_has_not_hung(group, monkeypatch):
+    """After an hour's suspension all clocks jump, and nobody has been stuck."""
+    run, clock = group(1).start(), time.monotonic
+    seen = run.store.num_requests
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+    wait_for(lambda: run.store.num_requests > seen + 20)
+    assert not run.is_over()
+
+
+def test_a_silent_rank_0_is_named(group, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(watchdog, "UNREACHABLE_S", 0)
+    run = group(2, 0.5, 0.5)
+    run.monitor._check = lambda is_counted: None
+    (dog,) = run.watch(1)
+    dog.join(60)
+    assert (
+        "process 0 on here has been silent for" in caplog.text
+        and "test_watchdog" in (tmp_path / "stacks" / "rank_1.txt").read_text()
+    )
+
+
+# ------------------------------------------------------------------------------------------ failures and ends
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "status, message", [(None, "process {} on here failed, see below, after its start; the others stop"), (2, None)]
+)
+def test_a_failure_has_its_status_and_precedes_its_consequences(group, rank, status, message):
+    run = group(3).start()
+    failure = {"status": status or 1, "is_known": status is not None}
+    run.members[2].write(failure={**failure, "is_consequence": True})
+    time.sleep(0.3)
+    run.members[rank].write(failure={**failure, "is_consequence": False})
+    assert run.members[2].message() == (message and message.format(rank))
+    end = run.members[2].order()["end"]
+    assert (end["status"], end["culprit"], end["reporter"]) == (status or 1, rank, 1 - rank)
+
+
+def test_a_consequence_without_a_cause_is_a_failure(group, monkeypatch):
+    monkeypatch.setattr(watchdog_monitor, "CAUSE_WAIT_S", 0.2)
+    run = group(2).start()
+    run.members[1].write(failure={"status": 1, "is_known": False, "is_consequence": True})
+    assert "process 1 on here failed, see below" in run.members[0].message()
+
+
+def test_four_thousand_processes_send_a_limited_number_of_requests(group):
+    assert period_s(8) == 0.05 and period_s(4096) * watchdog_monitor.MAX_REQUESTS_PER_S == 2 * 4096
+    run = group(1)
+    dog = Watchdog(0, 1, run.store, 60, 60, run.folder)
+    for count in (2, 1):  # of a process, and of the monitor for all processes
+        before = run.store.num_requests
+        if count == 2:
+            dog._wake.set()
+            dog._wake.wait = lambda seconds: dog._is_over.set()
+            dog._exchange()
+        else:
+            run.monitor._check(is_counted=True)
+        assert run.store.num_requests == before + count
+
+
+def test_many_processes_receive_the_end(group):
+    run = group(200).start()
+    run.members[77].connection.close()
+    messages = {member.message() for member in run.members if member.rank not in (0, 77)}
+    assert messages == {"process 77 on here died after {last step}; the others stop"}
+    assert "died" in run.members[0].message()
 
 
 @pytest.mark.slow
@@ -417,46 +435,3 @@ def test_the_end_waits_for_a_checkpoint_but_not_for_idle_threads(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
     assert subprocess.run(command, cwd=ROOT, timeout=50).returncode == 7
     assert (tmp_path / "file").read_text() == "whole"
-
-
-def test_four_thousand_processes_send_no_more_messages_a_second_than_a_few_hundred():
-    assert WatchdogServer(4096, "secret", 60).heartbeat_s == 16 and WatchdogServer(8, "secret", 60).heartbeat_s == 1
-
-
-@pytest.mark.slow
-def test_many_processes_join_and_receive_the_end(tmp_path):
-    server = WatchdogServer(world_size=200, token="secret", timeout_s=60)
-    server.start()
-    with ThreadPoolExecutor(8) as pool:
-        members = list(pool.map(lambda rank: connect(server, rank), range(200)))
-    assert sorted(server._peers) == list(range(200)) and server._reporter.rank == 1
-    members[77].connection.close()
-    enders = [
-        threading.Thread(target=has_message, args=(lines, "end")) for lines in members if lines is not members[77]
-    ]
-    for ender in enders:
-        ender.start()
-    for ender in enders:
-        ender.join(60)
-        assert not ender.is_alive()
-    for lines in members:
-        lines.connection.close()
-
-
-def test_what_is_said(server):
-    class Gone:
-        is_unreachable = False
-
-    class Member:
-        rank, host, position, failed, lines = 3, "node2", "epoch 2, step 14", None, Gone()
-
-        def __str__(self):
-            return "process 3 on node2"
-
-    assert describe_end(Member()) == "process 3 on node2 died after {last step}; the others stop"
-    stuck = describe_end(Member(), (60, "DIST.TIMEOUT_S"))
-    assert "has made no step for 60 s (DIST.TIMEOUT_S) after epoch 2, step 14" in stuck
-    silent = describe_end(Member(), (60, "DIST.TIMEOUT_S"), is_silent=True)
-    assert "has been silent and has made no step for 60 s" in silent
-    Gone.is_unreachable = True
-    assert "could not be reached for 15 s" in describe_end(Member())
