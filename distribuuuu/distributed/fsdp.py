@@ -11,11 +11,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
@@ -110,7 +109,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a model with full tensors; of a sharded model on the main process only.
 
-    Every process must call it. The main process gathers one tensor at a time.
+    Every process must call it. One tensor at a time is gathered, for which each process needs memory on its device.
     """
     return gather(model.state_dict()) if is_sharded(model) else model.state_dict()
 
@@ -122,7 +121,14 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) 
         model.load_state_dict(state_dict)
         return
     for key, own in model.state_dict().items():
-        to_local(own).copy_(_own_rows(state_dict[key], own))
+        _copy_full(own, state_dict[key])
+
+
+def _copy_full(own: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a full tensor, or this process's rows of it, to a tensor; every process must call it."""
+    if isinstance(own, DTensor):
+        full = distribute_tensor(full, own.device_mesh, own.placements).to_local()
+    to_local(own).copy_(full)
 
 
 def gather(content: dict[Any, Any]) -> FullStateDict:
@@ -130,39 +136,16 @@ def gather(content: dict[Any, Any]) -> FullStateDict:
     return FullStateDict({key: _gather(value) for key, value in content.items()})
 
 
+@torch.no_grad()
 def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return _gather_tensor(value)
+        gathered: Any = value.to(_mesh_device(value))
+        value = gathered.full_tensor()
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True) if dist.is_main() else None
+        return value.to("cpu", copy=True) if dist.is_main() else None
     if isinstance(value, dict):
         return {key: _gather(item) for key, item in value.items()}
     return type(value)(_gather(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def _gather_tensor(tensor: DTensor) -> torch.Tensor | None:
-    # The last processes may have fewer rows, or none: all send as many as the first.
-    local, num_rows = to_local(tensor), _rows_per_process(tensor)
-    padded = torch.zeros(num_rows, *tensor.shape[1:], dtype=tensor.dtype, device=_mesh_device(tensor))
-    padded[: len(local)] = local
-    if not dist.is_main():
-        torch_dist.gather(padded, dst=0)
-        return None
-    received = padded.new_empty(dist.world_size() * num_rows, *tensor.shape[1:])
-    torch_dist.gather(padded, list(received.split(num_rows)))
-    return received[: tensor.shape[0]].to("cpu", copy=True)
-
-
-def _own_rows(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a full tensor that this process holds of `like`: all rows if it is not sharded."""
-    if not isinstance(like, DTensor):
-        return full
-    begin = dist.rank() * _rows_per_process(like)
-    return full[begin : begin + _rows_per_process(like)]
-
-
-def _rows_per_process(tensor: DTensor) -> int:
-    return -(-tensor.shape[0] // dist.world_size())
 
 
 def _mesh_device(tensor: DTensor) -> torch.device:
@@ -189,7 +172,7 @@ def _shard_state(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any
         if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
             return value
         sharded = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        to_local(sharded).copy_(_own_rows(value, parameter))
+        _copy_full(sharded, value)
         return sharded
 
     state = {

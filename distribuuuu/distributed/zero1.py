@@ -61,7 +61,7 @@ class PartitionedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the equivalent single optimizer; without state if not main.
 
-        Every process must call it. The main process receives one tensor at a time.
+        Every process must call it. One tensor at a time is sent, for which each process needs memory on its device.
         """
         parameters = _flatten(self.param_groups)
         indices = {parameter: index for index, parameter in enumerate(parameters)}
@@ -142,18 +142,16 @@ def _spec_of(value: Any) -> Any:
 
 
 def _send_to_main(value: Any, spec: Any, owner: int, device: torch.device) -> Any:
-    """Return the owner's value on the CPU of the main process, None elsewhere; single numbers on every process."""
+    """Return the owner's value on the CPU of the main process, None elsewhere; single numbers on every process.
+
+    A broadcast uses the group that exists; NCCL would make a communicator, with memory, for each pair that sends.
+    """
     if not isinstance(spec, _TensorSpec):
         return spec
-    if owner == 0:
-        return value.detach().to("cpu", copy=True) if dist.is_main() else None
-    if dist.is_main():
-        received = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        torch_dist.recv(received, src=owner)
-        return received.cpu()
-    if dist.rank() == owner:
-        torch_dist.send(value.contiguous(), dst=0)
-    return None
+    is_owner = dist.rank() == owner
+    tensor = value.contiguous() if is_owner else torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    torch_dist.broadcast(tensor, src=owner)
+    return tensor.to("cpu", copy=True) if dist.is_main() else None
 
 
 def build_sharded_optimizer(cfg, groups: list[dict[str, Any]], build: Build) -> Optimizer:
