@@ -412,7 +412,7 @@ def step_on_eight_processes(cfg, reads: bool = False) -> dict[str, int]:
     with calls:
         train_step(training, batches, 1)
         if reads:
-            training.state.meter._loss.item()
+            torch.zeros(()).item()
     return dict(calls.counts)
 
 

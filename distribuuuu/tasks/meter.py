@@ -7,7 +7,7 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed.comm import gather_rows, scaled_all_reduce
-from distribuuuu.tasks.metrics import Metric, ScoreMetric, StepOutput, SumMetric, one_hot
+from distribuuuu.tasks.metrics import Metric, ScoreMetric, StepOutput, SumMetric, join, one_hot
 
 # Logits of a process that a checkpoint stores at most, 20 MiB; with more, a resumed run starts a new accumulation.
 _MAX_SAVED = 2**22
@@ -53,13 +53,10 @@ class Meter:
         self._sum_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, SumMetric)}
         self._score_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, ScoreMetric)}
         self._names = list(metrics)
-        sizes = [math.prod(metric.shape) for metric in self._sum_metrics.values()]
         # MPS has no float64; a float32 sum is exact for counts below 2^24.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._sums = torch.zeros(2 + sum(sizes), dtype=dtype, device=device)
-        self._count, self._loss = self._sums[:2].unbind()
-        views = self._sums[2:].split(sizes) if sizes else ()
-        self._views = [view.view(metric.shape) for view, metric in zip(views, self._sum_metrics.values(), strict=True)]
+        num_sums = 2 + sum(math.prod(metric.shape) for metric in self._sum_metrics.values())
+        self._sums = torch.zeros(num_sums, dtype=dtype, device=device)
         no_scores = torch.empty(0, num_classes, device=device)
         self._no_scores = no_scores, no_scores.to(torch.uint8)
         self._scores = [self._no_scores]
@@ -76,16 +73,14 @@ class Meter:
     def _add_pending(self) -> None:
         """Add the pending batches to the sums: counts at once, other values one after the other, as they round."""
         pending, self._pending = self._pending, []
-        joined = pending
-        if len({(output.logits.shape[1:], output.targets.shape[1:]) for output in pending}) == 1:
-            logits = torch.cat([output.logits for output in pending])
-            joined = [StepOutput(pending[0].loss, logits, torch.cat([output.targets for output in pending]))]
+        joined = join(pending)
+        count, loss, parts = self._split(self._sums)
+        count += sum(output.num_images for output in pending)
         for output in pending:
-            self._loss.add_(output.loss, alpha=output.num_images)
-        self._count += sum(output.num_images for output in pending)
-        for metric, sums in zip(self._sum_metrics.values(), self._views, strict=True):
+            loss.add_(output.loss, alpha=output.num_images)
+        for name, metric in self._sum_metrics.items():
             for output in joined if metric.is_count else pending:
-                sums.add_(metric.batch_sums(output))
+                parts[name].add_(metric.batch_sums(output))
         for output in joined if self._score_metrics else ():
             self._scores.append((output.logits.float(), one_hot(output.targets, output.logits.shape[1])))
 
@@ -96,23 +91,23 @@ class Meter:
         self._sums.zero_()
         self._scores = [self._no_scores]
         scaled_all_reduce([sums], scale=1.0)
-        sums = sums.cpu()
-        count, loss = sums[:2].tolist()
-        values = self._read_sums(sums[2:], count)
+        count, loss, parts = self._split(sums.cpu())
+        num = count.item()
+        values = {name: metric.value(parts[name], num) for name, metric in self._sum_metrics.items()}
         if self._score_metrics:
             logits, targets = (gather_rows(torch.cat(parts)) for parts in zip(*scores, strict=True))
             values |= {name: metric.value(logits, targets) for name, metric in self._score_metrics.items()}
         # The two divisions round differently; both are kept, so that recorded results stay bitwise the same.
-        mean_loss = loss / (count or math.nan) if self._score_metrics else loss * (1 / (count or math.nan))
-        return {"count": int(count), "loss": mean_loss, **{name: values[name] for name in self._names}}
+        divisor = num or math.nan
+        mean_loss = loss.item() / divisor if self._score_metrics else loss.item() * (1 / divisor)
+        return {"count": int(num), "loss": mean_loss, **{name: values[name] for name in self._names}}
 
-    def _read_sums(self, sums: torch.Tensor, count: float) -> dict[str, float]:
-        values, start = {}, 0
-        for name, metric in self._sum_metrics.items():
-            end = start + math.prod(metric.shape)
-            values[name] = metric.value(sums[start:end].view(metric.shape), count)
-            start = end
-        return values
+    def _split(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return views of all sums: the number of images (), the loss (), and those of each metric."""
+        shapes = {name: metric.shape for name, metric in self._sum_metrics.items()}
+        count, loss, *parts = sums.split([1, 1, *map(math.prod, shapes.values())])
+        views = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        return count.view(()), loss.view(()), views
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the sums and logits of this process since the last read; zeros if the logits exceed `_MAX_SAVED`."""

@@ -56,6 +56,14 @@ class StepOutput:
         return self._ranked[k]
 
 
+def join(outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:
+    """Return several batches as one, for counts; themselves if their shapes, e.g. the numbers of columns, differ."""
+    if len({(output.logits.shape[1:], output.targets.shape[1:]) for output in outputs}) != 1:
+        return outputs
+    logits, targets = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "targets"))
+    return [StepOutput(outputs[0].loss, logits, targets)]
+
+
 class Metric:
     """Base class of metrics. Values are percentages by convention, e.g. 76.1.
 
