@@ -162,21 +162,6 @@ def test_the_originals_checkpoints_resume(tmp_path):
     other.optimizer.step()
 
 
-class _Trap:
-    """Would run code if it were unpickled."""
-
-    def __reduce__(self):
-        return os.system, ("touch /tmp/distribuuuu_was_here",)
-
-
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    path = tmp_path / "a.pth.tar"
-    torch.save({"state_dict": {"w": torch.ones(1)}, "x": _Trap()}, path)
-    with pytest.raises(CheckpointError, match=r"a\.pth\.tar"):
-        read_checkpoint(path)
-    assert not Path("/tmp/distribuuuu_was_here").exists()
-
-
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"model_state": s, "epoch": 3}])
 def test_bare_weights_under_any_usual_name(tmp_path, wrap):
     state = make_state()
@@ -198,46 +183,29 @@ def test_safetensors(tmp_path):
         read_checkpoint(tmp_path / "bad.safetensors")
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"hello": 3}, {}, torch.ones(3), {"state_dict": {}}])
-def test_a_foreign_file_is_named(tmp_path, content):
-    torch.save(content, tmp_path / "foreign.pth")
-    with pytest.raises(CheckpointError, match="foreign.pth: holds no state dict"):
-        read_checkpoint(tmp_path / "foreign.pth")
-
-
-def test_weights_that_do_not_fit_say_why():
-    model = make_state(num_classes=3).model
+def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
+    model, path = make_state(num_classes=3).model, CheckpointManager(tmp_path).save(make_state())
     with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
         load_state_dict(model, make_state(num_classes=5).model.state_dict(), "w")
     with pytest.raises(CheckpointError, match="lacks 9 tensors, e.g. 0.weight; has 1 that the model lacks, e.g. z"):
         load_state_dict(model, {"z": torch.ones(1)}, "w")
-
-
-def test_other_classes_and_other_optimizers_are_errors(tmp_path):
-    path = CheckpointManager(tmp_path).save(make_state())
     other = make_state()
     other.classes = ("a", "x", "c")
     with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
         other.load_dict(read_checkpoint(path), path)
     content = read_checkpoint(path)
+    content["optimizer"]["state"][0]["momentum_buffer"] = torch.ones(7, 7)
+    with pytest.raises(CheckpointError, match=r"does not fit: momentum_buffer has the shape \(7, 7\), its parameter"):
+        make_state().load_dict(content, path)
     content["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(CheckpointError, match="its optimizer does not fit"):
         make_state().load_dict(content, path)
 
 
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        ({"classes": ["a", "x"]}, "'x' where the data has 'b'"),
-        ({"classes": ["a", "b"]}, None),
-        ({"classes": ["a"]}, None),
-        ({"classes": 2}, None),
-        ({"classes": None}, None),
-        ({}, None),
-    ],
-)
-def test_which_class_is_another_one_if_the_file_names_them(content, said):
-    assert find_class_mismatch(content, ("a", "b")) == said
+def test_class_names_are_compared_if_the_file_has_as_many():
+    assert find_class_mismatch({"classes": ["a", "x"]}, ("a", "b")) == "'x' where the data has 'b'"
+    for content in ({"classes": ["a", "b"]}, {"classes": ["a"]}, {"classes": 2}, {"classes": None}, {}):
+        assert find_class_mismatch(content, ("a", "b")) is None
 
 
 def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):
