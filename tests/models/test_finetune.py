@@ -11,9 +11,9 @@ import timm
 import torch
 import torchvision
 from support.downloads import serve
-from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_same_run, newest, small_options, train_and_stop
+from support.runs import assert_close, newest, train_and_read
+from support.tiers import slow
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
@@ -203,16 +203,13 @@ def test_a_name_that_is_the_same_comes_before_one_that_differs_by_a_prefix():
     assert model["backbone"].bias.tolist() == [2.0, 2.0] and len(report.unused) == 4
 
 
-@pytest.mark.parametrize(
-    ("arch", "head"),
-    [
-        ("resnet18", ["fc"]),
-        ("torchvision/squeezenet1_0", ["classifier.1"]),
-        ("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
-        ("timm/test_convnext", ["head.fc"]),
-        ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
-    ],
-)
+@pytest.mark.parametrize("arch, head", [
+    ("resnet18", ["fc"]),
+    ("torchvision/squeezenet1_0", ["classifier.1"]),
+    ("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
+    ("timm/test_convnext", ["head.fc"]),
+    ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
+])  # fmt: skip
 def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
     cfg = make_cfg(arch)
     model = build_model(cfg)
@@ -222,7 +219,7 @@ def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
 
 
 @pytest.mark.parametrize(
-    ("arch", "other"), [("resnet18", "resnet50"), ("resnet50", "resnet18"), ("resnet8", "resnet18")]
+    "arch, other", [("resnet18", "resnet50"), slow("resnet50", "resnet18"), slow("resnet8", "resnet18")]
 )
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch, other):
     torch.save({"state_dict": trained(other), "arch": other}, tmp_path / "a.pth")
@@ -284,36 +281,29 @@ def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_res
 # ------------------------------------------------------------------------------------------ frozen
 
 
-def frozen_names(model) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-
-
 def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     model = torchvision.models.resnet18()
     freeze(model, ("conv1", "layer1.*", "layer[23]", "*.bn2.bias"))
-    expected = {
-        name
-        for name, _ in model.named_parameters()
-        if name.startswith(("conv1.", "layer1.", "layer2.", "layer3.")) or name.endswith(".bn2.bias")
-    }
-    assert frozen_names(model) == expected and "bn1.weight" not in expected and "layer4.0.conv1.weight" not in expected
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    modules = ("conv1.", "layer1.", "layer2.", "layer3.")
+    assert list(frozen) == [
+        name for name, _ in model.named_parameters() if name.startswith(modules) or name.endswith(".bn2.bias")
+    ]
     model.train()
     modes = {name: module.training for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
     assert modes == {name: not name.startswith(("layer1.", "layer2.", "layer3.")) for name in modes}
-    numbers = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    assert count_frozen(model) == (numbers, sum(not mode for mode in modes.values()))
+    num_parameters = sum(parameter.numel() for parameter in frozen.values())
+    assert count_frozen(model) == (num_parameters, sum(not mode for mode in modes.values()))
 
 
-def test_a_batch_norm_is_frozen_when_all_of_its_parameters_are():
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3))
-    freeze(model, ("0.weight", "0.bias", "1.bias"))
-    assert [module.training for module in model.train()] == [False, True, True]
-
-
-def test_a_batch_norm_without_parameters_is_frozen_by_its_name():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, affine=False), nn.Linear(4, 3))
-    freeze(model, ("1", "0"))
-    assert [module.training for module in model.train()] == [True, False, True]
+@pytest.mark.parametrize("is_affine, patterns, training", [
+    (True, ("0.weight", "0.bias", "1.bias"), [False, True, True]),  # all of its parameters
+    (False, ("0", "2"), [False, True, False]),  # its name
+])  # fmt: skip
+def test_a_batch_norm_is_frozen_with_all_of_its_parameters_or_by_its_name(is_affine, patterns, training):
+    model = nn.Sequential(*(nn.BatchNorm2d(3, affine=is_affine) for _ in range(3)), nn.Linear(3, 3))
+    freeze(model, patterns)
+    assert [module.training for module in model.train()][:3] == training
 
 
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
@@ -332,62 +322,35 @@ def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
     assert not torch.equal(other[1].running_mean, statistics[1])
 
 
-@pytest.mark.parametrize(
-    ("patterns", "said"),
-    [
-        (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
-        (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
-        (("",), "'' is the name of no parameter"),
-        (("*",), "freezes every parameter; fix: leave at least the head trainable"),
-    ],
-)
+@pytest.mark.parametrize("patterns, said", [
+    (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
+    (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
+    (("",), "'' is the name of no parameter"),
+    (("*",), "freezes every parameter; fix: leave at least the head trainable"),
+])  # fmt: skip
 def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns, said):
     with pytest.raises(ConfigError, match=f"FINETUNE.FREEZE: .*{said}"):
         freeze(torchvision.models.resnet18(), patterns)
 
 
-FREEZE = ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight")
-
-
-@pytest.fixture(scope="module")
-def five_classes(tmp_path_factory) -> Path:
-    """A checkpoint of ours, trained on other classes."""
-    root = tmp_path_factory.mktemp("five")
-    for split, num in (("train", 5), ("val", 3)):
-        draw_folder(root, split, dict.fromkeys("abcde", num))
-    train_model(load_cfg(None, small_options(root, root / "out", "MODEL.NUM_CLASSES", 5, "OPTIM.MAX_EPOCH", 1)))
-    return root / "out" / "best.pth.tar"
-
-
-def test_what_is_frozen_stays_bit_by_bit_through_training_and_resuming(five_classes, small_cfg, tmp_path, monkeypatch):
-    weights = tmp_path / "weights.pth.tar"
-    shutil.copy(five_classes, weights)
-    words = ("FINETUNE.WEIGHTS", weights, *FREEZE, "CHECKPOINT.EVERY_STEPS", 1)
-    whole = small_cfg(*words, "OUT_DIR", tmp_path / "whole")
-    train_model(whole)
-    before, after = torch.load(five_classes)["state_dict"], newest(whole.OUT_DIR)["state_dict"]
-    same = [name for name in after if torch.equal(after[name], before.get(name, torch.zeros(0)))]
-    assert same == [name for name in after if name.startswith(("stem.", "stage1.")) or name == "stage2.0.conv1.weight"]
-    parts = small_cfg(*words)
-    train_and_stop(parts, (0, 3), monkeypatch)
+def test_what_is_frozen_stays_bitwise_and_the_weights_are_read_at_the_start_only(finished_run, small_cfg, tmp_path):
+    weights = Path(shutil.copy(finished_run / "best.pth.tar", tmp_path))
+    cfg = small_cfg("FINETUNE.WEIGHTS", weights, "FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight")
+    train_model(cfg, stop_epoch=1)
     weights.write_bytes(b"not read again: a checkpoint in OUT_DIR comes first")
-    train_model(parts)
-    assert_same_run(parts.OUT_DIR, whole.OUT_DIR)
+    before, after = torch.load(finished_run / "best.pth.tar")["state_dict"], train_and_read(cfg)["state_dict"]
+    frozen = [name for name in after if name.startswith(("stem.", "stage1.")) or name == "stage2.0.conv1.weight"]
+    assert [name for name in after if name not in other_than(after, before)] == frozen
 
 
-def test_frozen_parts_on_two_processes_give_the_run_of_one(five_classes, image_folder, tmp_path):
-    words = ("FINETUNE.WEIGHTS", five_classes, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
-
-    def config(out_dir, *more):
-        return load_cfg(None, small_options(image_folder, out_dir, *words, *more))
-
-    train_model(config(tmp_path / "one"))
-    on_processes(2, train_model, config(tmp_path / "two", "TRAIN.BATCH_SIZE", 6, "MODEL.SYNCBN", True))
-    one, two = (newest(tmp_path / name)["state_dict"] for name in ("one", "two"))
-    before = torch.load(five_classes)["state_dict"]
-    assert set(other_than(two, before)) == {"fc.weight", "fc.bias"}
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+def test_frozen_parts_on_two_processes_give_the_run_of_one(finished_run, small_cfg, tmp_path):
+    words = ("FINETUNE.WEIGHTS", finished_run, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
+    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "one"))
+    on_processes(2, train_model, small_cfg(*words, "TRAIN.BATCH_SIZE", 6, "MODEL.SYNCBN", True))
+    one, two = newest(tmp_path / "one"), newest(tmp_path / "out")
+    before = torch.load(finished_run / "best.pth.tar")["state_dict"]
+    assert set(other_than(two["state_dict"], before)) == {"fc.weight", "fc.bias"}
+    assert_close(one, two, 1e-5)
 
 
 def test_freezing_is_logged(caplog):
