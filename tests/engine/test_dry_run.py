@@ -57,30 +57,16 @@ def test_a_dry_run_restores_the_model(small_cfg):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "words, num, px, said",
-    [
-        (
-            ("MODEL.ARCH", "resnet18"),
-            1,
-            32,
-            r"MODEL.ARCH \(command line\).*: resnet18 fails on an input of shape \(1, 3, 32, 32\)",
-        ),
-        (
-            ("MODEL.ARCH", "torchvision/inception_v3"),
-            2,
-            40,
-            r"torchvision/inception_v3 fails .* shape \(2, 3, 40, 40\).*\(torchvision/models/inception.py:\d+\)$",
-        ),
-        (("MODEL.ARCH", "timm/test_vit"), 4, 40, r"timm/test_vit fails on an input of shape \(2, 3, 40, 40\): "),
-        (
-            ("MODEL.ARCH", "two_heads"),
-            2,
-            16,
-            r"two_heads: model output is a tuple; expected logits \(2, 3\); fix: turn",
-        ),
-    ],
-)
+@pytest.mark.parametrize("words, num, px, said", [
+    (("MODEL.ARCH", "resnet18"), 1, 32,
+     r"MODEL.ARCH \(command line\).*: resnet18 fails on an input of shape \(1, 3, 32, 32\)"),
+    (("MODEL.ARCH", "torchvision/inception_v3"), 2, 40,
+     r"torchvision/inception_v3 fails .* shape \(2, 3, 40, 40\).*\(torchvision/models/inception.py:\d+\)$"),
+    (("MODEL.ARCH", "timm/test_vit"), 4, 40, r"timm/test_vit fails on an input of shape \(2, 3, 40, 40\): "),
+    (("MODEL.ARCH", "two_heads"), 2, 16, r"two_heads: model output is a tuple; expected logits \(2, 3\); fix: turn"),
+    (("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True), 2, 64,
+     "is a GoogLeNetOutputs; expected logits .* in MODEL.KWARGS"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
 def test_errors_of_a_step_are_reported(small_cfg, words, num, px, said):
     cfg = small_cfg(*words)
@@ -88,23 +74,23 @@ def test_errors_of_a_step_are_reported(small_cfg, words, num, px, said):
         dry_run_training(cfg, build_model(cfg), torch.zeros(num, 3, px, px), 3)
 
 
-def test_errors_of_an_evaluation_are_reported_before_the_first_epoch(small_cfg):
-    cfg = small_cfg("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64,
-                    "TEST.CROP_SIZE", 48)  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*\(1, 3, 48, 48\)"
-    ):
-        train_model(cfg)
+@pytest.mark.parametrize("words, said", [
+    (("MODEL.ARCH", "timm/vit_tiny_patch16_224", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 64, "TEST.CROP_SIZE", 48),
+     r"TEST.CROP_SIZE \(command line\), .* timm/vit_tiny.*fails .*\(1, 3, 48, 48\)"),
+    (("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1,
+      "TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]"),
+     r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .*\(2, 3, 4, 4\)"),
+])  # fmt: skip
+def test_errors_of_an_evaluation_and_of_the_first_image_size_are_reported_before_the_first_epoch(
+    small_cfg, words, said
+):
+    with pytest.raises(ConfigError, match=said):
+        train_model(small_cfg(*words))
+
+
+def test_an_evaluation_may_return_other_outputs_than_training(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "two_heads")
     dry_run_evaluation(cfg, build_model(cfg), torch.zeros(1, 3, 16, 16), 3)
-
-
-def test_errors_at_the_first_image_size_are_reported(small_cfg):
-    words = ("MODEL.ARCH", "torchvision/alexnet", "TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64, "TRAIN.IM_SIZE_MULTIPLE", 1)
-    start = ("TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]")
-    said = r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .*\(2, 3, 4, 4\)"
-    with pytest.raises(ConfigError, match=said):
-        train_model(small_cfg(*words, *start))
 
 
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
@@ -113,9 +99,6 @@ def test_auxiliary_heads_are_off_by_default(small_cfg):
     model = build_model(cfg)
     assert not any("aux" in name for name in model.state_dict())
     assert dry_run_training(cfg, model, torch.zeros(2, 3, 64, 64), 3) == ([], False)
-    asked = small_cfg("MODEL.ARCH", "torchvision/googlenet", "MODEL.KWARGS.aux_logits", True)
-    with pytest.raises(ConfigError, match="is a GoogLeNetOutputs; expected logits .* in MODEL.KWARGS"):
-        dry_run_training(asked, build_model(asked), torch.zeros(2, 3, 64, 64), 3)
     plain = nn.Linear(2, 2)
     assert remove_auxiliary_heads(plain) is plain
 

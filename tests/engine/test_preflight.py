@@ -1,7 +1,5 @@
 """Checks before torch is imported: the number of classes, initial weights, batch sizes, OUT_DIR."""
 
-from pathlib import Path
-
 import pytest
 from support.images import draw_folder
 from support.runs import run_tool, small_options
@@ -50,13 +48,6 @@ def test_an_evaluation_counts_the_training_classes_else_its_own(tmp_path):
     assert ask_the_data("TRAIN.DATASET", tmp_path, train=False).MODEL.NUM_CLASSES == 3
     words = ("TRAIN.DATASET", "/no/such", "TEST.DATASET", tmp_path)
     assert ask_the_data(*words, train=False).MODEL.NUM_CLASSES == 2
-
-
-@pytest.mark.slow
-def test_packs_are_counted(image_folder, tmp_path):
-    done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
-    assert done.returncode == 0, done.stderr
-    assert ask_the_data("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack").MODEL.NUM_CLASSES == 3
 
 
 def test_sets_of_a_known_number_are_not_opened(tmp_path):
@@ -111,120 +102,98 @@ def test_the_tools_train_and_evaluate_without_a_given_number_of_classes(image_fo
     assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
 
 
-# ------------------------------------------------------------------------------------ fine-tuning
+# ----------------------------------------------------------------- problems of a config with data
+
+REPLAYED = ("TRAIN.BATCH_SIZE", 12, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE")
+SHARDED = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
+MIXED = ("AUG.MIXUP", 0.2, "TRAIN.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 18)
+SEVERAL_STARTS = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", True)
 
 
-def finetune_problems(image_folder: Path, *words, train=True) -> list[str]:
-    words = ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", image_folder, *words, *(() if train else EVALUATED)]
-    return run_problems(load_cfg(None, [str(word) for word in words]), train)
+@pytest.fixture
+def problems(image_folder, tmp_path):
+    """Return a function from overrides to the problems of a run; FILE in them is a file, and FOLDER a folder."""
+    own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path / "run")
+    (tmp_path / "weights.pth").write_bytes(b"any")
+    paths = {"FILE": tmp_path / "weights.pth", "FOLDER": image_folder}
+
+    def find(*words, train=True, nproc=None) -> list[str]:
+        return run_problems(load_cfg(None, [str(paths.get(word, word)) for word in (*own, *words)]), train, nproc)
+
+    return find
 
 
-def test_weights_to_fine_tune_from_must_be_there(image_folder, tmp_path):
-    weights = tmp_path / "a.pth"
-    (problem,) = finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights)
-    assert problem == f"FINETUNE.WEIGHTS (command line): no such file or folder: {weights}"
-    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights, train=False) == []
-    weights.write_bytes(b"any")
-    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", weights) == []
-    assert finetune_problems(image_folder, "FINETUNE.WEIGHTS", "pretrained") == []
+@pytest.mark.parametrize("words, nproc, parts", [
+    (("FINETUNE.WEIGHTS", "/no/such"), 1, ["FINETUNE.WEIGHTS (command line): no such file or folder: /no/such"]),
+    ((*SEVERAL_STARTS[:3], False), 1, []),
+    (("FINETUNE.WEIGHTS", "FILE"), 1, []),
+    (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
+    (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
+    (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
+    (("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "FOLDER"), 1, ["DISTILL.WEIGHTS (command line): not a file: "]),
+    # Gradients do not accumulate over replays of a graph.
+    ((*REPLAYED, "reduce-overhead"), 2, []),
+    ((*REPLAYED, "default"), 1, []),
+    ((*REPLAYED, "reduce-overhead"), 1, ["MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs",
+                                         "set it to default, or TRAIN.BATCH_SIZE to 24"]),
+    # The memory of a model that is sharded depends on the number of processes.
+    ((*SHARDED, "zero1"), 2, []),
+    ((*SHARDED, "fsdp"), 1, []),
+    ((*SHARDED, "fsdp"), 2, ["TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends",
+                             "fix: set the images per process"]),
+    # Images are mixed in pairs.
+    (MIXED, 3, []),
+    (MIXED, 2, ["AUG.MIXUP (command line): got micro-batches of 3 images"]),
+    # Steps of more images than there are.
+    (("TRAIN.BATCH_SIZE", 24), 2, []),
+    (("TRAIN.BATCH_SIZE", 25), 2, ["TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ",
+                                   "expected at most 48, the size of the training set; fix: lower it"]),
+    (("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024), 1,
+     ["TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step", "at most 1000"]),
+    (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 1, []),
+    (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 2, ["at most 2000, the"]),
+    # Also root may not write to a file system that is read-only.
+    (("OUT_DIR", "/proc/out"), 1, ["OUT_DIR (command line): /proc cannot be written to: "]),
+])  # fmt: skip
+def test_problems_of_a_training_are_reported_before_it_starts(problems, words, nproc, parts):
+    found = problems(*words, nproc=nproc)
+    assert len(found) == bool(parts) and all(part in found[0] for part in parts), found
 
 
-def test_two_things_to_start_from_are_one_too_many(image_folder, tmp_path):
-    (tmp_path / "b.pth").write_bytes(b"any")
-    both = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", "True", "MODEL.WEIGHTS", tmp_path / "b.pth")
-    first, second = finetune_problems(image_folder, *both)
-    assert "set MODEL.WEIGHTS null, or leave this option empty" in first
-    assert "set MODEL.PRETRAINED False, or leave this option empty" in second
-    assert finetune_problems(image_folder, *both, train=False) == []
+def test_problems_of_a_training_do_not_concern_an_evaluation(problems):
+    for words in (("FINETUNE.WEIGHTS", "/no/such"), SEVERAL_STARTS, MIXED):
+        assert problems(*words, *EVALUATED, train=False) == []
 
 
-def test_gradients_do_not_accumulate_over_replays_of_a_graph(image_folder, tmp_path):
-    words = ("TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE", "reduce-overhead")
-    cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words))
-    assert run_problems(cfg, train=True, nproc=2) == []
-    [problem] = run_problems(cfg, train=True, nproc=1)
-    assert problem.startswith("MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs")
-    assert problem.endswith("set it to default, or TRAIN.BATCH_SIZE to 24")
-    cfg = load_cfg(None, small_options(image_folder, tmp_path / "out", *words[:3], "default"))
-    assert run_problems(cfg, train=True, nproc=1) == []
+def test_a_file_in_the_place_of_the_checkpoints_is_reported_before_training(problems, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    (problem,) = problems()
+    assert problem.endswith(f"{tmp_path}/run/checkpoints is a file, not a folder")
 
 
-def test_auto_does_not_measure_a_model_that_will_be_sharded(image_folder, tmp_path):
-    words = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
-    sharded, others = (load_cfg(None, small_options(image_folder, tmp_path / "out", *words, kind))
-                       for kind in ("fsdp", "zero1"))  # fmt: skip
-    [problem] = run_problems(sharded, train=True, nproc=2)
-    assert problem.startswith("TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends")
-    assert problem.endswith("fix: set the images per process")
-    assert run_problems(sharded, train=True, nproc=1) == run_problems(others, train=True, nproc=2) == []
+def test_an_evaluation_without_weights_is_reported(problems, tmp_path):
+    (problem,) = problems(train=False)
+    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/run/best.pth.tar does not exist; fix: ")
+    assert problems() == problems(*EVALUATED, train=False) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best_ema.pth.tar").touch()
+    assert problems(train=False) != [] == problems("EMA.HALF_LIFE", 9, train=False)
+    (tmp_path / "run" / "best.pth.tar").touch()
+    assert problems(train=False) == []
 
 
-def test_an_odd_number_to_mix_in_pairs_is_reported_before_the_start(image_folder, tmp_path):
-    words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
-    cfg = load_cfg(None, [*words, "AUG.MIXUP", "0.2", "TRAIN.BATCH_SIZE", "6", "TRAIN.GLOBAL_BATCH_SIZE", "18"])
-    assert run_problems(cfg, train=True, nproc=3) == []
-    assert run_problems(load_cfg(None, [*words, *EVALUATED, "AUG.MIXUP", "0.2"]), train=False) == []
-    [problem] = run_problems(cfg, train=True, nproc=2)
-    assert problem.startswith("AUG.MIXUP (command line): got micro-batches of 3 images")
-
-
-@pytest.mark.parametrize("key, others", [("MODEL.WEIGHTS", ()), ("DISTILL.WEIGHTS", ("DISTILL.TEACHER", "resnet18"))])
-def test_a_folder_is_not_a_file_of_weights(image_folder, tmp_path, key, others):
-    words = ["TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3", "OUT_DIR", str(tmp_path / "run")]
-    cfg = load_cfg(None, [*words, *others, key, str(image_folder)])
-    [problem] = run_problems(cfg, train=True)
-    assert problem == f"{key} (command line): not a file: {image_folder}"
-
-
-def problems_of(*words, train=True, nproc=None) -> list[str]:
-    return run_problems(load_cfg(None, [str(word) for word in words]), train, nproc)
-
-
-def test_a_folder_that_takes_no_file_is_reported_to_any_user(image_folder):
-    """Also root, who may write anywhere but into a file system that is read-only."""
-    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
-    (problem,) = problems_of(*words, "OUT_DIR", "/proc/out")
-    assert problem.startswith("OUT_DIR (command line): /proc cannot be written to: ")
-
-
-def test_a_file_in_the_place_of_the_checkpoints_is_reported_before_training(image_folder, tmp_path):
-    (tmp_path / "checkpoints").touch()
-    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
-    (problem,) = problems_of(*words)
-    assert problem.endswith(f"{tmp_path}/checkpoints is a file, not a folder")
-
-
-def test_an_evaluation_without_weights_is_reported(image_folder, tmp_path):
-    words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
-    (problem,) = problems_of(*words, train=False)
-    assert problem.startswith(f"MODEL.WEIGHTS: is not set, and {tmp_path}/best.pth.tar does not exist; fix: ")
-    assert problems_of(*words) == problems_of(*words, *EVALUATED, train=False) == []
-    (tmp_path / "best_ema.pth.tar").touch()
-    assert problems_of(*words, train=False) != [] == problems_of(*words, "EMA.HALF_LIFE", 9, train=False)
-    (tmp_path / "best.pth.tar").touch()
-    assert problems_of(*words, train=False) == []
-
-
-def test_a_step_of_more_images_than_there_are_is_reported(image_folder, tmp_path):
-    own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path)
-    (problem,) = problems_of(*own, "TRAIN.BATCH_SIZE", 25, nproc=2)
-    assert problem.startswith("TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ")
-    assert problem.endswith("expected at most 48, the size of the training set; fix: lower it")
-    assert problems_of(*own, "TRAIN.BATCH_SIZE", 24, nproc=2) == []
-    (problem,) = problems_of("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024)
-    assert problem.startswith("TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step")
-    assert "at most 1000" in problem
-    shapes = ("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001)
-    assert problems_of(*shapes) == [] and "at most 2000, the" in problems_of(*shapes, nproc=2)[0]
+def test_the_images_of_lists_and_packs_are_counted(problems, image_folder, tmp_path):
     (tmp_path / "train.csv").write_text("image,labels\n1.jpg,a\n2.jpg,b\n")
     for number in (1, 2):
         (tmp_path / f"{number}.jpg").touch()
     several = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "MODEL.NUM_CLASSES", 2, "TEST.SPLIT", "train")
-    assert "at most 2, the" in problems_of(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
+    assert "at most 2, the" in problems(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
     done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
     assert done.returncode == 0, done.stderr
-    packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack", "MODEL.NUM_CLASSES", 3)
-    assert "at most 48, the" in problems_of(*packed, "TRAIN.BATCH_SIZE", 49)[0]
+    packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
+    assert "at most 48, the" in problems(*packed, "TRAIN.BATCH_SIZE", 49)[0]
+    assert ask_the_data(*packed).MODEL.NUM_CLASSES == 3
 
 
 def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypatch):
