@@ -1,5 +1,6 @@
 """The check of a data set: what is found in made folders, and that odd files do not stop it."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -57,20 +58,14 @@ def test_workers_find_the_same(root):
     assert check(root, workers=2) == check(root)
 
 
-def test_mean_and_std_are_those_of_the_training_pixels(root):
-    pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(root.glob("train/*/*.jpg"))]
-    report = check(root)
-    assert report["statistics"]["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=1e-4)
-    assert report["statistics"]["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), abs=1e-4)
-
-
-def test_statistics_of_large_jpegs_agree_with_full_decoding(tmp_path):
-    draw_folder(tmp_path, "train", {"ant": 12}, (700, 560))
+@pytest.mark.parametrize("size, tolerance", [((60, 50), 1e-4), ((700, 560), 2e-3)])
+def test_mean_and_std_are_those_of_the_training_pixels_though_large_jpegs_are_scaled(tmp_path, size, tolerance):
+    draw_folder(tmp_path, "train", {"ant": 12, "bee": 3}, size)
     pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(tmp_path.glob("train/*/*.jpg"))]
     statistics = check(tmp_path)["statistics"]
-    assert statistics["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=2e-3)
-    assert statistics["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), rel=0.01)
-    assert statistics["width"]["min"] == 700 and statistics["height"]["min"] == 560
+    assert statistics["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=tolerance)
+    assert statistics["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), abs=tolerance)
+    assert (statistics["width"]["min"], statistics["height"]["min"]) == size
 
 
 def test_damaged_images_are_named_with_the_reason(root):
@@ -80,14 +75,13 @@ def test_damaged_images_are_named_with_the_reason(root):
     (root / "train/ant/cut.png").write_bytes((root / "train/ant/cut.png").read_bytes()[:-100])
     (root / "val/bee/empty.jpg").touch()
     (root / "val/bee/text.jpg").write_text("hello")
-    found = kinds(check(root))
+    Image.new("RGB", (90, 80)).save(root / "val/ant/big.png")
+    found = kinds(check(root, DecodeOptions(max_pixels=4000)))
+    assert names(found["oversized"], root) == ["val/ant/big.png"]
     assert names(found["truncated"], root) == ["train/ant/cut.jpg", "train/ant/cut.png"]
     assert names(found["broken"], root) == ["val/bee/empty.jpg", "val/bee/text.jpg"]
     assert "the file is empty" in found["broken"]["reasons"][str(root / "val/bee/empty.jpg")]
-    assert {finding["severity"] for finding in found.values()} == {"problem"} and found.keys() == {
-        "truncated",
-        "broken",
-    }
+    assert {finding["severity"] for finding in found.values()} == {"problem"} and len(found) == 3
 
 
 def test_unusual_images_are_notes(root):
@@ -112,12 +106,6 @@ def test_unusual_images_are_notes(root):
     }
     assert report["status"] == "clean" and all(finding["fix"] for finding in found.values())
     assert "rotated" not in kinds(check(root, DecodeOptions(exif_rotate=True)))
-
-
-def test_images_above_the_limit_are_a_problem(root):
-    Image.new("RGB", (90, 80)).save(root / "val/ant/big.png")
-    found = kinds(check(root, DecodeOptions(max_pixels=4000)))
-    assert names(found["oversized"], root) == ["val/ant/big.png"] and found["oversized"]["severity"] == "problem"
 
 
 def test_copies_are_sorted_by_what_they_mean(root):
@@ -146,15 +134,12 @@ def test_class_folders_are_compared(root):
     assert found["unevaluated_class"]["severity"] == "note"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
+def test_spellings():
+    for one, other, same in [
         ("T-Shirt", "t-shirt", True), ("ice cream", "ice_cream", True), ("caf\u00e9", "cafe\u0301", True),
         (" cat", "cat", True), ("1_0", "10", False), ("n01440764", "n01443537", False), ("c++", "c", False),
-    ],
-)  # fmt: skip
-def test_spellings(one, other, same):
-    assert (spelling_key(one) == spelling_key(other)) == same
+    ]:  # fmt: skip
+        assert (spelling_key(one) == spelling_key(other)) == same
 
 
 def test_imbalance_and_small_classes_are_notes(tmp_path):
@@ -180,15 +165,6 @@ def test_odd_files_do_not_stop_the_check(root):
     assert os.fsencode(found["duplicates"]["files"][1]).endswith(b"\xff.jpg")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can list every folder")
-def test_folders_that_cannot_be_listed_are_a_problem_for_users(root):
-    (root / "train/ant").chmod(0)
-    try:
-        assert names(kinds(check(root))["unreadable_folder"], root) == ["train/ant"]
-    finally:
-        (root / "train/ant").chmod(0o755)
-
-
 def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
     def refuse(path, scandir=os.scandir):
         if os.fspath(path).endswith("train/bee"):
@@ -205,16 +181,13 @@ def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
 # ------------------------------------------------------------------------------------------- layouts
 
 
-def test_a_folder_of_classes_is_one_split(root):
+def test_a_folder_of_classes_is_one_split_and_a_class_may_be_called_test(root, tmp_path):
     report = check(root / "train")
     assert list(report["splits"]) == ["all"] and report["images"] == 26
-
-
-def test_a_class_may_be_called_test(tmp_path):
-    draw_folder(tmp_path, "", {"test": 3, "bee": 3})
-    assert list(open_folder(tmp_path)["all"].classes) == ["bee", "test"]
-    draw_folder(tmp_path, "Train", {"bee": 3})
-    assert list(open_folder(tmp_path)) == ["Train", "test"]
+    draw_folder(tmp_path / "x", "", {"test": 3, "bee": 3})
+    assert list(open_folder(tmp_path / "x")["all"].classes) == ["bee", "test"]
+    draw_folder(tmp_path / "x", "Train", {"bee": 3})
+    assert list(open_folder(tmp_path / "x")) == ["Train", "test"]
 
 
 def test_lists_of_images_with_labels(root):
@@ -233,14 +206,8 @@ def test_lists_with_one_label(root):
     cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root)])
     report = report_on(open_cfg(cfg))
     found = kinds(report)
-    assert found.keys() == {
-        "broken",
-        "unknown_class",
-        "leakage",
-        "contradicting_labels",
-        "few_images",
-        "unevaluated_class",
-    }
+    expected = ("broken", "unknown_class", "leakage", "contradicting_labels", "few_images", "unevaluated_class")
+    assert found.keys() == {*expected}
     assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
     (root / "lists").mkdir()
     (root / "train.csv").rename(root / "lists/train.csv")
@@ -260,15 +227,11 @@ def test_packed_data(root):
 
 
 def test_the_sets_of_a_config(root):
-    cfg = load_cfg(None, ["TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2"])
-    assert report_on(open_cfg(cfg))["splits"]["val"]["images"] == 7
-    cfg = load_cfg(None, ["TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2", "TEST.SPLIT", "train"])
-    assert list(open_cfg(cfg)) == ["train"]
+    words = ["TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2"]
+    assert report_on(open_cfg(load_cfg(None, words)))["splits"]["val"]["images"] == 7
+    assert list(open_cfg(load_cfg(None, [*words, "TEST.SPLIT", "train"]))) == ["train"]
     with pytest.raises(ConfigError, match=r"TEST\.SPLIT.*no folder 'vall'"):
-        open_cfg(load_cfg(None, ["TRAIN.DATASET", str(root), "TEST.SPLIT", "vall"]))
-
-
-def test_any_registered_set_of_a_config():
+        open_cfg(load_cfg(None, [*words, "TEST.SPLIT", "vall"]))
     splits = open_cfg(load_cfg(None, ["DATA.NAME", "dummy", "MODEL.NUM_CLASSES", "3"]))
     assert list(splits) == ["train", "test"] and splits["train"].read(0) is not None
 
@@ -286,20 +249,16 @@ def test_a_folder_with_one_class_is_a_problem(root, tmp_path):
     assert not kinds(check(tmp_path / "parent" / "my_images")), "the data set itself is clean"
 
 
-def test_a_split_whose_only_folder_holds_the_classes_is_a_problem(root):
+def test_data_sets_side_by_side_or_below_a_folder_of_a_split_are_a_problem(root, tmp_path):
+    for name, split in itertools.product(("one", "two"), ("train", "val")):
+        shutil.copytree(root / split, tmp_path / "parent" / name / split)
+    finding = kinds(check(tmp_path / "parent"))["nested_splits"]
+    assert finding["severity"] == "problem" and names(finding, tmp_path / "parent") == ["one", "two"]
     for split in ("train", "val"):
         shutil.move(root / split, root / "moved")
         shutil.move(root / "moved", root / split / "images")
     found = kinds(check(root))["one_class"]
     assert found["fix"] == f"use {root}/train/images in place of {root}/train"
-
-
-def test_data_sets_side_by_side_are_a_problem(root, tmp_path):
-    for name in ("one", "two"):
-        for split in ("train", "val"):
-            shutil.copytree(root / split, tmp_path / "parent" / name / split)
-    finding = kinds(check(tmp_path / "parent"))["nested_splits"]
-    assert finding["severity"] == "problem" and names(finding, tmp_path / "parent") == ["one", "two"]
 
 
 def test_splits_of_unknown_names_are_noted(root, tmp_path):
@@ -319,16 +278,14 @@ def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(roo
     assert kinds(check(root / "train"))["one_split"]["message"] == "no images to evaluate: all is the only split"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda root: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
-        (lambda root: root.mkdir(), "has no sub-folder"),
-        (lambda root: (root.mkdir(), (root / "x.jpg").touch()), "images, but no class folders"),
-        (lambda root: root.touch(), "data is a file; expected a folder"),
-    ],
-)
-def test_folders_that_cannot_be_checked(tmp_path, make, message):
-    make(tmp_path / "data")
-    with pytest.raises(ConfigError, match=message):
-        open_folder(tmp_path / "data")
+def test_folders_that_cannot_be_checked(tmp_path):
+    data = tmp_path / "data"
+    for make, message in [
+        (lambda: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
+        (data.touch, "data is a file; expected a folder"),
+        (lambda: (data.unlink(), data.mkdir()), "has no sub-folder"),
+        ((data / "x.jpg").touch, "images, but no class folders"),
+    ]:
+        make()
+        with pytest.raises(ConfigError, match=message):
+            open_folder(data)

@@ -45,14 +45,19 @@ HEADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEADERS)
-def test_an_invalid_header_is_one_error(tmp_path, name):
-    craft(tmp_path / "index.bin", HEADERS[name], 4096 if len(HEADERS[name]) < 4000 else None)
-    with pytest.raises(ArrayFileError, match="invalid header|corrupt"):
-        read_arrays(tmp_path / "index.bin", KIND, VERSION)
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/index.bin [^\n]*; pack the data again$"):
+def test_an_invalid_header_is_one_error(tmp_path):
+    path = tmp_path / "index.bin"
+    for name, header in HEADERS.items():
+        craft(path, header, 4096 if len(header) < 4000 else None)
+        with pytest.raises(ArrayFileError, match="invalid header|corrupt"):
+            read_arrays(path, KIND, VERSION)
+        with pytest.raises(ConfigError, match=f"^{path} [^\n]*; pack the data again$"):
+            inspect_pack(tmp_path)
+        assert [str(path) in problem for problem in find_conflicts(tmp_path, {})] == [True], name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="index.bin cannot be read: not a regular file"):
         inspect_pack(tmp_path)
-    assert [str(tmp_path / "index.bin") in problem for problem in find_conflicts(tmp_path, {})] == [True]
 
 
 def test_a_header_of_any_length_is_not_read_into_memory(tmp_path, monkeypatch):
@@ -81,12 +86,6 @@ def test_arrays_of_every_shape_are_read_as_they_were_written(tmp_path):
     assert found["a"].shape == (2, 3) and found["b"].shape == (0, 4)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "index.bin")
-    with pytest.raises(ConfigError, match="index.bin cannot be read: not a regular file"):
-        inspect_pack(tmp_path)
-
-
 # ---------------------------------------------------------------------------------------- the packs
 
 
@@ -109,25 +108,19 @@ def packed(tmp_path):
     return meta, columns, refusal
 
 
-@pytest.mark.parametrize(
-    ("part", "values"),
-    [
-        ("mean", [[0.5, 0.5], [0.5, 0.5, None], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], ["a"] * 3, [True] * 3]),
-        ("std", [[0, 1, 1], [1, 1, -1], [1, 1, float("inf")], {"0": 1}]),
-        ("crc32", [-1, 1 << 32, 1.0, True, "1", None]),
-        ("max_pixels", [-1, "9", 1e9, None]),
-        ("options", [[], {}, {"format": "png"}, {"format": ["raw"]}, None]),
-        ("source", [[], None, "x"]),
-        ("classes", [[], ["a", "a"], "ab", [["a"]], [1, 2], None]),
-        ("crop", [None, ["resized"]]),
-        ("shards", [None, {}, [None], [{"name": "shard-00001.bin", "size": 100, "images": 1}]]),
-        ("shards", [[{"name": "shard-00000.bin", "size": size, "images": 4}] for size in (2**63, -1, "1", 1.0, None)]),
-        ("shards", [[{"name": "shard-00000.bin", "size": 160, "images": images}] for images in (2**63, -1, "1", None)]),
-    ],
-)
-def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed, part, values):
-    for value in values:
-        assert "has an invalid header: " + part in packed[2](meta={part: value})
+def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed):
+    shard = {"name": "shard-00000.bin", "size": 160, "images": 4}
+    wrong = [2**63, -1, "1", None]
+    for part, values in {
+        "mean": [[0.5, 0.5], [0.5, 0.5, None], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], ["a"] * 3, [True] * 3],
+        "std": [[0, 1, 1], [1, 1, -1], [1, 1, float("inf")], {"0": 1}], "crc32": [-1, 1 << 32, 1.0, True, "1", None],
+        "max_pixels": [-1, "9", 1e9, None], "options": [[], {}, {"format": "png"}, {"format": ["raw"]}, None],
+        "classes": [[], ["a", "a"], "ab", [["a"]], [1, 2], None], "crop": [None, ["resized"]], "source": [[], None, "x"],
+        "shards": [None, {}, [None], [{**shard, "name": "shard-00001.bin"}], *([{**shard, "size": x}] for x in wrong),
+                   *([{**shard, "images": x}] for x in wrong), [{**shard, "size": 1.0}]],
+    }.items():  # fmt: skip
+        for value in values:
+            assert "has an invalid header: " + part in packed[2](meta={part: value}), value
 
 
 def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
