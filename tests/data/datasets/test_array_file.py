@@ -115,7 +115,8 @@ def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed):
         "mean": [[0.5, 0.5], [0.5, 0.5, None], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], ["a"] * 3, [True] * 3],
         "std": [[0, 1, 1], [1, 1, -1], [1, 1, float("inf")], {"0": 1}], "crc32": [-1, 1 << 32, 1.0, True, "1", None],
         "max_pixels": [-1, "9", 1e9, None], "options": [[], {}, {"format": "png"}, {"format": ["raw"]}, None],
-        "classes": [[], ["a", "a"], "ab", [["a"]], [1, 2], None], "crop": [None, ["resized"]], "source": [[], None, "x"],
+        "classes": [[], ["a", "a"], "ab", [["a"]], [1, 2], None], "crop": [None, ["resized"]],
+        "source": [[], None, "x"],
         "shards": [None, {}, [None], [{**shard, "name": "shard-00001.bin"}], *([{**shard, "size": x}] for x in wrong),
                    *([{**shard, "images": x}] for x in wrong), [{**shard, "size": 1.0}]],
     }.items():  # fmt: skip
