@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.images import draw_folder
+from support.packs import pack
 
 from distribuuuu.commands.doctor.findings import examine, spelling_key
 from distribuuuu.commands.doctor.layout import open_cfg, open_folder
@@ -215,13 +216,8 @@ def test_lists_with_one_label(root):
 
 
 def test_packed_data(root):
-    from distribuuuu.commands.pack.pack import parse_args
-    from distribuuuu.commands.pack.packer import pack_split
-
     shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
-    job = parse_args([str(root / "packed"), "--workers", "0", "TRAIN.DATASET", str(root)])
-    for train in job.trains:
-        pack_split(job, train)
+    pack(root / "packed", "TRAIN.DATASET", root, split="both")
     (leak,) = kinds(check(root / "packed"))["leakage"]["groups"]
     assert ["003.jpg" in leak["files"][0]["file"], "x.jpg" in leak["files"][1]["file"]] == [True, True]
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from PIL import Image
 from support.images import draw_folder
+from support.packs import pack
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.commands.pack import encode
 from distribuuuu.commands.pack import writer as pack_writer
 from distribuuuu.commands.pack.encode import encode_jpeg
-from distribuuuu.commands.pack.pack import parse_args
-from distribuuuu.commands.pack.packer import pack_split, verify_packs
+from distribuuuu.commands.pack.packer import verify_packs
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
@@ -73,13 +73,6 @@ def folder(tmp_path_factory) -> Path:
     draw_folder(root, "train", {"ant": 5, "bee": 4, "cat": 5})
     draw_folder(root, "val", {"ant": 2, "cat": 3})
     return root
-
-
-def pack(out, *words, split="train", workers=0) -> None:
-    """Pack in this process."""
-    job = parse_args([str(word) for word in (out, "--split", split, "--workers", workers, *words)])
-    for train in job.trains:
-        pack_split(job, train)
 
 
 def source(root) -> list[str]:

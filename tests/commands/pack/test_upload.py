@@ -2,14 +2,15 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
 from support.images import draw_folder
+from support.packs import pack as make_pack
 
 from distribuuuu.commands.pack import upload
 from distribuuuu.commands.pack.pack import parse_args
-from distribuuuu.commands.pack.packer import pack_split
 from distribuuuu.config import ConfigError
 from distribuuuu.data.packed import transport
 from distribuuuu.data.packed.dataset import Packed
@@ -32,10 +33,8 @@ def memory(monkeypatch):
 
 
 def pack(out, folder: Path, *words) -> None:
-    options = ["--shard-mb", "0.005", "--workers", "0", *words, f"TRAIN.DATASET={folder}"]
-    job = parse_args([str(out), *" ".join(options).replace("=", " ").split(), "DATA.CACHE_DIR", f"{folder}-cache"])
-    for train in job.trains:
-        pack_split(job, train)
+    words = [*words, "TRAIN.DATASET", folder, "DATA.CACHE_DIR", f"{folder}-cache"]
+    make_pack(out, "--shard-mb", 0.005, *words, split="both")
 
 
 def assert_same_images(url, local, cache) -> None:
@@ -79,14 +78,15 @@ def test_a_pack_at_a_url_is_the_local_one_and_its_index_goes_last(folder, memory
     assert_same_images(url, tmp_path / "other", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "[" * 9999, "\\udcff"])
-def test_a_damaged_list_of_uploads_counts_as_none(folder, memory, tmp_path, text):
-    pack(tmp_path / "local", folder)
-    shutil.copytree(tmp_path / "local" / "train", tmp_path / "copy")
-    (tmp_path / "copy" / upload.DONE).write_text(text)
-    upload.upload_pack(tmp_path / "copy", "memory://bucket/set/train")
-    images = Packed("memory://bucket/set", "train", None, str(tmp_path / "cache"), 1.0, 1.0)
-    assert len(images) == 18 and not (tmp_path / "copy").exists()
+def test_a_damaged_list_of_uploads_counts_as_none(folder, memory, tmp_path):
+    make_pack(tmp_path / "local", "TRAIN.DATASET", folder)
+    for text in ("{", "[1]", "[" * 9999, "\\udcff"):
+        shutil.copytree(tmp_path / "local" / "train", tmp_path / "copy")
+        (tmp_path / "copy" / upload.DONE).write_text(text)
+        memory.store.clear()
+        upload.upload_pack(tmp_path / "copy", "memory://bucket/set/train")
+        images = Packed("memory://bucket/set", "train", None, str(tmp_path / "cache"), 1.0, 1.0)
+        assert len(images) == 18 and not (tmp_path / "copy").exists()
 
 
 def test_urls_that_cannot_be_written_to_are_reported_at_once(folder, monkeypatch):
@@ -100,14 +100,8 @@ def test_urls_that_cannot_be_written_to_are_reported_at_once(folder, monkeypatch
         pack("s3://bucket/set", folder)
 
 
-@pytest.mark.parametrize(
-    ("error", "found"),
-    [(PermissionError("ExpiredToken"), "renew them"), (type("NoCredentialsError", (Exception,), {})(), "renew them")],
-)
-def test_credentials_that_have_expired_are_reported_at_once(memory, monkeypatch, error, found):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(type(memory), "info", fail)
-    with pytest.raises(ConfigError, match=f"access denied.*{found}"):
-        Packed("memory://a/b", "train")
+def test_credentials_that_have_expired_are_reported_at_once(memory, monkeypatch):
+    for number, error in enumerate([PermissionError("ExpiredToken"), type("NoCredentialsError", (Exception,), {})()]):
+        monkeypatch.setattr(type(memory), "info", mock.Mock(side_effect=error))
+        with pytest.raises(ConfigError, match="access denied.*renew them"):
+            Packed(f"memory://a/{number}", "train")

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.images import draw_folder
+from support.packs import pack as make_pack
 from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, RangeServer, redirect, with_headers, wrong_range
 
-from distribuuuu.commands.pack.pack import parse_args
-from distribuuuu.commands.pack.packer import pack_split
 from distribuuuu.config import ConfigError
 from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed import transport
@@ -186,8 +185,7 @@ def packed(tmp_path_factory) -> Path:
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
     draw_folder(root, "train", {"ant": 10, "bee": 20})
     draw_folder(root, "val", {"ant": 1, "bee": 1})
-    job = parse_args([str(out), "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", str(root)])
-    pack_split(job, True)
+    make_pack(out, "--shard-mb", "0.02", "TRAIN.DATASET", root)
     return out
 
 

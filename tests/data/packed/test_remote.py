@@ -22,12 +22,11 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.images import draw_folder
+from support.packs import pack as make_pack
 from support.range_server import RangeServer
 from support.runs import ROOT, small_options
 from support.tiers import slow
 
-from distribuuuu.commands.pack.pack import parse_args
-from distribuuuu.commands.pack.packer import pack_split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.packed import block_order, cache, transport
@@ -50,9 +49,7 @@ def packed(tmp_path_factory) -> Path:
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
     draw_folder(root, "train", {"ant": 30, "bee": 30, "cat": 30})
     draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
-    job = parse_args([str(out), "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", str(root)])
-    for train in job.trains:
-        pack_split(job, train)
+    make_pack(out, "--shard-mb", "0.02", "TRAIN.DATASET", root, split="both")
     return out
 
 
@@ -191,7 +188,12 @@ def test_the_order_of_blocks_does_not_depend_on_processes_or_on_the_first_step()
 # ------------------------------------------------------------------------------------------- errors
 
 
-def test_problems_are_found_before_training(source, tmp_path):
+def test_problems_are_found_before_training_without_torch(source, tmp_path):
+    code = (
+        "import sys, distribuuuu.data.packed.remote, distribuuuu.commands.pack.upload; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
     def problems(url):
         return "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
 
@@ -213,13 +215,6 @@ def test_problems_are_found_before_training(source, tmp_path):
     assert "for a URL set DATA.NAME packed" in str(find_run_problems(folders, train=True)[0])
     with pytest.raises(ConfigError, match="DATA.SHUFFLE.*expected global"):
         load_cfg(None, ["DATA.SHUFFLE", "blocks"])
-
-
-def test_the_checks_before_training_import_no_torch():
-    code = (
-        "import sys, distribuuuu.data.packed.remote, distribuuuu.commands.pack.upload; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_a_pack_whose_shards_do_not_fit_is_refused(source, open_pack, tmp_path):
@@ -346,13 +341,7 @@ def test_a_cache_smaller_than_the_set_is_reported_and_used(open_pack, packed, tm
     images = open_pack(gb=3e-5)
     for index in [*range(90), *reversed(range(90))]:
         assert bytes(images.read(index)) == bytes(local.read(index))
-    assert (
-        0
-        < sum(
-            path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != "usage"
-        )
-        <= 3e4
-    )
+    assert 0 < sum(path.stat().st_size for path in block_files(tmp_path)) <= 3e4
 
 
 def read_everything(images, expected, seed, failed) -> None:
