@@ -6,24 +6,14 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import plan_batches
 
 
-@pytest.mark.parametrize(
-    "batch_size, global_batch, world_size, micro, accum_steps",
-    [
-        (32, 0, 1, 32, 1),
-        (32, 0, 8, 32, 1),
-        (32, 256, 8, 32, 1),
-        (128, 8192, 64, 128, 1),
-        (128, 8192, 2, 128, 32),
-        (32, 48, 3, 16, 1),
-        (32, 100, 1, 25, 4),
-        (64, 12, 3, 4, 1),
-        (1, 6, 2, 1, 3),
-    ],
-)
-def test_a_global_batch_falls_into_equal_parts(batch_size, global_batch, world_size, micro, accum_steps):
-    plan = plan_batches(batch_size, global_batch, world_size)
-    assert (plan.micro_batch, plan.accum_steps) == (micro, accum_steps)
-    assert plan.global_batch == (global_batch or batch_size * world_size)
+def test_a_global_batch_falls_into_equal_parts():
+    for batch_size, global_batch, world_size, micro, accum_steps in [
+        (32, 0, 1, 32, 1), (32, 0, 8, 32, 1), (32, 256, 8, 32, 1), (128, 8192, 64, 128, 1), (128, 8192, 2, 128, 32),
+        (32, 48, 3, 16, 1), (32, 100, 1, 25, 4), (64, 12, 3, 4, 1), (1, 6, 2, 1, 3),
+    ]:  # fmt: skip
+        plan = plan_batches(batch_size, global_batch, world_size)
+        assert (plan.micro_batch, plan.accum_steps) == (micro, accum_steps)
+        assert plan.global_batch == (global_batch or batch_size * world_size)
 
 
 @pytest.mark.parametrize("batch_size, global_batch, world_size", [(32, 100, 3), (32, 37, 1), (8, 2, 3), (64, 254, 2)])

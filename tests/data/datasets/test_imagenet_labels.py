@@ -143,59 +143,47 @@ def test_the_counts_are_the_same_on_three_processes(tmp_path, labels):
         draw_folder(tmp_path, "images", dict.fromkeys(folder_classes(labels)[:4], 3))
     else:
         draw_validation(tmp_path, list(range(1, 14)))
-    args = options(tmp_path, tmp_path / "out", labels, "TEST.FLIP", True)
+    args, names = options(tmp_path, tmp_path / "out", labels, "TEST.FLIP", True), ("count", "top1", "topk")
     alone = evaluate(args)
     for result in on_processes(3, evaluate, args):
-        assert {name: result[name] for name in ("count", "top1", "topk")} == {
-            name: alone[name] for name in ("count", "top1", "topk")
-        }
+        assert [result[name] for name in names] == [alone[name] for name in names]
 
 
-def test_the_synsets_of_timm_are_in_the_order_of_sorted_folders_and_its_files_agree():
+def test_the_synsets_of_timm_are_in_the_order_of_sorted_folders_and_its_files_agree(tmp_path):
     assert list(imagenet_labels.read_classes("imagenet_v2")) == SYNSETS == sorted(SYNSETS)
     for labels in ("imagenet_a", "imagenet_r"):
         classes = imagenet_labels.read_classes(labels)
         assert list(classes) == folder_classes(labels) and len(classes) == 200
         assert all(SYNSETS[number] == name for name, number in classes.items())
-
-
-def test_synsets_are_accepted_as_names_of_v2(tmp_path):
-    draw_folder(tmp_path, "images", {SYNSETS[10]: 1, SYNSETS[2]: 1})
+    draw_folder(tmp_path, "images", {SYNSETS[10]: 1, SYNSETS[2]: 1})  # accepted as names of V2 too
     images = build_images(load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_v2")), train=False)
     assert [images.label(index) for index in range(2)] == [2, 10]
 
 
-@pytest.mark.parametrize(
-    "labels, names, message",
-    [
+def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
+    for number, (labels, names, message) in enumerate([
         ("imagenet_a", ["n01498041", "n01440764"], r"class folders n01440764; expected synsets of imagenet_a"),
         ("imagenet_v2", ["0", "1000"], r"class folders 1000; expected .* 0 to 999"),
         ("imagenet_v2", ["0", "n01440764"], r"class folders 0; expected"),
         ("imagenet_sketch", ["goldfish"], r"class folders goldfish; expected synsets of imagenet_sketch"),
-    ],
-)
-def test_other_folder_names_are_reported(tmp_path, labels, names, message):
-    draw_folder(tmp_path, "images", dict.fromkeys(names, 1))
-    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", labels))
-    ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
-    assert key == "TEST.SPLIT"
-    assert re.search(message, text), text
-
-
-def test_a_file_without_a_number_is_reported(tmp_path):
-    draw_folder(tmp_path, "images", {"n01440764": 1})
-    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_real"))
+    ]):  # fmt: skip
+        root = tmp_path / str(number)
+        draw_folder(root, "images", dict.fromkeys(names, 1))
+        cfg = load_cfg(None, options(root, tmp_path / "out", labels))
+        ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
+        assert key == "TEST.SPLIT" and re.search(message, text), text
+    cfg = load_cfg(None, options(tmp_path / "0", tmp_path / "out", "imagenet_real"))
     with pytest.raises(ConfigError, match=r"TEST.LABELS: .*000.jpg is no ImageNet validation image"):
         build_images(cfg, train=False)
 
 
-@pytest.mark.parametrize("labels", ["imagenet_a", "imagenet_real"])
-def test_an_old_timm_is_reported(tmp_path, monkeypatch, labels):
+def test_an_old_timm_is_reported(tmp_path, monkeypatch):
     draw_folder(tmp_path, "images", {"n01498041": 1})
-    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", labels))
     monkeypatch.setattr(imagenet_labels, "find_spec", lambda name: None)
-    ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
-    assert key == "TEST.LABELS" and "pip install --upgrade timm" in text
+    for labels in ("imagenet_a", "imagenet_real"):
+        cfg = load_cfg(None, options(tmp_path, tmp_path / "out", labels))
+        ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
+        assert key == "TEST.LABELS" and "pip install --upgrade timm" in text
 
 
 def test_training_and_options_that_contradict_the_labels_are_reported(tmp_path):

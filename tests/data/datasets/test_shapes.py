@@ -1,5 +1,6 @@
 """The drawn data set: the same bytes every time, a whole folder or none, and no work for a linear model."""
 
+import errno
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,12 +35,17 @@ def small(tmp_path_factory) -> Path:
     return draw_shapes(tmp_path_factory.mktemp("small") / "shapes", num_train=20, num_val=10)
 
 
-def test_layout_and_counts(small):
+def test_layout_and_counts(small, monkeypatch):
     classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in SHAPES}
     assert set(contents(small)) == classes | {f"train/{name}/0001.jpg" for name in SHAPES} | {MARKER}
     assert len(SHAPES) == 10
     with Image.open(small / "train/heart/0001.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
+    monkeypatch.setattr(module, "_draw_all", None)  # a whole folder is returned at once
+    assert draw_shapes(small, num_train=20, num_val=10) == small
+    for num_train, num_val in ((25, 10), (20, 0), (-10, 10)):
+        with pytest.raises(ValueError, match="must be a positive multiple of 10"):
+            draw_shapes(small / "shapes", num_train, num_val)
 
 
 def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):
@@ -48,11 +55,6 @@ def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):
     assert len(set(images.values())) == 30
     other_seed = contents(draw_shapes(tmp_path / "other", num_train=20, num_val=10, seed=1))
     assert not set(images.values()) & set(other_seed.values())
-
-
-def test_a_whole_folder_is_returned_at_once(small, monkeypatch):
-    monkeypatch.setattr(module, "_draw_all", None)
-    assert draw_shapes(small, num_train=20, num_val=10) == small
 
 
 @pytest.mark.parametrize("drawn_before", [False, True])
@@ -109,32 +111,26 @@ def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
     assert left.exists(), "a young part may be the work of a living process"
 
 
-def test_an_old_part_is_swept(tmp_path):
+def test_a_half_folder_is_drawn_anew_and_an_old_part_is_swept(small, tmp_path):
     left = tmp_path / ".shapes.0123.part"
     (left / "train").mkdir(parents=True)
     os.utime(left, (0, 0))
-    draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
-    assert os.listdir(tmp_path) == ["shapes"]
-
-
-def test_a_half_folder_is_drawn_anew(small, tmp_path):
     root = draw_shapes(tmp_path / "shapes", num_train=20, num_val=10)
+    assert os.listdir(tmp_path) == ["shapes"]
     (root / MARKER).unlink()
     (root / "train/star/0001.jpg").unlink()
     (root / "train/star/0000.jpg").write_bytes(b"half")
     assert contents(draw_shapes(root, num_train=20, num_val=10)) == contents(small)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_train": 10}, {"size": 48}, "version"])
-def test_another_version_or_seed_is_drawn_anew(tmp_path, monkeypatch, change):
-    root = draw_shapes(tmp_path / "shapes", num_train=20, num_val=10)
-    before = contents(root)
-    if change == "version":
-        monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
-        change = {}
-    after = contents(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
-    assert after[MARKER] != before[MARKER]
-    assert len(after) == change.get("num_train", 20) + 11
+def test_another_version_or_seed_is_drawn_anew(small, tmp_path, monkeypatch):
+    for number, change in enumerate([{"seed": 1}, {"num_train": 10}, {"size": 48}, {}]):
+        root = shutil.copytree(small, tmp_path / str(number))
+        if not change:
+            monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+        after = contents(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
+        assert after[MARKER] != contents(small)[MARKER]
+        assert len(after) == change.get("num_train", 20) + 11
 
 
 def test_a_whole_drawing_that_appears_meanwhile_is_kept(small, tmp_path, monkeypatch):
@@ -154,50 +150,28 @@ def test_a_whole_drawing_that_appears_meanwhile_is_kept(small, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["shapes"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "train/cat/0000.jpg", "train/star/mine.jpg", MARKER])
-def test_other_files_are_never_touched(tmp_path, name):
-    root = tmp_path / "shapes"
-    (root / name).parent.mkdir(parents=True)
-    (root / name).write_text("mine")
-    with pytest.raises(FileExistsError, match="holds other files.*shapes"):
-        draw_shapes(root, num_train=10, num_val=10)
-    assert contents(root) == {name: b"mine"}
-    assert os.listdir(tmp_path) == ["shapes"]
-
-
-@pytest.mark.parametrize("root", ["file", "file/shapes"])
-def test_a_file_in_the_way_is_named(tmp_path, root):
+def test_other_files_are_never_touched(tmp_path):
+    for number, name in enumerate(["notes.txt", "train/cat/0000.jpg", "train/star/mine.jpg", MARKER]):
+        root = tmp_path / str(number) / "shapes"
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("mine")
+        with pytest.raises(FileExistsError, match="holds other files.*shapes"):
+            draw_shapes(root, num_train=10, num_val=10)
+        assert contents(root) == {name: b"mine"} and os.listdir(root.parent) == ["shapes"]
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match=f"cannot draw the data set shapes: Not a directory.*{root}"):
-        draw_shapes(tmp_path / root, num_train=10, num_val=10)
-    assert contents(tmp_path) == {"file": b"mine"}
+    for name in ("file", "file/shapes"):
+        with pytest.raises(NotADirectoryError, match=f"cannot draw the data set shapes: Not a directory.*{name}"):
+            draw_shapes(tmp_path / name, num_train=10, num_val=10)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError, match=f"cannot draw the data set shapes.*{tmp_path}/shapes"):
-        draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
-
-
-@pytest.mark.parametrize("code", ["ENOSPC", "EROFS", "EACCES"])
-def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch, code):
-    number = getattr(module.errno, code)
-
-    def refuse(path, data):
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-    with pytest.raises(OSError, match=f"{os.strerror(number)}.*{tmp_path}/shapes'") as caught:
-        draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
-    assert caught.value.errno == number
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(("num_train", "num_val"), [(25, 10), (20, 0), (-10, 10)])
-def test_counts_that_do_not_divide_are_refused(tmp_path, num_train, num_val):
-    with pytest.raises(ValueError, match="must be a positive multiple of 10"):
-        draw_shapes(tmp_path / "shapes", num_train, num_val)
+def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    for code in ("ENOSPC", "EROFS", "EACCES"):
+        error = OSError(getattr(errno, code), os.strerror(getattr(errno, code)), "shapes")
+        monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=error))
+        with pytest.raises(OSError, match=f"{error.strerror}.*{tmp_path}/shapes'") as caught:
+            draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
+        assert caught.value.errno == error.errno and os.listdir(tmp_path) == []
 
 
 def pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
