@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.commands.scan.scan import FLAT, UNUSABLE, Scan, make_thumbnail
 from distribuuuu.data.decode import DecodeOptions
 
@@ -173,19 +174,23 @@ def find_groups(
 
     Near-duplicates are confirmed on the pixels of both images.
     """
-    parents: dict[int, int] = {}
+    sets = DisjointSets()
     distances: dict[int, int] = {}
     flags, is_copy = scan.records["flags"], np.zeros(len(scan.records), bool)
     for one, other in _find_identical(scan.records):
-        _join(parents, one, other)
+        sets.join(one, other)
         is_copy[other] = True
     pairs = find_near_pairs(scan.records["hash"], progress, (flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
     confirm = Confirm(scan, options)
     for one, other, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
-        if _root(parents, one) != _root(parents, other) and confirm(one, other):
-            _join(parents, one, other)
+        if sets.find(one) != sets.find(other) and confirm(one, other):
+            sets.join(one, other)
             distances[one] = distance
-    return _collect(parents, distances, scan.records)
+    groups = []
+    for images in sets.groups():
+        identical = all(scan.records[index] == scan.records[images[0]] for index in images)
+        groups.append(Group(images, identical, max(distances.get(index, 0) for index in images)))
+    return groups
 
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
@@ -200,29 +205,6 @@ def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
     copies = copies[is_usable[copies]]
     order = copies[np.argsort(records["content"][copies], kind="stable")]
     return [(one, other) for one, other in itertools.pairwise(order.tolist()) if records[one] == records[other]]
-
-
-def _root(parents: dict[int, int], index: int) -> int:
-    while (parent := parents.get(index, index)) != index:
-        parents[index] = parents.get(parent, parent)
-        index = parent
-    return index
-
-
-def _join(parents: dict[int, int], one: int, other: int) -> None:
-    first, second = sorted((_root(parents, one), _root(parents, other)))
-    parents[second] = parents.setdefault(first, first)
-
-
-def _collect(parents: dict[int, int], distances: dict[int, int], records: np.ndarray) -> list[Group]:
-    members: dict[int, list[int]] = {}
-    for index in sorted(parents):
-        members.setdefault(_root(parents, index), []).append(index)
-    groups = []
-    for images in members.values():
-        identical = all(records[index] == records[images[0]] for index in images)
-        groups.append(Group(images, identical, max((distances.get(index, 0) for index in images), default=0)))
-    return groups
 
 
 class Confirm:

@@ -11,10 +11,11 @@ import os
 import re
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
@@ -131,23 +132,13 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
     return [indices for indices in by_text.values() if len(indices) > 1]
 
 
-def merge_groups(num_images: int, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
     """Return disjoint groups, each ascending: groups that share an image are one."""
-    parents = list(range(num_images))
-
-    def root(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = parents[parents[index]]
-            index = parents[index]
-        return index
-
+    sets = DisjointSets()
     for group in groups:
         for index in group[1:]:
-            parents[root(index)] = root(group[0])
-    members: dict[int, list[int]] = defaultdict(list)
-    for index in sorted({index for group in groups for index in group}):
-        members[root(index)].append(index)
-    return list(members.values())
+            sets.join(group[0], index)
+    return sets.groups()
 
 
 # --------------------------------------------------------------------------------- assignment
@@ -298,7 +289,7 @@ def plan_split(
     images = list_class_images(folder)
     duplicates = find_duplicates(images)
     named = find_named_groups(images, pattern) if pattern else []
-    groups = merge_groups(len(images.names), [*duplicates, *named])
+    groups = merge_groups([*duplicates, *named])
     shares = {f"{_FOLD}{number}": (1 - test) / folds for number in range(1, folds + 1)}
     shares = shares or {TRAIN: 1 - test - val, "val": val}
     parts = assign(images, {**shares, **({"test": test} if test else {})}, groups, seed)

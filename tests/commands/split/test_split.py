@@ -125,7 +125,7 @@ def test_random_groups_and_shares(seed):
     rng = random.Random(seed)
     labels = sorted(rng.choices(range(5), k=300))
     images = Images(Path("x"), [f"{label}/{number}" for number, label in enumerate(labels)], labels, tuple("abcde"))
-    groups = merge_groups(300, [rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
+    groups = merge_groups([rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
     shares = {"train": 0.7, "val": 0.2, "test": 0.1}
     parts = assign(images, shares, groups, seed)
     keep_classes_in_training(images, parts, groups)
