@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import snapshot
 from distribuuuu.commands.probe import feature_probe as probe
-from distribuuuu.config.conflicts import INTERPOLATIONS
+from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.decode import Box

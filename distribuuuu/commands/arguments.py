@@ -4,11 +4,9 @@ import argparse
 import contextlib
 import inspect
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,10 +14,9 @@ import yaml
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.terminal import ending_with_reader, open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
-from distribuuuu.config import options as defaults
-from distribuuuu.config.config_node import get_value, iter_options
-from distribuuuu.config.conflicts import REGISTERED
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.config_node import changed, get_value, iter_options
+from distribuuuu.config.errors import counted
+from distribuuuu.config.explain import explain_options
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.untrusted import printable
@@ -133,10 +130,7 @@ def parse_args(
             )
     cfg, found = read_cfg(flags.cfg or run_config, overrides)
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.WEIGHTS = None  # the initial weights of the run; its best weights are to be evaluated
-        cfg.freeze()
+        cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
     problems += [*found, *_find_nproc_problems(flags.nproc)]
     if flags.stop_epoch is not None and flags.stop_epoch < 1:
         problems.append(Problem("--stop-epoch", f"got {flags.stop_epoch}; expected 1 or more"))
@@ -197,40 +191,6 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
     add("--stop-epoch", metavar="N", type=int, help=stop if train else argparse.SUPPRESS)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser
-
-
-def explain_options(section: str) -> str:
-    """Return the options of a section (all: '') with their defaults and meaning.
-
-    Raises:
-        ConfigError: unknown section.
-    """
-    options = documented_options()
-    chosen = [option for option in options if not section or f"{option[0]}.".startswith(f"{section}.")]
-    if not chosen:
-        sections = sorted({key.split(".")[0] for key, _, _ in options})
-        message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
-        raise ConfigError(Problem("--help-config", message))
-    lines = []
-    for key, default, comment in chosen:
-        names = f" One of {', '.join(REGISTERED[key].names())}." if key in REGISTERED else ""
-        lines.append(f"{key}: {default}\n    {comment}{names}\n")
-    return "".join(lines)
-
-
-def documented_options() -> list[tuple[str, str, str]]:
-    """Return (key, default, comment) of every option, in the order of defaults.py."""
-    options, comment = [], []
-    for line in Path(defaults.__file__).read_text(encoding="utf-8").splitlines():
-        match = re.match(r"_C\.([A-Z0-9_.]+) = (.*)", line)
-        if line.startswith("# "):
-            comment.append(line[2:])
-            continue
-        if match and comment:
-            default = "{}" if match[2].startswith("CfgNode") else match[2]
-            options.append((match[1], default, " ".join(comment)))
-        comment = []
-    return options
 
 
 def dump_with_origins(cfg: Config) -> str:

@@ -1,12 +1,12 @@
 """The config tree: a yacs node that freezes for good and records where each value was set."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from yacs.config import CfgNode
 
-from distribuuuu.config.options import _C
+from distribuuuu.config.options import OPTIONS
 
 
 class Config(CfgNode):
@@ -46,14 +46,34 @@ def _rebuild(items: dict, attributes: dict) -> Config:
     return cfg
 
 
-def _as_config(node: CfgNode) -> Config:
-    items = {key: _as_config(value) if isinstance(value, CfgNode) else value for key, value in node.items()}
-    return _rebuild(items, {**node.__dict__, "_origins": {}})
-
-
 def get_cfg() -> Config:
     """Return a fresh, unfrozen tree of the defaults."""
-    return _as_config(_C)
+    cfg = Config()
+    for key, option in OPTIONS.items():
+        section, _, name = key.rpartition(".")
+        if section and section not in cfg:
+            cfg[section] = Config()
+        (cfg[section] if section else cfg)[name] = Config(new_allowed=True) if option.is_open else option.default
+    return cfg
+
+
+def changed(cfg: Config, options: Mapping[str, Any], origin: str | None = None) -> Config:
+    """Return a frozen copy of a config with other values of some options.
+
+    Args:
+        cfg: the config, which is not changed.
+        options: the values by key, 'SECTION.KEY'.
+        origin: the origin of the values; None: the origins remain.
+    """
+    copied = cfg.clone()
+    copied.defrost()
+    for key, value in options.items():
+        section, _, name = key.rpartition(".")
+        (get_value(copied, section) if section else copied)[name] = value
+        if origin:
+            copied.origins[key] = origin
+    copied.freeze()
+    return copied
 
 
 def iter_options(cfg: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,127 +1,16 @@
-"""Rules of a config: allowed values, conflicts between options, and options without effect."""
+"""Conflicts between options, and options without effect."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from distribuuuu.config.config_node import Config, get_cfg, get_value
+from distribuuuu.config.config_node import Config, get_value
+from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import CONDITIONS, eval_crop_size, training_crop
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
-from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, dataset_class
+from distribuuuu.config.options import GRAPH_MODES, OPTIONS
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem
-
-# Options that may be null, and their type otherwise.
-NULLABLE = {"MODEL.WEIGHTS": str, "LOSS.BCE_TARGET_THRESHOLD": float, "RNG_SEED": int}
-# TRAIN.BATCH_SIZE may be this word instead of a number.
-AUTO = "auto"
-# The values of MODEL.COMPILE that replay CUDA graphs.
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
-# Free-form sections: the model constructor, or the model's parameters, decide on their keys; all LR_MULT are numbers.
-NUMBER_SECTIONS = ("FINETUNE.LR_MULT",)
-OPEN_SECTIONS = ("MODEL.KWARGS", "DISTILL.KWARGS", "TASK.KWARGS", *NUMBER_SECTIONS)
-# Options that are lists of strings; all other lists are lists of numbers.
-TEXT_LISTS = ("AUG.OPERATIONS", "FINETUNE.FREEZE", "OPTIM.NO_WEIGHT_DECAY", "TRAIN.METRICS", "TEST.METRICS")
-
-# The decoders of optional packages, and the module that each one needs.
-OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcodec"}
-INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
-CHOICES = {
-    "AUG.ERASING_MODE": ("const", "pixel"),
-    "AUG.MIX_BY": ("pair", "step"),
-    "DATA.CROP": ("auto", "resized", "pad"),
-    "DATA.DECODER": ("auto", "torchvision", "pil", *OPTIONAL_DECODERS),
-    "DATA.INTERPOLATION": (*INTERPOLATIONS, "random"),
-    "DATA.LOADER": ("host", "device"),
-    "DATA.ON_BAD_IMAGE": ("raise", "skip"),
-    "DATA.SAMPLING": ("uniform", "balanced", "sqrt"),
-    "DATA.SHUFFLE": ("global", "blocks"),
-    "DATA.WORKER_KIND": ("process", "thread"),
-    "DISTILL.KIND": ("soft", "hard"),
-    "EMA.BUFFERS": ("average", "copy"),
-    "MODEL.INIT": ("own", "fan_out", "fan_out_own_norms"),
-    "MODEL.COMPILE": ("none", "default", *GRAPH_MODES),
-    "TRAIN.AMP": ("none", "bf16", "fp16"),
-    "TRAIN.MATMUL_PRECISION": ("highest", "high", "medium"),
-    "DIST.BACKEND": ("auto", "nccl", "gloo"),
-    "DIST.COMPRESS": ("none", "bf16", "fp16"),
-    "DIST.SHARD": ("none", "zero1", "fsdp"),
-    "LOSS.BCE_REDUCTION": ("mean", "sum"),
-    "TEST.INTERPOLATION": INTERPOLATIONS,
-    "TEST.LABELS": ("", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real"),
-    "OPTIM.LR_SCALE": ("none", "linear", "sqrt"),
-    "OPTIM.LR_UPDATE": ("epoch", "step"),
-    "TRAIN.ON_NAN": ("stop", "rollback"),
-}
-
-# Options whose values are names in a registry, or lists of such names.
-REGISTERED = {"DATA.NAME": DATASETS, "OPTIM.LR_POLICY": SCHEDULES, "LOSS.NAME": LOSSES, "AUG.OPERATIONS": AUGMENTATIONS,
-              "TRAIN.METRICS": METRICS, "TEST.METRICS": METRICS}  # fmt: skip
-
-# Minimum and maximum; None: no maximum.
-RANGES = {
-    "AUG.ERASING": (0, 1),
-    "AUG.MIXUP": (0, None),
-    "AUG.CUTMIX": (0, None),
-    "AUG.MIX_GROUP": (0, None),
-    "AUG.MIX_PROB": (0, 1),
-    "AUG.CUTMIX_SHARE": (0, 1),
-    "MODEL.NUM_CLASSES": (0, None),
-    "MODEL.PRECISE_BN": (0, None),
-    "DISTILL.ALPHA": (0, 1),
-    "DISTILL.TEMPERATURE": (0.001, None),
-    "EMA.HALF_LIFE": (0, None),
-    "EMA.RAMP_UP": (0, 1),
-    "EMA.EVERY_STEPS": (1, None),
-    "EMA.START_EPOCH": (0, None),
-    "TRAIN.BATCH_SIZE": (1, None),
-    "TRAIN.GLOBAL_BATCH_SIZE": (0, None),
-    # torch's antialiased resize to a single pixel fails at random.
-    "TRAIN.IM_SIZE": (2, None),
-    "TRAIN.IM_SIZE_START": (0, None),
-    "TRAIN.IM_SIZE_MULTIPLE": (1, None),
-    "TRAIN.WORKERS": (-1, None),
-    "TRAIN.PRINT_FREQ": (1, None),
-    "TRAIN.EVAL_PERIOD": (1, None),
-    "TRAIN.TOPK": (1, None),
-    "TEST.BATCH_SIZE": (1, None),
-    "TEST.IM_SIZE": (2, None),
-    "TEST.CROP_SIZE": (0, None),
-    "TEST.PRINT_FREQ": (1, None),
-    "DATA.CACHE_GB": (0.1, None),
-    "DATA.CROP_PADDING": (0, None),
-    "DATA.FLIP": (0, 1),
-    "DATA.MAX_PIXELS": (1, None),
-    "DATA.REPEATS": (1, None),
-    "DATA.TIMEOUT_S": (1, None),
-    "LOSS.LABEL_SMOOTHING": (0, 1),
-    "LOSS.BCE_TARGET_THRESHOLD": (0, 1),
-    "LOSS.FOCAL_GAMMA": (0, None),
-    "OPTIM.MAX_EPOCH": (0, None),
-    "OPTIM.BASE_LR": (0, None),
-    "OPTIM.LR_LAG": (0, None),
-    "OPTIM.LR_SCALE_BATCH": (1, None),
-    "OPTIM.EPS": (0, None),
-    "OPTIM.MIN_LR": (0, 1),
-    "OPTIM.LR_MULT": (0, None),
-    "OPTIM.MOMENTUM": (0, 1),
-    "OPTIM.DAMPENING": (0, 1),
-    "OPTIM.WARMUP_FACTOR": (0, 1),
-    "OPTIM.WARMUP_EPOCHS": (0, None),
-    "OPTIM.WEIGHT_DECAY": (0, None),
-    "OPTIM.NORM_WEIGHT_DECAY": (-1, None),
-    "OPTIM.BIAS_WEIGHT_DECAY": (-1, None),
-    "OPTIM.LAYER_DECAY": (0.001, 1),
-    "OPTIM.CLIP_NORM": (0, None),
-    "CHECKPOINT.EVERY_STEPS": (0, None),
-    "CHECKPOINT.KEEP_LAST": (1, None),
-    "CHECKPOINT.KEEP_EVERY": (0, None),
-    "LOG.NUM_IMAGES": (0, None),
-    "CHECKPOINT.MAX_HOURS": (0, None),
-    "TRAIN.MAX_ROLLBACKS": (0, None),
-    "DIST.TIMEOUT_S": (1, None),
-    "DIST.STARTUP_TIMEOUT_S": (1, None),
-    "DIST.BUCKET_MB": (0.001, None),
-    "RNG_SEED": (0, 2**63 - 1),
-}
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
@@ -150,30 +39,20 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    checks = (_check_choices, _check_ranges, _check_images, _check_labels, _check_sizes, _check_augmentation,
+    checks = (_check_words, _check_numbers, _check_images, _check_labels, _check_sizes, _check_augmentation,
               _check_multilabel, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
               _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
-def _check_choices(cfg: Config) -> Iterator[Problem]:
-    registered = {key: registry.names() for key, registry in REGISTERED.items()}
-    for key, allowed in {**CHOICES, **registered, "TASK.NAME": ["auto", *TASKS.names()]}.items():
-        value = get_value(cfg, key)
-        names = value if isinstance(value, tuple) else (value,)
-        for name in names:
-            if name not in allowed:
-                hint = did_you_mean(name, allowed)
-                yield Problem(key, f"got {name!r}; expected one of {', '.join(filter(None, allowed))}{hint}")
-        if len(set(names)) < len(names):
-            yield Problem(key, f"got {list(names)}; expected each name once")
+def _check_words(cfg: Config) -> Iterator[Problem]:
+    for key, option in OPTIONS.items():
+        yield from (Problem(key, message) for message in option.find_wrong_words(get_value(cfg, key)))
 
 
-def _check_ranges(cfg: Config) -> Iterator[Problem]:
-    for key, (least, most) in RANGES.items():
-        value = get_value(cfg, key)
-        if value not in (None, AUTO) and (value < least or (most is not None and value > most)):
-            yield Problem(key, f"got {value}; expected {least} {'or more' if most is None else f'to {most}'}")
+def _check_numbers(cfg: Config) -> Iterator[Problem]:
+    for key, option in OPTIONS.items():
+        yield from (Problem(key, message) for message in option.find_wrong_number(get_value(cfg, key)))
 
 
 # ---------------------------------------------------------------------------------------- conflicts
@@ -181,7 +60,7 @@ def _check_ranges(cfg: Config) -> Iterator[Problem]:
 
 def _check_images(cfg: Config) -> Iterator[Problem]:
     data = cfg.DATA
-    crop_size = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+    crop_size = eval_crop_size(cfg)
     if crop_size > cfg.TEST.IM_SIZE:
         crop = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop size,"
         message = f"got {cfg.TEST.IM_SIZE}, smaller than {crop} {crop_size}; set it to {crop_size} or more"
@@ -190,7 +69,7 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
         yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
     if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
         yield Problem("DATA.CROP_RATIO", f"got {list(data.CROP_RATIO)}; expected two numbers, 0 < min <= max")
-    if data.INTERPOLATION == "random" and (_crop_of(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
+    if data.INTERPOLATION == "random" and (training_crop(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
         message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
         yield Problem("DATA.INTERPOLATION", message)
     if data.SHUFFLE == "blocks" and (data.NAME, data.SAMPLING) != ("packed", "uniform"):
@@ -393,58 +272,10 @@ def _check_batch(cfg: Config) -> Iterator[Problem]:
 
 def find_unused_options(cfg: Config) -> list[Problem]:
     """Return a problem for each option that differs from its default but has no effect in this config."""
-    default, found = get_cfg(), []
-    for keys, is_used, condition in _USED_IF:
-        for key in keys:
-            value = get_value(cfg, key)
-            if value != get_value(default, key) and not is_used(cfg):
-                shown = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
-                found.append(Problem(key, f"{shown} has no effect; it needs {condition}", cfg.origins))
+    found = []
+    for key, option in OPTIONS.items():
+        value = get_value(cfg, key)
+        if option.needs and value != option.default and not CONDITIONS[option.needs](cfg):
+            shown = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+            found.append(Problem(key, f"{shown} has no effect; it needs {option.needs}", cfg.origins))
     return found
-
-
-def _crop_of(cfg: Config) -> str | None:
-    """Return the training crop, "resized" or "pad"; None if it is known only once the data set is opened."""
-    if cfg.DATA.CROP != "auto":
-        return cfg.DATA.CROP
-    return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
-
-
-def _mixes(cfg: Config) -> bool:
-    return bool(cfg.AUG.MIXUP or cfg.AUG.CUTMIX)
-
-
-def _distills_probabilities(cfg: Config) -> bool:
-    return bool(cfg.DISTILL.TEACHER) and cfg.DISTILL.KIND == "soft"
-
-
-# Options, whether a config uses them, and the condition in words.
-_USED_IF: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
-    (("AUG.MIX_PROB", "AUG.MIX_BY", "AUG.MIX_GROUP"), _mixes, "AUG.MIXUP or AUG.CUTMIX above 0"),
-    (("AUG.CUTMIX_SHARE",), lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX, "both AUG.MIXUP and AUG.CUTMIX above 0"),
-    (("AUG.ERASING_MODE",), lambda cfg: cfg.AUG.ERASING, "AUG.ERASING above 0"),
-    (("DATA.CACHE_GB", "DATA.TIMEOUT_S"), lambda cfg: "://" in cfg.TRAIN.DATASET + cfg.TEST.DATASET, "data at a URL"),
-    (("DATA.CROP_SCALE", "DATA.CROP_RATIO"), lambda cfg: _crop_of(cfg) != "pad", "DATA.CROP resized"),
-    (("DATA.CROP_PADDING",), lambda cfg: _crop_of(cfg) != "resized", "DATA.CROP pad"),
-    (("DIST.BUCKET_MB",), lambda cfg: cfg.DIST.SHARD != "fsdp", "DIST.SHARD none or zero1"),
-    (("DISTILL.KIND", "DISTILL.ALPHA", "DISTILL.KWARGS"), lambda cfg: cfg.DISTILL.TEACHER, "a DISTILL.TEACHER"),
-    (("DISTILL.TEMPERATURE",), _distills_probabilities, "a DISTILL.TEACHER and DISTILL.KIND soft"),
-    (
-        ("EMA.RAMP_UP", "EMA.BUFFERS", "EMA.EVERY_STEPS", "EMA.START_EPOCH"),
-        lambda cfg: cfg.EMA.HALF_LIFE,
-        "EMA.HALF_LIFE above 0",
-    ),
-    (("FINETUNE.EMA",), lambda cfg: cfg.FINETUNE.WEIGHTS, "FINETUNE.WEIGHTS"),
-    (("LOG.NUM_IMAGES",), lambda cfg: cfg.LOG.TENSORBOARD, "LOG.TENSORBOARD True"),
-    (("LOSS.FOCAL_GAMMA",), lambda cfg: cfg.LOSS.NAME == "focal", "LOSS.NAME focal"),
-    (("MODEL.INIT",), lambda cfg: not cfg.MODEL.PRETRAINED, "MODEL.PRETRAINED False"),
-    (("OPTIM.STEPS", "OPTIM.LR_MULT"), lambda cfg: cfg.OPTIM.LR_POLICY == "steps", "OPTIM.LR_POLICY steps"),
-    (("OPTIM.MIN_LR",), lambda cfg: cfg.OPTIM.LR_POLICY != "steps", "an OPTIM.LR_POLICY other than steps"),
-    (("OPTIM.LR_SCALE_BATCH",), lambda cfg: cfg.OPTIM.LR_SCALE != "none", "OPTIM.LR_SCALE linear or sqrt"),
-    (("OPTIM.WARMUP_FACTOR",), lambda cfg: cfg.OPTIM.WARMUP_EPOCHS, "OPTIM.WARMUP_EPOCHS above 0"),
-    (("OPTIM.DAMPENING",), lambda cfg: cfg.OPTIM.NAME.lower() == "sgd", "OPTIM.NAME sgd"),
-    (("TRAIN.IM_SIZE_EPOCHS", "TRAIN.IM_SIZE_MULTIPLE"), lambda cfg: cfg.TRAIN.IM_SIZE_START, "TRAIN.IM_SIZE_START"),
-    (("TRAIN.LOAD_OPT",), lambda cfg: cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS"),
-    (("TRAIN.MAX_ROLLBACKS",), lambda cfg: cfg.TRAIN.ON_NAN == "rollback", "TRAIN.ON_NAN rollback"),
-    (("TRAIN.SPLIT", "TEST.SPLIT"), lambda cfg: dataset_class(cfg).has_splits, "a DATA.NAME with folders of splits"),
-)

@@ -1,345 +1,369 @@
-"""Options of a run: defaults, and above each its meaning, unit and allowed values, which `--help-config` prints."""
+"""The table of options: of each its meaning, unit and allowed values, its default and its properties.
 
-from yacs.config import CfgNode
+A plain default declares an option of any value; `Option` (declaration.py) adds a range, words and properties. From this
+table come the config tree, the checks of values, `--help-config` and docs/options.md.
+"""
 
-_C = CfgNode()
+from distribuuuu.config.declaration import AUTO, Option, Section, iter_declared
+from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS
 
-_C.MODEL = CfgNode()
+# The values of MODEL.COMPILE that replay CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# The decoders of optional packages, and the module that each one needs.
+OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcodec"}
+INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
+TEST_SETS = ("imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
+_SAME_METRIC = "all trials need the same metric on the same images"
+
+_C = Section()
+
+_C.MODEL = Section()
 # Model name, looked up in this package, timm, then torchvision; timm/NAME or torchvision/NAME selects one of them.
-_C.MODEL.ARCH = "resnet18"
+_C.MODEL.ARCH = Option("resnet18", recipe=False)
 # Number of classes; must match the data. 0: the number of classes in the data.
-_C.MODEL.NUM_CLASSES = 1000
+_C.MODEL.NUM_CLASSES = Option(1000, least=0, recipe=False)
 # Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
 _C.MODEL.PRETRAINED = False
 # Initial weights: own (the constructor's), fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1), or
 # fan_out_own_norms (the norms keep the constructor's scales, as in the RegNets of timm before 0.6).
-_C.MODEL.INIT = "own"
+_C.MODEL.INIT = Option("own", choices=("own", "fan_out", "fan_out_own_norms"), needs="MODEL.PRETRAINED False")
 # Synchronized batch norm: statistics over the images of all processes instead of each process's own. With
 # MODEL.COMPILE, each of these layers ends a compiled graph.
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
-_C.MODEL.WEIGHTS = None
+_C.MODEL.WEIGHTS = Option(None, of=str, path=True)
 # Training images from which the batch-norm statistics are recomputed before each evaluation; 0: use the moving average.
-_C.MODEL.PRECISE_BN = 0
+_C.MODEL.PRECISE_BN = Option(0, least=0)
 # Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.
 _C.MODEL.ACT_CHECKPOINT = False
 # Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune.
-_C.MODEL.COMPILE = "none"
+_C.MODEL.COMPILE = Option("none", choices=("none", "default", *GRAPH_MODES))
 # Use the memory format channels_last (N, H, W, C) for images and weights, which is faster on tensor cores.
 _C.MODEL.CHANNELS_LAST = False
 # Train on random images from memory instead of the data set, for benchmarks and tests.
 _C.MODEL.DUMMY_INPUT = False
 # Keyword arguments of the model's constructor, in lower case: {width: 32}, or MODEL.KWARGS.width 32.
-_C.MODEL.KWARGS = CfgNode(new_allowed=True)
+_C.MODEL.KWARGS = Option({})
 
-_C.TASK = CfgNode()
+_C.TASK = Section()
 # What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
 # DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
-_C.TASK.NAME = "auto"
+_C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
 # Settings of a task of your own, by its own lower-case names: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
-_C.TASK.KWARGS = CfgNode(new_allowed=True)
+_C.TASK.KWARGS = Option({})
 
-_C.TRAIN = CfgNode()
+_C.TRAIN = Section()
 # Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass, or auto: the
 # largest number that fits into memory.
-_C.TRAIN.BATCH_SIZE = 32
+_C.TRAIN.BATCH_SIZE = Option(32, least=1, auto=True)
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
-_C.TRAIN.GLOBAL_BATCH_SIZE = 0
+_C.TRAIN.GLOBAL_BATCH_SIZE = Option(0, least=0)
 # Side of the square training images, in pixels.
-_C.TRAIN.IM_SIZE = 224
+_C.TRAIN.IM_SIZE = Option(224, least=2)  # torch's antialiased resize to a single pixel fails at random
 # Progressive resizing: side at the start of the run, in pixels, which grows to TRAIN.IM_SIZE; 0: off.
-_C.TRAIN.IM_SIZE_START = 0
+_C.TRAIN.IM_SIZE_START = Option(0, least=0)
 # Epoch up to which the side is TRAIN.IM_SIZE_START, and epoch from which it is TRAIN.IM_SIZE, e.g. [0, 80].
-_C.TRAIN.IM_SIZE_EPOCHS = ()
+_C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START")
 # Sides in between are multiples of this many pixels.
-_C.TRAIN.IM_SIZE_MULTIPLE = 32
+_C.TRAIN.IM_SIZE_MULTIPLE = Option(32, least=1, needs="TRAIN.IM_SIZE_START")
 # Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets; for
 # `packed` also a URL: https://, http://, s3://, gs:// or hf://.
-_C.TRAIN.DATASET = "./data/ILSVRC/"
+_C.TRAIN.DATASET = Option("./data/ILSVRC/", path=True, hashed=False)
 # Sub-folder of TRAIN.DATASET with the training classes.
-_C.TRAIN.SPLIT = "train"
+_C.TRAIN.SPLIT = Option("train", needs="a DATA.NAME with folders of splits")
 # Resume from the newest valid checkpoint in OUT_DIR, if there is one; False: archive an older run at the first start.
-_C.TRAIN.AUTO_RESUME = True
+_C.TRAIN.AUTO_RESUME = Option(True, speed=True, not_swept="the runs of a sweep are resumed; fix: remove it")
 # If MODEL.WEIGHTS is a training checkpoint, restore its optimizer and epoch too.
-_C.TRAIN.LOAD_OPT = True
+_C.TRAIN.LOAD_OPT = Option(True, needs="MODEL.WEIGHTS")
 # Loader workers per training process; 0: load in the training process; -1: one per available core.
-_C.TRAIN.WORKERS = 4
+_C.TRAIN.WORKERS = Option(4, least=-1, speed=True, compared=False)
 # Copy batches to the GPU through page-locked (pinned) memory; CUDA only.
-_C.TRAIN.PIN_MEMORY = True
+_C.TRAIN.PIN_MEMORY = Option(True, speed=True)
 # Steps between two readings of the training metrics, which are logged.
-_C.TRAIN.PRINT_FREQ = 30
+_C.TRAIN.PRINT_FREQ = Option(30, least=1, speed=True, compared=False)
 # Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32.
-_C.TRAIN.AMP = "none"
+_C.TRAIN.AMP = Option("none", choices=("none", "bf16", "fp16"))
 # Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
 # medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
-_C.TRAIN.MATMUL_PRECISION = "high"
+_C.TRAIN.MATMUL_PRECISION = Option("high", choices=("highest", "high", "medium"))
 # When the loss is not finite: stop, or rollback (to the newest checkpoint, then continue with other random numbers).
-_C.TRAIN.ON_NAN = "stop"
+_C.TRAIN.ON_NAN = Option("stop", choices=("stop", "rollback"))
 # Maximum number of rollbacks in a run; after them it stops.
-_C.TRAIN.MAX_ROLLBACKS = 3
+_C.TRAIN.MAX_ROLLBACKS = Option(3, least=0, needs="TRAIN.ON_NAN rollback")
 # Epochs between two evaluations; the last epoch is always evaluated.
-_C.TRAIN.EVAL_PERIOD = 1
+_C.TRAIN.EVAL_PERIOD = Option(1, least=1)
 # The k of top-k accuracy; limited to the number of classes.
-_C.TRAIN.TOPK = 5
+_C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
 # Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).
-_C.TRAIN.METRICS = ()
+_C.TRAIN.METRICS = Option((), names=METRICS)
 
-_C.TEST = CfgNode()
+_C.TEST = Section()
 # Folder of the evaluation data. It is TRAIN.DATASET unless it is set on the command line, or a file sets it to a folder
 # that differs from this default and from the file's TRAIN.DATASET.
-_C.TEST.DATASET = "./data/ILSVRC/"
+_C.TEST.DATASET = Option("./data/ILSVRC/", path=True, hashed=False, not_swept=_SAME_METRIC)
 # Sub-folder of TEST.DATASET with the evaluation classes.
-_C.TEST.SPLIT = "val"
+_C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.
-_C.TEST.BATCH_SIZE = 200
+_C.TEST.BATCH_SIZE = Option(200, least=1, speed=True, compared=False)
 # Shorter side to which evaluation images are resized, in pixels.
-_C.TEST.IM_SIZE = 256
+_C.TEST.IM_SIZE = Option(256, least=2)
 # Side of the center crop after the resize, in pixels; 0: TRAIN.IM_SIZE.
-_C.TEST.CROP_SIZE = 0
+_C.TEST.CROP_SIZE = Option(0, least=0)
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
-_C.TEST.INTERPOLATION = "bilinear"
+_C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
 # the best checkpoint. Empty: those of the task (top1 and topk, or map).
-_C.TEST.METRICS = ()
+_C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
 # Evaluate a model of the 1000 ImageNet classes on folders of another test set, in test_net.py only: imagenet_a,
 # imagenet_r (both restrict the logits to 200 classes), imagenet_v2, imagenet_sketch, or imagenet_real (the validation
 # images, with several right labels each). Labels come from timm. Empty: the labels of the data set.
-_C.TEST.LABELS = ""
+_C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
-_C.TEST.SAVE_PREDICTIONS = True
+_C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.
-_C.TEST.PRINT_FREQ = 10
+_C.TEST.PRINT_FREQ = Option(10, least=1, speed=True, compared=False)
 
-_C.DATA = CfgNode()
+_C.DATA = Section()
 # Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
 # number of classes per image.
-_C.DATA.NAME = "imagefolder"
+_C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
-_C.DATA.LOADER = "host"
+_C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
-_C.DATA.WORKER_KIND = "process"
+_C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), speed=True)
 # Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil, simplejpeg (scales while it decodes) or
 # nvimgcodec (decodes only the crop).
-_C.DATA.DECODER = "auto"
+_C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
 # Maximum pixels (width x height) of an image, 1 or more; larger ones count as corrupt and are not decoded.
-_C.DATA.MAX_PIXELS = 178_956_970
+_C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
 # Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.
 _C.DATA.EXIF_ROTATE = False
 # Training crop: resized (random resized crop), pad (pad, then random crop) or auto (the data set's own).
-_C.DATA.CROP = "auto"
+_C.DATA.CROP = Option("auto", choices=("auto", "resized", "pad"))
 # Minimum and maximum area of a random resized crop, as fractions of the image's area, 0 to 1.
-_C.DATA.CROP_SCALE = (0.08, 1.0)
+_C.DATA.CROP_SCALE = Option((0.08, 1.0), needs="DATA.CROP resized")
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
-_C.DATA.CROP_RATIO = (0.75, 1.3333333333333333)
+_C.DATA.CROP_RATIO = Option((0.75, 1.3333333333333333), needs="DATA.CROP resized")
 # Interpolation of random resized crops: bilinear or bicubic, antialiased; random: one of both for each crop and each
 # operation; opencv_linear (bilinear without antialiasing) or opencv_area (the mean of the area). The rotation and shear
 # of AUG.POLICY use it too (random: not torchvision's policies), with bilinear for OpenCV's.
-_C.DATA.INTERPOLATION = "bilinear"
+_C.DATA.INTERPOLATION = Option("bilinear", choices=(*INTERPOLATIONS, "random"))
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
-_C.DATA.CROP_PADDING = 4
+_C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
 # Probability of a horizontal flip in training, 0 to 1.
-_C.DATA.FLIP = 0.5
+_C.DATA.FLIP = Option(0.5, least=0, most=1)
 # Repeated augmentation: differently augmented copies of each image in a step; an epoch has 1 / REPEATS of the images.
-_C.DATA.REPEATS = 1
+_C.DATA.REPEATS = Option(1, least=1)
 # Sampling of training images: uniform (each once per epoch), balanced (with replacement, all classes equally often) or
 # sqrt (with replacement, a class in proportion to the square root of its number of images).
-_C.DATA.SAMPLING = "uniform"
+_C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
 # Shuffling of training images: global, or blocks (packed only): blocks of 2 MiB in a random order, each read once per
 # epoch, and images within a window of 2 GiB; for a set at a URL that is larger than DATA.CACHE_GB.
-_C.DATA.SHUFFLE = "global"
+_C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
 # Mean of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
-_C.DATA.MEAN = ()
+_C.DATA.MEAN = Option((), recipe=False)
 # Standard deviation of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
-_C.DATA.STD = ()
+_C.DATA.STD = Option((), recipe=False)
 # When an image is corrupt: raise (stop and report it) or skip (log it and use another image instead).
-_C.DATA.ON_BAD_IMAGE = "raise"
+_C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
-_C.DATA.DOWNLOAD = True
+_C.DATA.DOWNLOAD = Option(True, speed=True)
 # Folder for generated files (shapes, folder indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
-_C.DATA.CACHE_DIR = ""
+_C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 # Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
-_C.DATA.CACHE_GB = 100.0
+_C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 # Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
-_C.DATA.TIMEOUT_S = 300.0
+_C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
 
-_C.AUG = CfgNode()
+_C.AUG = Section()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
 # randaugment_big_vision; or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()
 # Operations after the color jitter, in this order: names registered in AUGMENTATIONS, e.g. [grayscale]; empty: none.
-_C.AUG.OPERATIONS = ()
+_C.AUG.OPERATIONS = Option((), names=AUGMENTATIONS)
 # Random erasing: probability that a rectangle of 2 % to 33 % of the image is erased, 0 to 1.
-_C.AUG.ERASING = 0.0
+_C.AUG.ERASING = Option(0.0, least=0, most=1)
 # Content of an erased rectangle: const (the mean color) or pixel (normal noise around it, clipped to valid pixels).
-_C.AUG.ERASING_MODE = "const"
+_C.AUG.ERASING_MODE = Option("const", choices=("const", "pixel"), needs="AUG.ERASING above 0")
 # Alpha of mixup, whose mixing coefficient is drawn from Beta(alpha, alpha); 0: off.
-_C.AUG.MIXUP = 0.0
+_C.AUG.MIXUP = Option(0.0, least=0)
 # Alpha of CutMix; 0: off. If mixup is on as well, AUG.CUTMIX_SHARE selects between them.
-_C.AUG.CUTMIX = 0.0
+_C.AUG.CUTMIX = Option(0.0, least=0)
 # Probability that a pair, a group or a step of images is mixed at all, 0 to 1.
-_C.AUG.MIX_PROB = 1.0
+_C.AUG.MIX_PROB = Option(1.0, least=0, most=1, needs="AUG.MIXUP or AUG.CUTMIX above 0")
 # Probability of CutMix instead of mixup if both are on, 0 to 1.
-_C.AUG.CUTMIX_SHARE = 0.5
+_C.AUG.CUTMIX_SHARE = Option(0.5, least=0, most=1, needs="both AUG.MIXUP and AUG.CUTMIX above 0")
 # Draw the mixing coefficient and the box per pair of images (pair) or once per step (step).
-_C.AUG.MIX_BY = "pair"
+_C.AUG.MIX_BY = Option("pair", choices=("pair", "step"), needs="AUG.MIXUP or AUG.CUTMIX above 0")
 # Draw them once per group of this many consecutive images of the global batch, an even number; 0: as MIX_BY says.
-_C.AUG.MIX_GROUP = 0
+_C.AUG.MIX_GROUP = Option(0, least=0, needs="AUG.MIXUP or AUG.CUTMIX above 0")
 
-_C.LOSS = CfgNode()
+_C.LOSS = Section()
 # Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label
 # data sets.
-_C.LOSS.NAME = "cross_entropy"
+_C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 # Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
-_C.LOSS.LABEL_SMOOTHING = 0.0
+_C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
 # Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none.
 _C.LOSS.CLASS_WEIGHTS = ()
 # Reduction of bce over the classes of an image: mean or sum.
-_C.LOSS.BCE_REDUCTION = "mean"
+_C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"))
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
-_C.LOSS.BCE_TARGET_THRESHOLD = None
+_C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1)
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
-_C.LOSS.FOCAL_GAMMA = 2.0
+_C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
 
-_C.FINETUNE = CfgNode()
+_C.FINETUNE = Section()
 # Initial weights for all layers but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors,
 # ...), the OUT_DIR of a run (its best weights) or a local folder of the Hugging Face Hub; tensors that do not fit are
 # randomly initialized. Empty: off.
-_C.FINETUNE.WEIGHTS = ""
+_C.FINETUNE.WEIGHTS = Option("", path=True)
 # Use the moving average of the weights (EMA) if the file has one.
-_C.FINETUNE.EMA = True
+_C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
 # their statistics.
-_C.FINETUNE.FREEZE = ()
+_C.FINETUNE.FREEZE = Option((), of=str)
 # Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
-_C.FINETUNE.LR_MULT = CfgNode(new_allowed=True)
+_C.FINETUNE.LR_MULT = Option({}, of=float)
 
-_C.DISTILL = CfgNode()
+_C.DISTILL = Section()
 # Teacher model for knowledge distillation, named as in MODEL.ARCH; empty: none.
 _C.DISTILL.TEACHER = ""
 # Weights of the teacher: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
-_C.DISTILL.WEIGHTS = ""
+_C.DISTILL.WEIGHTS = Option("", path=True)
 # Keyword arguments of the teacher's constructor, as MODEL.KWARGS.
-_C.DISTILL.KWARGS = CfgNode(new_allowed=True)
+_C.DISTILL.KWARGS = Option({}, needs="a DISTILL.TEACHER")
 # Targets from the teacher: soft (its probabilities) or hard (its predicted class).
-_C.DISTILL.KIND = "soft"
+_C.DISTILL.KIND = Option("soft", choices=("soft", "hard"), needs="a DISTILL.TEACHER")
 # Weight of the distillation loss in the total loss, 0 to 1.
-_C.DISTILL.ALPHA = 0.5
+_C.DISTILL.ALPHA = Option(0.5, least=0, most=1, needs="a DISTILL.TEACHER")
 # Softmax temperature for soft targets, above 0.
-_C.DISTILL.TEMPERATURE = 1.0
+_C.DISTILL.TEMPERATURE = Option(1.0, least=0.001, needs="a DISTILL.TEACHER and DISTILL.KIND soft")
 
-_C.EMA = CfgNode()
+_C.EMA = Section()
 # Half-life of the moving average of the weights (EMA), in images; 0: no average.
-_C.EMA.HALF_LIFE = 0.0
+_C.EMA.HALF_LIFE = Option(0.0, least=0)
 # Maximum half-life early in the run, as a fraction of the images so far, 0 to 1; 0: no limit.
-_C.EMA.RAMP_UP = 0.1
+_C.EMA.RAMP_UP = Option(0.1, least=0, most=1, needs="EMA.HALF_LIFE above 0")
 # Buffers of the averaged model, such as batch-norm statistics: average or copy.
-_C.EMA.BUFFERS = "average"
+_C.EMA.BUFFERS = Option("average", choices=("average", "copy"), needs="EMA.HALF_LIFE above 0")
 # Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
-_C.EMA.EVERY_STEPS = 1
+_C.EMA.EVERY_STEPS = Option(1, least=1, needs="EMA.HALF_LIFE above 0")
 # Epoch at which averaging starts; until its first step, updates copy the weights.
-_C.EMA.START_EPOCH = 0
+_C.EMA.START_EPOCH = Option(0, least=0, needs="EMA.HALF_LIFE above 0")
 
-_C.OPTIM = CfgNode()
+_C.OPTIM = Section()
 # Epochs to train; 0: only write the config.
-_C.OPTIM.MAX_EPOCH = 100
+_C.OPTIM.MAX_EPOCH = Option(100, least=0)
 # Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
 # warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
-_C.OPTIM.LR_POLICY = "cos"
+_C.OPTIM.LR_POLICY = Option("cos", names=SCHEDULES)
 # Update the learning rate every epoch or every step.
-_C.OPTIM.LR_UPDATE = "epoch"
+_C.OPTIM.LR_UPDATE = Option("epoch", choices=("epoch", "step"))
 # Epochs by which the schedule lags, as if the first epoch were repeated, 0 or more.
-_C.OPTIM.LR_LAG = 0
+_C.OPTIM.LR_LAG = Option(0, least=0)
 # Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
-_C.OPTIM.BASE_LR = 0.2
+_C.OPTIM.BASE_LR = Option(0.2, least=0)
 # Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
-_C.OPTIM.LR_SCALE = "none"
+_C.OPTIM.LR_SCALE = Option("none", choices=("none", "linear", "sqrt"))
 # Images per step for which BASE_LR is given, with linear and sqrt.
-_C.OPTIM.LR_SCALE_BATCH = 256
+_C.OPTIM.LR_SCALE_BATCH = Option(256, least=1, needs="OPTIM.LR_SCALE linear or sqrt")
 # Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
-_C.OPTIM.MIN_LR = 0.0
+_C.OPTIM.MIN_LR = Option(0.0, least=0, most=1, needs="an OPTIM.LR_POLICY other than steps")
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
-_C.OPTIM.STEPS = ()
+_C.OPTIM.STEPS = Option((), needs="OPTIM.LR_POLICY steps")
 # Factor of the learning rate at each of the `steps`.
-_C.OPTIM.LR_MULT = 0.1
+_C.OPTIM.LR_MULT = Option(0.1, least=0, needs="OPTIM.LR_POLICY steps")
 # Optimizer: sgd, a registered one (docs/extending.md), or one of timm: adamw, lamb, lars, lion, adan, muon, ...
 _C.OPTIM.NAME = "sgd"
 # Betas of the optimizer, e.g. [0.9, 0.95]; empty: the optimizer's default.
 _C.OPTIM.BETAS = ()
 # Epsilon of the optimizer, above 0; 0: the optimizer's default.
-_C.OPTIM.EPS = 0.0
+_C.OPTIM.EPS = Option(0.0, least=0)
 # Momentum of sgd and other optimizers with momentum, 0 to 1.
-_C.OPTIM.MOMENTUM = 0.9
+_C.OPTIM.MOMENTUM = Option(0.9, least=0, most=1)
 # Dampening of the momentum of sgd, 0 to 1; must be 0 with NESTEROV.
-_C.OPTIM.DAMPENING = 0.0
+_C.OPTIM.DAMPENING = Option(0.0, least=0, most=1, needs="OPTIM.NAME sgd")
 # Nesterov momentum of sgd; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
-_C.OPTIM.WARMUP_FACTOR = 0.1
+_C.OPTIM.WARMUP_FACTOR = Option(0.1, least=0, most=1, needs="OPTIM.WARMUP_EPOCHS above 0")
 # Epochs of linear warm-up, e.g. 0.5; 0: none.
-_C.OPTIM.WARMUP_EPOCHS = 5.0
+_C.OPTIM.WARMUP_EPOCHS = Option(5.0, least=0)
 # Weight decay of all parameters that the next two options do not cover; for sgd an L2 penalty.
-_C.OPTIM.WEIGHT_DECAY = 5e-5
+_C.OPTIM.WEIGHT_DECAY = Option(5e-5, least=0)
 # Weight decay of norm layers, other one-dimensional scales, and those that the model exempts; negative: WEIGHT_DECAY.
-_C.OPTIM.NORM_WEIGHT_DECAY = -1.0
+_C.OPTIM.NORM_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
-_C.OPTIM.BIAS_WEIGHT_DECAY = -1.0
+_C.OPTIM.BIAS_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
-_C.OPTIM.NO_WEIGHT_DECAY = ()
+_C.OPTIM.NO_WEIGHT_DECAY = Option((), of=str)
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
-_C.OPTIM.LAYER_DECAY = 1.0
+_C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
 # Gradient clipping: maximum norm of all gradients as one vector; 0: off.
-_C.OPTIM.CLIP_NORM = 0.0
+_C.OPTIM.CLIP_NORM = Option(0.0, least=0)
 
-_C.CHECKPOINT = CfgNode()
+_C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
-_C.CHECKPOINT.EVERY_STEPS = 0
+_C.CHECKPOINT.EVERY_STEPS = Option(0, least=0, speed=True)
 # Hours after which the run saves, stops and exits with status 75, to be started again; 0: no limit.
-_C.CHECKPOINT.MAX_HOURS = 0.0
+_C.CHECKPOINT.MAX_HOURS = Option(0.0, least=0, speed=True)
 # Number of newest checkpoints to keep, 1 or more.
-_C.CHECKPOINT.KEEP_LAST = 3
+_C.CHECKPOINT.KEEP_LAST = Option(3, least=1, speed=True)
 # Also keep the checkpoint of every Kth epoch; 0: none.
-_C.CHECKPOINT.KEEP_EVERY = 0
+_C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, speed=True)
 
-_C.LOG = CfgNode()
+_C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
-_C.LOG.TENSORBOARD = True
+_C.LOG.TENSORBOARD = Option(True, hashed=False)
 # Augmented training images in TensorBoard's image grid; 0: none.
-_C.LOG.NUM_IMAGES = 32
+_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False)
 
-_C.DIST = CfgNode()
+_C.DIST = Section()
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
 # only with nccl or gloo.
-_C.DIST.BACKEND = "auto"
+_C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), speed=True)
 # Watchdog timeout: seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks
 # and exit; also the seconds to wait for the processes at the start.
-_C.DIST.TIMEOUT_S = 300
+_C.DIST.TIMEOUT_S = Option(300, least=1, speed=True)
 # Watchdog timeout, if larger, until the first step and the first batch of evaluation, which may compile the model and
 # download weights.
-_C.DIST.STARTUP_TIMEOUT_S = 1800
+_C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, speed=True)
 # Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.
-_C.DIST.BUCKET_MB = 25.0
+_C.DIST.BUCKET_MB = Option(25.0, least=0.001, needs="DIST.SHARD none or zero1", speed=True)
 # Data type of gradients in the all-reduce: none (their own), bf16 or fp16.
-_C.DIST.COMPRESS = "none"
+_C.DIST.COMPRESS = Option("none", choices=("none", "bf16", "fp16"))
 # Sharding over the processes: none, zero1 (optimizer state) or fsdp (optimizer state, gradients and weights).
-_C.DIST.SHARD = "none"
+_C.DIST.SHARD = Option("none", choices=("none", "zero1", "fsdp"))
 # Keep weights, gradients and optimizer state in host memory, with DIST.SHARD fsdp.
 _C.DIST.CPU_OFFLOAD = False
 
-_C.CUDNN = CfgNode()
+_C.CUDNN = Section()
 # Benchmark cuDNN's algorithms and use the fastest.
 _C.CUDNN.BENCHMARK = True
 # Use deterministic algorithms only, so that a run is bitwise reproducible on CUDA; slower.
 _C.CUDNN.DETERMINISTIC = False
 
 # Output folder of the run.
-_C.OUT_DIR = "./exp"
+_C.OUT_DIR = Option("./exp", path=True, hashed=False, compared=False,
+                    not_swept="each run has its own folder in OUT_DIR; fix: OUT_DIR DIR")  # fmt: skip
 # Name of the file in OUT_DIR with the resolved config.
-_C.CFG_DEST = "config.yaml"
+_C.CFG_DEST = Option("config.yaml", hashed=False, compared=False, not_swept="it does not change a run; fix: remove it")
 # Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
-_C.RNG_SEED = None
+_C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False, compared=False,
+                     not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip
+
+OPTIONS = dict(iter_declared(_C))
+# The sections whose names the model, the task or the user defines.
+OPEN_SECTIONS = tuple(key for key, option in OPTIONS.items() if option.is_open)
+
+
+def option_of(key: str) -> Option:
+    """Return the declaration of an option of a config; of a name in an open section, that of the section."""
+    return OPTIONS[key if key in OPTIONS else next(name for name in OPEN_SECTIONS if key.startswith(f"{name}."))]

@@ -20,11 +20,12 @@ import yaml
 
 from distribuuuu.config import yaml_file
 from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_options
-from distribuuuu.config.conflicts import AUTO, NULLABLE, NUMBER_SECTIONS, OPEN_SECTIONS, TEXT_LISTS, find_problems
+from distribuuuu.config.conflicts import find_problems
+from distribuuuu.config.declaration import AUTO, Option
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.foreign_names import describe_missing, suggest_keys
 from distribuuuu.config.locate import find_config, suggest_configs
-from distribuuuu.config.options import _C
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 
 # The origin of options that are set on the command line.
 COMMAND_LINE = "command line"
@@ -83,7 +84,7 @@ def _inherit_test_dataset(cfg: Config, folder_of_file: str) -> None:
         cfg: the merged tree.
         folder_of_file: TRAIN.DATASET before the command line was merged.
     """
-    train, test, default = cfg.TRAIN.DATASET, cfg.TEST.DATASET, _C.TEST.DATASET
+    train, test, default = cfg.TRAIN.DATASET, cfg.TEST.DATASET, OPTIONS["TEST.DATASET"].default
     if cfg.origins.get("TEST.DATASET") == COMMAND_LINE:
         if test == default != train:
             # Another spelling of the default, so that the dumped config does not look as if it was unset.
@@ -155,8 +156,8 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
 
 def _read_tree(tree: Config) -> list[Setting]:
     """Return the settings of a tree whose options may have been set in Python, to values of any type."""
-    known, unset = dict(iter_options(_C)), object()
-    items = [item for item in iter_options(tree) if item[1] != known.get(item[0], unset)]
+    defaults, unset = {key: option.default for key, option in OPTIONS.items()}, object()
+    items = [item for item in iter_options(tree) if item[1] != defaults.get(item[0], unset)]
     items = [(key, value) for key, value in items if not key.startswith(OPEN_SECTIONS)]
     items += [(f"{key}.{name}", value) for key in OPEN_SECTIONS for name, value in get_value(tree, key).items()]
     return [(key, value, tree.origins.get(key, "config")) for key, value in items]
@@ -205,8 +206,7 @@ def _expand(key: str, text: _CliValue) -> list[Setting]:
 
 @functools.cache
 def _sections() -> list[str]:
-    keys = [key for key, _ in iter_options(_C)]
-    return sorted({key.rsplit(".", 1)[0] for key in keys if "." in key} | set(OPEN_SECTIONS))
+    return sorted({key.rsplit(".", 1)[0] for key in OPTIONS if "." in key} | set(OPEN_SECTIONS))
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -220,7 +220,6 @@ def _split_key(key: str) -> tuple[str, str]:
 
 def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings to the tree; append a problem for each that is invalid."""
-    known = dict(iter_options(_C))
     for key, value, origin in settings:
         section, name = _split_key(key)
         if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
@@ -229,14 +228,14 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
             dict.clear(get_value(cfg, key))
             continue
         try:
-            if section in NUMBER_SECTIONS:
-                value = _coerce(key, value, 1.0)
+            if section in OPEN_SECTIONS and OPTIONS[section].of is float:
+                value = _coerce(Option(1.0), value)
             elif section in OPEN_SECTIONS:
                 value = _parse(value) if isinstance(value, _CliValue) else _frozen(value)
-            elif key in known:
-                value = _coerce(key, value, known[key])
+            elif key in OPTIONS and not OPTIONS[key].is_open:
+                value = _coerce(OPTIONS[key], value)
             else:
-                raise ValueError(_describe_unknown_key(key, known))
+                raise ValueError(_describe_unknown_key(key))
         except (ValueError, OverflowError) as error:
             problems.append(Problem(key, str(error), {key: origin}))
             continue
@@ -244,7 +243,8 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
         cfg.origins[key] = origin
 
 
-def _describe_unknown_key(key: str, known: dict[str, Any]) -> str:
+def _describe_unknown_key(key: str) -> str:
+    known = [other for other in OPTIONS if other not in OPEN_SECTIONS]
     if key in OPEN_SECTIONS:
         return f"is a section, not an option; set {key}.NAME, or {{NAME: VALUE}}"
     if key in _sections():
@@ -252,7 +252,7 @@ def _describe_unknown_key(key: str, known: dict[str, Any]) -> str:
         return f"is a section, not an option; it contains {', '.join(names)}"
     if missing := describe_missing(key):
         return f"no such key; {missing}"
-    near = suggest_keys(key, list(known))
+    near = suggest_keys(key, known)
     return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")
 
 
@@ -288,18 +288,18 @@ def _frozen(value: Any) -> Any:
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text (quote it)"}
 
 
-def _coerce(key: str, value: Any, default: Any) -> Any:
+def _coerce(option: Option, value: Any) -> Any:
     """Return `value` as the type of its option.
 
     Raises:
         ValueError: it cannot be converted.
     """
-    if key in NULLABLE and (value is None or (isinstance(value, _CliValue) and value.lower() in ("none", "null"))):
+    is_nullable = option.default is None
+    if is_nullable and (value is None or (isinstance(value, _CliValue) and value.lower() in ("none", "null"))):
         return None
-    if (key, value) == ("TRAIN.BATCH_SIZE", AUTO):
+    if option.auto and value == AUTO:
         return AUTO
-    kind = NULLABLE.get(key, type(default))
-    given = value
+    kind, given = option.kind, value
     if isinstance(value, _CliValue) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _parse(value)
     if type(value) is int and abs(value) >= 1 << 63:
@@ -309,15 +309,15 @@ def _coerce(key: str, value: Any, default: Any) -> Any:
             value = float(value)  # YAML reads 5e-5, without a dot, as text
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"got {given}; expected a finite number")
-    if key in TEXT_LISTS:
+    if option.has_texts:
         return _coerce_texts(given)
     if kind is tuple:
-        return _coerce_numbers(value, given, default)
+        return _coerce_numbers(value, given, option.default)
     if kind is str and isinstance(value, str):
         return str(value)
     if type(value) is not kind:
-        null = " or null" if key in NULLABLE else " or auto" if key == "TRAIN.BATCH_SIZE" else ""
-        raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(default)})")
+        null = " or null" if is_nullable else f" or {AUTO}" if option.auto else ""
+        raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(option.default)})")
     return value
 
 

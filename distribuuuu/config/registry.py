@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import did_you_mean
 
 
@@ -105,7 +104,12 @@ METRICS = Registry("METRICS", "metric", "distribuuuu.tasks")
 TASKS = Registry("TASKS", "task", "distribuuuu.tasks")
 
 
-def dataset_class(cfg: Config) -> Any:
+def dataset_name(cfg) -> str:
+    """Return the name of the data set of a config: DATA.NAME, or "dummy" with MODEL.DUMMY_INPUT."""
+    return "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
+
+
+def dataset_class(cfg) -> Any:
     """Return the `ImageDataset` class of a config; for an unknown name, which is reported elsewhere, `Dummy`."""
-    name = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
+    name = dataset_name(cfg)
     return DATASETS.get(name if name in DATASETS else "dummy")

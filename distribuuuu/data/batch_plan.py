@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.conflicts import AUTO, GRAPH_MODES
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import GRAPH_MODES
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
 import numpy as np
 import torch
 
-from distribuuuu.config.conflicts import OPTIONAL_DECODERS
+from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.data import optional_decoders
 from distribuuuu.data.jpeg_header import Box, Buffer, JpegHeader, cut_rows, read_jpeg_header
 

@@ -12,7 +12,9 @@ from typing import Any, Literal, overload
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.conflicts import AUTO
+from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
@@ -223,7 +225,7 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
 def max_batch_bytes(cfg, passes: Iterable[Pass]) -> int:
     """Return the size of the images of the largest batch of some data sets."""
     trains = [isinstance(one.sampler, ResumableDistributedSampler) for one in passes]
-    sides = [cfg.TRAIN.IM_SIZE if train else cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE for train in trains]
+    sides = [cfg.TRAIN.IM_SIZE if train else eval_crop_size(cfg) for train in trains]
     return max(3 * side**2 * one.sampler.batch_size for one, side in zip(passes, sides, strict=True))
 
 
@@ -246,7 +248,7 @@ def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tup
 
 def build_images(cfg, train: bool, family: type[ImageDataset] | None = None) -> ImageDataset:
     """Return the data of a config, checked for MODEL.NUM_CLASSES; `family` replaces the class of DATA.NAME."""
-    images = (family or get_dataset("dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME)).from_cfg(cfg, train)
+    images = (family or get_dataset(dataset_name(cfg))).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
@@ -305,7 +307,7 @@ def build_transform(cfg, images: ImageDataset, train: bool) -> Transform:
     data = cfg.DATA
     im_size = cfg.TRAIN.IM_SIZE
     if not train:
-        return CenterCrop(cfg.TEST.IM_SIZE, cfg.TEST.CROP_SIZE or im_size, cfg.TEST.INTERPOLATION)
+        return CenterCrop(cfg.TEST.IM_SIZE, eval_crop_size(cfg), cfg.TEST.INTERPOLATION)
     crop: Transform
     if (images.crop if data.CROP == "auto" else data.CROP) == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION)

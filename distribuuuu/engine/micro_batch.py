@@ -18,7 +18,8 @@ import torch
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.conflicts import AUTO
+from distribuuuu.config.config_node import changed
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batches
 from distribuuuu.data.loader import build_loaders
@@ -113,11 +114,7 @@ def resolve_batch_size(cfg: Config, train_step: TrainStep) -> Config:
 
 def with_number(cfg: Config, number: int, reason: str = "") -> Config:
     """Return a frozen copy with this TRAIN.BATCH_SIZE, which was found for the reason."""
-    resolved = cfg.clone()
-    resolved.defrost()
-    resolved.TRAIN.BATCH_SIZE, resolved.origins["TRAIN.BATCH_SIZE"] = number, f"{AUTO}, {reason}"
-    resolved.freeze()
-    return resolved
+    return changed(cfg, {"TRAIN.BATCH_SIZE": number}, f"{AUTO}, {reason}")
 
 
 def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
@@ -204,11 +201,9 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
         plan: the images of a step, of which the process takes `plan.per_process`.
         folder: OUT_DIR of the run.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE = plan.micro_batch, plan.per_process
-    cfg.OUT_DIR, cfg.MODEL.WEIGHTS, cfg.MODEL.PRETRAINED, cfg.FINETUNE.WEIGHTS = folder, None, False, ""
-    cfg.freeze()
+    batch = {"TRAIN.BATCH_SIZE": plan.micro_batch, "TRAIN.GLOBAL_BATCH_SIZE": plan.per_process}
+    random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": ""}
+    cfg = changed(cfg, {**batch, **random, "OUT_DIR": folder})
     device = pick_device(launch.local_rank)
     set_backends(cfg, device)
     run = build_run(cfg, *build_loaders(cfg, launch, device))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.distributed import comm as dist
 from distribuuuu.records.environment import address_space_limit, list_memory_limits, read_sizes
@@ -59,7 +60,7 @@ def _describe(cfg, phase: str, batch: str | None, reason: str) -> str:
     sharding = ["DIST.SHARD fsdp on several processes"] if cfg.DIST.SHARD != "fsdp" else []
     remedies = [*sharding, "a smaller MODEL.ARCH"]
     if batch == "test":
-        px = cfg.TEST.CROP_SIZE or px
+        px = eval_crop_size(cfg)
         what += f", TEST.BATCH_SIZE {cfg.TEST.BATCH_SIZE} images of {px} x {px} px"
         remedies = ["a smaller TEST.BATCH_SIZE, which does not change the result"]
     elif batch == "train":

@@ -10,9 +10,12 @@ from pathlib import Path
 from distribuuuu.checkpoint.best_weights import RAW, best_paths, build_kinds, find_best
 from distribuuuu.checkpoint.locate import PUBLISHED, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
-from distribuuuu.config.conflicts import AUTO, OPTIONAL_DECODERS, find_problems
+from distribuuuu.config.config_node import changed
+from distribuuuu.config.conflicts import find_problems
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
+from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
@@ -79,14 +82,7 @@ def resolve_num_classes(cfg: Config) -> Config:
 
 def _with_num_classes(cfg: Config, num_classes: int) -> Config:
     """Return a frozen copy with this number of classes; the config itself for 0."""
-    if not num_classes:
-        return cfg
-    resolved = cfg.clone()
-    resolved.defrost()
-    resolved.MODEL.NUM_CLASSES = num_classes
-    resolved.origins["MODEL.NUM_CLASSES"] = "the data"
-    resolved.freeze()
-    return resolved
+    return changed(cfg, {"MODEL.NUM_CLASSES": num_classes}, "the data") if num_classes else cfg
 
 
 def _count_classes(cfg: Config) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.train_state import TrainState
@@ -22,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 def collect_metadata(cfg, task: Task, model: nn.Module) -> dict:
     """Return the entries of results.json that are known before training. Every process must call it."""
-    is_synthetic = cfg.MODEL.DUMMY_INPUT or cfg.DATA.NAME in ("dummy", "shapes")
+    is_synthetic = dataset_name(cfg) in ("dummy", "shapes")
     return {
         "config": results.config_name(cfg),
         "overrides": results.list_overrides(cfg),
         "config_hash": results.hash_config(cfg),
         "model": {"arch": cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6},
         "data": {
-            "name": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME,
+            "name": dataset_name(cfg),
             "folder": None if is_synthetic else Path(cfg.TRAIN.DATASET).absolute().name,
             "num_classes": cfg.MODEL.NUM_CLASSES,
         },

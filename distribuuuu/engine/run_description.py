@@ -13,8 +13,11 @@ from torch import nn
 
 from distribuuuu import __version__
 from distribuuuu.config.config_node import get_value
-from distribuuuu.config.conflicts import AUTO, find_unused_options
+from distribuuuu.config.conflicts import find_unused_options
+from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.workers import count_workers
@@ -63,10 +66,9 @@ def describe_images(cfg, *loaders: Loader) -> None:
 def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loader: Loader) -> None:
     """Log the model, the data, the global batch, the learning rate, and warnings about the options."""
     describe_model(cfg, state.model, train_loader, val_loader)
-    data = "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME
     num_train, num_val = (counted(len(loader.images), "image") for loader in (train_loader, val_loader))
     classes = counted(len(state.classes), "class")
-    logger.info("data: %s; train: %s, validation: %s, %s", data, num_train, num_val, classes)
+    logger.info("data: %s; train: %s, validation: %s, %s", dataset_name(cfg), num_train, num_val, classes)
     if cfg.TEST.DATASET != cfg.TRAIN.DATASET:
         logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
     describe_images(cfg, train_loader, val_loader)
@@ -79,7 +81,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("speed: not in use: %s; `distribuuuu plan --tune` measures the gain of each", ", ".join(unused))
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
-    crop = cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+    crop = eval_crop_size(cfg)
     if crop * 2 < cfg.TEST.IM_SIZE:
         logger.warning("TEST.IM_SIZE: validation images are resized to %d px and cropped to %d px, less than half",
                        cfg.TEST.IM_SIZE, crop)  # fmt: skip

@@ -17,6 +17,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLo
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import option_of
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader
@@ -43,7 +44,6 @@ from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.records.log_table import format_duration
-from distribuuuu.records.results import SPEED_ONLY
 from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
@@ -302,7 +302,8 @@ def resume(state: TrainState, latest: Path) -> None:
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
     # A program that reads the results would take them for those of the options that it has passed.
-    others = [change for change in changes if not change.startswith(("LOG.", "OUT_DIR ", "CFG_DEST ", *SPEED_ONLY))]
+    others = [change for change in changes if not change.startswith(("LOG.", "OUT_DIR ", "CFG_DEST "))]
+    others = [change for change in others if not option_of(change.split()[0]).speed]
     if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():
         logger.warning("OUT_DIR: %s holds a run with other options, finished after %s; nothing is trained, and its "
                        "results remain; changed: %s; fix: %s",

@@ -31,8 +31,8 @@ from torch import nn
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, Best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
 from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
-from distribuuuu.config.conflicts import OPEN_SECTIONS
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import full_state_dict

@@ -18,10 +18,10 @@ import torch
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
 from distribuuuu.config import Config, ConfigError, get_cfg, load_cfg
-from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.conflicts import OPEN_SECTIONS
+from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS
@@ -264,12 +264,10 @@ def _assemble(
     else:
         what = "holds weights, but not the config that they were trained with"
         raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
-    cfg = cfg.clone()
-    cfg.defrost()
-    for key in ("MEAN", "STD"):
-        saved = stored.get(f"DATA.{key}") if isinstance(stored, dict) else None
-        if not cfg.DATA[key] and is_list_of(saved, (int, float)) and len(saved) == 3:
-            cfg.DATA[key] = tuple(map(float, saved))
+    saved = stored if isinstance(stored, dict) else {}
+    unset = [key for key in ("DATA.MEAN", "DATA.STD") if not get_value(cfg, key)]
+    found = [key for key in unset if is_list_of(saved.get(key), (int, float)) and len(saved[key]) == 3]
+    cfg = changed(cfg, {key: tuple(map(float, saved[key])) for key in found})
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
     data = dataset_class(cfg)
     if not classes or (cfg.DATA.NAME == "packed" and not has_statistics):  # a packed set keeps them in its files
@@ -277,13 +275,12 @@ def _assemble(
     classes = classes or data.classes
     if not is_list_of(classes, str):
         raise CheckpointError(f"RUN: {source}: invalid: `classes`: expected a list of texts")
-    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or len(classes)
-    if len(classes) != cfg.MODEL.NUM_CLASSES:
+    if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):
         named = f"names {counted(len(classes), 'class')}, but MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}"
         raise CheckpointError(f"RUN: {source}: {named}")
-    cfg.DATA.MEAN, cfg.DATA.STD = map(tuple, statistics_of(cfg, data))
-    cfg.MODEL.WEIGHTS, cfg.OUT_DIR = None, str(folder or Path(source).parent)
-    cfg.freeze()
+    mean, std = map(tuple, statistics_of(cfg, data))
+    own = {"MODEL.WEIGHTS": None, "OUT_DIR": str(folder or Path(source).parent)}
+    cfg = changed(cfg, {"MODEL.NUM_CLASSES": len(classes), "DATA.MEAN": mean, "DATA.STD": std, **own})
     return LoadedRun(source, str(content.get("weights")), cfg, tuple(classes), content.get("state_dict"), folder)
 
 
@@ -306,14 +303,10 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     Raises:
         ConfigError, OSError: it cannot be opened.
     """
-    own = cfg.clone()
-    own.defrost()
-    if cfg.origins.get("DATA.CACHE_DIR") != COMMAND_LINE:
-        own.DATA.CACHE_DIR = ""
-    if cfg.origins.get("DATA.DOWNLOAD") != COMMAND_LINE:
-        own.DATA.DOWNLOAD = False
+    defaults = {"DATA.CACHE_DIR": "", "DATA.DOWNLOAD": False}
+    own = changed(cfg, {key: value for key, value in defaults.items() if cfg.origins.get(key) != COMMAND_LINE})
     family = dataset_class(own)
-    own.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or family.count_classes(own)
+    own = changed(own, {"MODEL.NUM_CLASSES": cfg.MODEL.NUM_CLASSES or family.count_classes(own)})
     if issubclass(family, ImageFolder):
         family = type(family.__name__, (family,), {"index_in_root": False})
     return build_images(own, train, family)

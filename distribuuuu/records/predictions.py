@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import is_sharded
 from distribuuuu.distributed.watchdog import begin_start_up
@@ -192,7 +193,7 @@ def recording(
         return
     folder = os.path.abspath(cfg.TEST.DATASET) if loader.images.describe(0) != "image 0" else ""
     meta = {"schema": SCHEMA_VERSION, "weights": weights, "epoch": epoch, "folder": folder,
-            "data": "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME, "multilabel": task.multilabel,
+            "data": dataset_name(cfg), "multilabel": task.multilabel,
             **({"images": outside} if (outside := find_outside_folder(loader.images, folder)) else {})}  # fmt: skip
     save_predictions(Path(cfg.OUT_DIR) / FILE_NAME, loader.images, cfg.TEST.DATASET, meta, arrays)
 

@@ -28,23 +28,16 @@ from typing import Any
 
 from distribuuuu.config import Config, ConfigError, run_files
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.conflicts import AUTO
+from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.options import option_of
 from distribuuuu.files.atomic_file import replacing
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FILE_NAME, TEST_FILE_NAME = run_files.RESULTS, run_files.TEST_RESULTS
-# Options excluded from the config hash, as are LOG.*: paths, and the seed, so that seeds of one config share the hash.
-NOT_HASHED = ("OUT_DIR", "CFG_DEST", "RNG_SEED", "TRAIN.DATASET", "TEST.DATASET", "TEST.SAVE_PREDICTIONS",
-              "TEST.LABELS", "DATA.CACHE_DIR", "DATA.CACHE_GB", "DATA.TIMEOUT_S")  # fmt: skip
-# Options that are not meant to change results: hashed, but not listed as overrides.
-SPEED_ONLY = ("TRAIN.WORKERS", "TRAIN.PIN_MEMORY", "TRAIN.PRINT_FREQ", "TRAIN.AUTO_RESUME", "TEST.BATCH_SIZE",
-              "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD", "DIST.BACKEND", "DIST.TIMEOUT_S",
-              "DIST.STARTUP_TIMEOUT_S", "DIST.BUCKET_MB", "CHECKPOINT.EVERY_STEPS", "CHECKPOINT.MAX_HOURS",
-              "CHECKPOINT.KEEP_LAST", "CHECKPOINT.KEEP_EVERY")  # fmt: skip
-
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
 _EVALUATION = {"epoch": int, "loss": _MAYBE_NUMBER}
@@ -101,14 +94,10 @@ class Progress:
 # --------------------------------------------------------------------------------------- config
 
 
-def _is_hashed(key: str) -> bool:
-    return key not in NOT_HASHED and not key.startswith("LOG.")
-
-
 def hash_config(cfg: Config) -> str:
-    """Return the SHA-256 of all options except `NOT_HASHED` and LOG.*: equal for all seeds of a config."""
+    """Return the SHA-256 of the options that are `hashed`: equal for all seeds of a config."""
     # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
-    options = [(key, value) for key, value in iter_options(cfg) if _is_hashed(key)]
+    options = [(key, value) for key, value in iter_options(cfg) if option_of(key).hashed]
     values = [(key, AUTO if is_found(cfg, key) else value) for key, value in options]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
@@ -127,19 +116,16 @@ def config_name(cfg: Config) -> str | None:
 
 
 def list_overrides(cfg: Config) -> dict[str, Any]:
-    """Map the options of the command line to their values, except `NOT_HASHED`, LOG.* and `SPEED_ONLY`."""
-    return {
-        key: value
-        for key, value in iter_options(cfg)
-        if _is_hashed(key) and key not in SPEED_ONLY and cfg.origins.get(key) == "command line"
-    }
+    """Map the options of the command line to their values, except those for `speed` and those that are not `hashed`."""
+    given = [(key, value) for key, value in iter_options(cfg) if cfg.origins.get(key) == "command line"]
+    return {key: value for key, value in given if option_of(key).hashed and not option_of(key).speed}
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
     """Return the preprocessing of evaluation images; sizes in pixels."""
     return {
         "resize": cfg.TEST.IM_SIZE,
-        "crop": cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE,
+        "crop": eval_crop_size(cfg),
         "interpolation": cfg.TEST.INTERPOLATION,
         **({"labels": cfg.TEST.LABELS} if cfg.TEST.LABELS else {}),
         **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image

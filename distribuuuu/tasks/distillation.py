@@ -10,6 +10,7 @@ from distribuuuu.checkpoint.best_weights import best_state_dict
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.distributed import comm as dist
@@ -61,10 +62,7 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
         ConfigError: the teacher cannot be built, or its weights do not match the model or the classes.
     """
     weights = cfg.DISTILL.WEIGHTS
-    teacher_cfg = cfg.clone()
-    teacher_cfg.defrost()
-    teacher_cfg.MODEL.ARCH, teacher_cfg.MODEL.KWARGS = cfg.DISTILL.TEACHER, cfg.DISTILL.KWARGS.clone()
-    teacher_cfg.freeze()
+    teacher_cfg = changed(cfg, {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone()})
     try:
         if weights == "pretrained":
             return dist.local_main_first(lambda: build_model(teacher_cfg, pretrained=True))

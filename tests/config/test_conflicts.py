@@ -5,8 +5,10 @@ from support.baselines import FILES
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.conflicts import _USED_IF, find_unused_options
+from distribuuuu.config.conflicts import find_unused_options
+from distribuuuu.config.derived import CONDITIONS
 from distribuuuu.config.errors import ConfigError
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.trainer import train_model
 
 # Words that set an option without effect -> words that give it one.
@@ -58,8 +60,9 @@ def test_an_option_without_effect_is_named_with_what_it_needs(unused):
 
 
 def test_each_rule_has_a_case():
-    keys = [key for keys, _, _ in _USED_IF for key in keys]
-    assert len(keys) == len(CASES) and all(any(case[0].startswith(key) for case in CASES) for key in keys)
+    needs = {key: option.needs for key, option in OPTIONS.items() if option.needs}
+    assert len(needs) == len(CASES) and all(any(case[0].startswith(key) for case in CASES) for key in needs)
+    assert set(needs.values()) == set(CONDITIONS)
 
 
 def test_configs_that_are_there_have_no_such_option(tmp_path):

@@ -10,7 +10,7 @@ from support.runs import ROOT
 
 from distribuuuu.config import get_cfg, load_cfg
 from distribuuuu.config.config_node import get_value
-from distribuuuu.config.conflicts import OPEN_SECTIONS
+from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.schedules import build_schedule

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from distribuuuu.config.conflicts import OPTIONAL_DECODERS
+from distribuuuu.config.options import OPTIONAL_DECODERS
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torchvision.io import encode_png
 
 from distribuuuu.commands.export import card_runner
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
@@ -138,11 +139,7 @@ def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: 
 def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     """Return what `predict` answers for files, without mixed precision."""
     if run.cfg.TRAIN.AMP != "none":
-        cfg = run.cfg.clone()
-        cfg.defrost()
-        cfg.TRAIN.AMP = "none"
-        cfg.freeze()
-        run = replace(run, cfg=cfg)
+        run = replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
     selection = Selection(threshold=-1.0) if run.task.multilabel else Selection(topk=_TOPK)
     spans, size = list_spans(len(files), run.cfg.TEST.BATCH_SIZE), run.cfg.TEST.BATCH_SIZE
     chunks = run.predict_chunks(files, spans, selection, min(32, size), min(count_cores(), len(files) // 2), "thread")

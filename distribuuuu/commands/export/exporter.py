@@ -22,6 +22,7 @@ from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.atomic_file import sync_folder
@@ -37,9 +38,6 @@ except ImportError:  # Windows: no leftovers are deleted
     fcntl = None  # type: ignore[assignment]
 
 _SAFETENSORS = "model.safetensors"
-# Options with paths of this machine, of which only the last part is exported.
-_PATHS = ("OUT_DIR", "TRAIN.DATASET", "TEST.DATASET", "DATA.CACHE_DIR", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
-          "DISTILL.WEIGHTS")  # fmt: skip
 # Images of the check, evenly spaced over the evaluation set.
 CHECK_IMAGES = 1000
 _REMEDY = "fix: --to safetensors, which takes any model"
@@ -267,7 +265,10 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
     # Copies, as safetensors does not store shared memory.
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in run.model.state_dict().items()}
     (folder / _SAFETENSORS).write_bytes(save(tensors, {"format": "pt"}))
-    options = {key: Path(value).name if key in _PATHS and value else value for key, value in iter_options(run.cfg)}
+    # Of paths, which are those of this machine, only the last part.
+    options = {
+        key: Path(value).name if value and option_of(key).path else value for key, value in iter_options(run.cfg)
+    }
     own = {"classes": list(run.classes), "config": options, "weights": run.weights}
     content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
     _write_json(folder / "config.json", {**describe_model(run), **content})

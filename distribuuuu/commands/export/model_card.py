@@ -11,18 +11,16 @@ from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_step
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
-from distribuuuu.records.results import NOT_HASHED, SPEED_ONLY, list_metrics
+from distribuuuu.records.results import list_metrics
 from distribuuuu.records.significance import wilson_interval
 
 # Metrics that are shares of correct images, for which a binomial interval is defined.
 _SHARES = ("top1", "topk")
 _MAX_CLASSES = 100
 _LIBRARIES = {"timm": "timm", "onnx": "onnx", "torch": "pytorch", "safetensors": "distribuuuu"}
-# Options that are not part of a recipe: paths, speed, and what the table of the card says.
-_NOT_RECIPE = (*NOT_HASHED, *SPEED_ONLY, "MODEL.ARCH", "MODEL.NUM_CLASSES", "MODEL.WEIGHTS", "FINETUNE.WEIGHTS",
-               "DISTILL.WEIGHTS", "DATA.MEAN", "DATA.STD")  # fmt: skip
 
 
 def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
@@ -62,9 +60,9 @@ def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, t
 
 
 def recipe(cfg: Config) -> dict[str, Any]:
-    """Return the options that differ from the defaults, except paths and the speed of loading."""
+    """Return the options of the recipe that differ from the defaults."""
     defaults = dict(iter_options(get_cfg()))
-    options = {key: value for key, value in iter_options(cfg) if not key.startswith("LOG.") and key not in _NOT_RECIPE}
+    options = {key: value for key, value in iter_options(cfg) if option_of(key).in_recipe}
     changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distribuuuu.config.conflicts import OPTIONAL_DECODERS
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import OPTIONAL_DECODERS
+from distribuuuu.config.registry import dataset_name
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION
 
 _IN_MEMORY = ("dummy", "cifar10", "cifar100", "mnist", "fashion_mnist")
@@ -88,7 +89,7 @@ def is_in_memory(cfg) -> bool:
 
 def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
     """Return the options that would make loading a training image cheaper, the best first."""
-    data, name, is_array = cfg.DATA, "dummy" if cfg.MODEL.DUMMY_INPUT else cfg.DATA.NAME, is_in_memory(cfg)
+    data, name, is_array = cfg.DATA, dataset_name(cfg), is_in_memory(cfg)
     if data.LOADER == "device":
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
     # Assume images of at most twice the crop's width and height.

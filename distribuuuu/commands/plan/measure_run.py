@@ -15,7 +15,8 @@ from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck,
 from distribuuuu.commands.measure.timing import endless_batches, synchronize, time_calls
 from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.conflicts import AUTO
+from distribuuuu.config.config_node import changed
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.fsdp import inference
@@ -86,9 +87,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan, times: bool) -> dict[
         times: False: two steps and two batches of the evaluation, for the memory only.
     """
     sizes, full = sizes_of(cfg) or [cfg.TRAIN.IM_SIZE], plan_of(cfg, plan.world_size)
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.TEST.BATCH_SIZE = max(1, cfg.TEST.BATCH_SIZE * plan.micro_batch // full.micro_batch)
+    cfg = changed(cfg, {"TEST.BATCH_SIZE": max(1, cfg.TEST.BATCH_SIZE * plan.micro_batch // full.micro_batch)})
     with trial_run(cfg, _HERE, plan, folder) as run:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
         epochs = epochs_to_measure(sizes)[0 if times else -1 :]

@@ -22,7 +22,7 @@ from distribuuuu.commands.measure.bottleneck import is_in_memory
 from distribuuuu.commands.measure.timing import count_calls, endless_batches, time_block
 from distribuuuu.commands.plan.measure_run import count_ahead
 from distribuuuu.config import Config, ConfigError
-from distribuuuu.config.conflicts import OPTIONAL_DECODERS
+from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.workers import count_workers

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
@@ -63,9 +64,8 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
 
 def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
     """Return the training or the evaluation set of a run; its classes may be others than those of the model."""
-    cfg, family = run.cfg.clone(), dataset_class(run.cfg)
-    cfg.defrost()
-    cfg.MODEL.NUM_CLASSES = family.count_classes(cfg) or cfg.MODEL.NUM_CLASSES
+    family = dataset_class(run.cfg)
+    cfg = changed(run.cfg, {"MODEL.NUM_CLASSES": family.count_classes(run.cfg) or run.cfg.MODEL.NUM_CLASSES})
     if found := [Problem(key, text, cfg.origins) for key, text in family.find_problems(cfg, train)]:
         raise ConfigError([*found, "the probe needs these images; fix: add TRAIN.DATASET FOLDER TEST.DATASET FOLDER"])
     images = open_data(cfg, train)

@@ -36,20 +36,11 @@ from distribuuuu.commands.report.pictures import Pictures, make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
 from distribuuuu.config import yaml_file
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
 from distribuuuu.records.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import average_precisions
 
-# Options that differ between any two runs, or do not change the result.
-_IGNORED = (
-    "OUT_DIR",
-    "CFG_DEST",
-    "RNG_SEED",
-    "TRAIN.WORKERS",
-    "TRAIN.PRINT_FREQ",
-    "TEST.PRINT_FREQ",
-    "TEST.BATCH_SIZE",
-)
 # Cards of each gallery, and rows of the table of classes.
 _MAX_CARDS, _MAX_CLASSES = 24, 1000
 
@@ -113,7 +104,8 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
         compare_groups([Group(name, _values(members, pairs)) for name, members in runs.items()]) if has_groups else []
     )
     configs = {name: read_config(members[0].out_dir) for name, members in runs.items()}
-    changes = config_difference(configs, _IGNORED) if all(configs.values()) else None
+    ignored = [key for key, option in OPTIONS.items() if not option.compared]
+    changes = config_difference(configs, ignored) if all(configs.values()) else None
     return Comparison(runs, pairs, groups, changes)
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from distribuuuu.commands.report.saliency import compute_saliency
 from distribuuuu.config import ConfigError
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import read_file
 from distribuuuu.inference.load_run import load_run, open_data
@@ -51,10 +52,7 @@ def find_reader(content: Predictions, cfg) -> Any:
     folder = content.meta.get("folder") or ""
     if folder and content.meta.get("data") != "packed":
         return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.TEST.DATASET = folder or cfg.TEST.DATASET
-    images = open_data(cfg)
+    images = open_data(changed(cfg, {"TEST.DATASET": folder or cfg.TEST.DATASET}))
     if images.has_files:  # a config names files that the predictions do not
         raise ConfigError("the predictions do not record the folder of the images")
     step = max(1, len(content) // 100)

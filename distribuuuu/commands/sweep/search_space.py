@@ -8,17 +8,10 @@ from dataclasses import dataclass
 
 from distribuuuu.config import Problem
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.options import OPTIONS
 
 MAX_TRIALS = 1000
 _EXPECTED = "expected values a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH or int:LOW:HIGH"
-# Options that cannot be swept, and the reason.
-_OTHER_OBJECTIVE = ("TEST.METRICS", "TRAIN.TOPK", "TASK.NAME", "DATA.NAME", "TEST.DATASET", "TEST.SPLIT", "TEST.LABELS")
-_NOT_SWEPT = dict.fromkeys(_OTHER_OBJECTIVE, "all trials need the same metric on the same images") | {
-    "OUT_DIR": "each run has its own folder in OUT_DIR; fix: OUT_DIR DIR",
-    "CFG_DEST": "it does not change a run; fix: remove it",
-    "RNG_SEED": "other seeds repeat the best trials; fix: --seeds N",
-    "TRAIN.AUTO_RESUME": "the runs of a sweep are resumed; fix: remove it",
-}
 _SWEPT = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?=")
 _RANGE = re.compile(r"(\w+):([^:]*):([^:]*)")
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[({]*[\])}])")
@@ -71,8 +64,8 @@ def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Dimension], 
     space: dict[str, Dimension] = {}
     for key, text in swept:
         try:
-            if reason := _NOT_SWEPT.get(key):
-                raise ValueError(f"cannot be swept: {reason}")
+            if key in OPTIONS and OPTIONS[key].not_swept:
+                raise ValueError(f"cannot be swept: {OPTIONS[key].not_swept}")
             if key in space or key in fixed[::2]:
                 raise ValueError(f"is {'swept twice' if key in space else 'both fixed and swept'}; fix: remove one")
             space[key] = parse_dimension(text)

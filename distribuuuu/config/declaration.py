@@ -1,0 +1,103 @@
+"""Declaration of options: the form of the lines in the table of options."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.registry import Registry
+
+# A word that some options take instead of a number: it is found on this machine.
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option: its default, its allowed values, and what depends on it.
+
+    Attributes:
+        default: the value of a config that does not set it. None: null is allowed. {}: an open section, whose names
+            the model, the task or the user defines.
+        of: the type that the default does not tell: of a value that is not null, of the items of a list (None: numbers)
+            or of the values in an open section (None: any).
+        least, most: the range of a number; None: no limit.
+        choices: the allowed words.
+        names: the registry whose names are allowed; with `choices` too, those as well.
+        auto: `AUTO` is allowed.
+        needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
+        path: it is a file or a folder.
+        hashed: it is part of the hash by which runs count as seeds of one config.
+        speed: it is not meant to change results: hashed, but not listed as an override.
+        recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
+        compared: a comparison of two runs names it if it differs.
+        not_swept: why a sweep cannot vary it; empty: it can.
+    """
+
+    default: Any
+    of: type | None = None
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    names: Registry | None = None
+    auto: bool = False
+    needs: str = ""
+    path: bool = False
+    hashed: bool = True
+    speed: bool = False
+    recipe: bool = True
+    compared: bool = True
+    not_swept: str = ""
+
+    @property
+    def kind(self) -> type:
+        """The type of a value that is not null."""
+        return self.of if self.default is None and self.of else type(self.default)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is an open section."""
+        return isinstance(self.default, dict)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether it is a list of texts."""
+        return isinstance(self.default, tuple) and (self.of is str or self.names is not None)
+
+    @property
+    def in_recipe(self) -> bool:
+        """Whether it is part of the recipe on a model card."""
+        return self.recipe and self.hashed and not self.speed and not self.path
+
+    def find_wrong_words(self, value: Any) -> Iterator[str]:
+        """Yield a message for each word of a value, or of a list, that is not allowed or is given twice."""
+        if not self.choices and self.names is None:
+            return
+        allowed = [*self.choices, *(self.names.names() if self.names else ())]
+        words = value if isinstance(value, tuple) else (value,)
+        for word in words:
+            if word not in allowed:
+                hint = did_you_mean(word, allowed)
+                yield f"got {word!r}; expected one of {', '.join(filter(None, allowed))}{hint}"
+        if len(set(words)) < len(words):
+            yield f"got {list(words)}; expected each name once"
+
+    def find_wrong_number(self, value: Any) -> Iterator[str]:
+        """Yield a message if a number is out of range."""
+        if self.least is None or value in (None, AUTO):
+            return
+        if value < self.least or (self.most is not None and value > self.most):
+            yield f"got {value}; expected {self.least} {'or more' if self.most is None else f'to {self.most}'}"
+
+
+class Section(SimpleNamespace):
+    """The options of a section as attributes, in their order; a plain default declares an option of any value."""
+
+
+def iter_declared(section: Section, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """Yield ('SECTION.KEY', option) for each option of a section, in the order of the declarations."""
+    for name, value in vars(section).items():
+        if isinstance(value, Section):
+            yield from iter_declared(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value if isinstance(value, Option) else Option(value)

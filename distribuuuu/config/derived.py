@@ -1,0 +1,46 @@
+"""Values that several options decide together, and the conditions without which options have no effect."""
+
+from collections.abc import Callable
+from typing import Any
+
+from distribuuuu.config.registry import dataset_class
+
+
+def eval_crop_size(cfg) -> int:
+    """Return the side of the center crop of evaluation images, in pixels."""
+    return cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
+
+
+def training_crop(cfg) -> str | None:
+    """Return the training crop, "resized" or "pad"; None if it is known only once the data set is opened."""
+    if cfg.DATA.CROP != "auto":
+        return cfg.DATA.CROP
+    return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
+
+
+# The condition in words, which `Option.needs` names, and whether a config fulfills it.
+CONDITIONS: dict[str, Callable[[Any], object]] = {
+    "AUG.ERASING above 0": lambda cfg: cfg.AUG.ERASING,
+    "AUG.MIXUP or AUG.CUTMIX above 0": lambda cfg: cfg.AUG.MIXUP or cfg.AUG.CUTMIX,
+    "both AUG.MIXUP and AUG.CUTMIX above 0": lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX,
+    "data at a URL": lambda cfg: "://" in cfg.TRAIN.DATASET + cfg.TEST.DATASET,
+    "DATA.CROP pad": lambda cfg: training_crop(cfg) != "resized",
+    "DATA.CROP resized": lambda cfg: training_crop(cfg) != "pad",
+    "a DATA.NAME with folders of splits": lambda cfg: dataset_class(cfg).has_splits,
+    "DIST.SHARD none or zero1": lambda cfg: cfg.DIST.SHARD != "fsdp",
+    "a DISTILL.TEACHER": lambda cfg: cfg.DISTILL.TEACHER,
+    "a DISTILL.TEACHER and DISTILL.KIND soft": lambda cfg: cfg.DISTILL.TEACHER and cfg.DISTILL.KIND == "soft",
+    "EMA.HALF_LIFE above 0": lambda cfg: cfg.EMA.HALF_LIFE,
+    "FINETUNE.WEIGHTS": lambda cfg: cfg.FINETUNE.WEIGHTS,
+    "LOG.TENSORBOARD True": lambda cfg: cfg.LOG.TENSORBOARD,
+    "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
+    "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,
+    "MODEL.WEIGHTS": lambda cfg: cfg.MODEL.WEIGHTS,
+    "OPTIM.LR_POLICY steps": lambda cfg: cfg.OPTIM.LR_POLICY == "steps",
+    "an OPTIM.LR_POLICY other than steps": lambda cfg: cfg.OPTIM.LR_POLICY != "steps",
+    "OPTIM.LR_SCALE linear or sqrt": lambda cfg: cfg.OPTIM.LR_SCALE != "none",
+    "OPTIM.NAME sgd": lambda cfg: cfg.OPTIM.NAME.lower() == "sgd",
+    "OPTIM.WARMUP_EPOCHS above 0": lambda cfg: cfg.OPTIM.WARMUP_EPOCHS,
+    "TRAIN.IM_SIZE_START": lambda cfg: cfg.TRAIN.IM_SIZE_START,
+    "TRAIN.ON_NAN rollback": lambda cfg: cfg.TRAIN.ON_NAN == "rollback",
+}

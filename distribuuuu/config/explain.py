@@ -1,0 +1,43 @@
+"""Explanation of the options for --help-config: of each its default and the comment above its declaration."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config import options as defaults
+from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
+from distribuuuu.config.options import OPTIONS
+
+
+def explain_options(section: str = "") -> str:
+    """Return the options of a section (all: '') with their defaults and meaning.
+
+    Raises:
+        ConfigError: unknown section.
+    """
+    comments = read_comments()
+    chosen = [key for key in OPTIONS if not section or f"{key}.".startswith(f"{section}.")]
+    if not chosen:
+        sections = sorted({key.split(".")[0] for key in OPTIONS})
+        message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
+        raise ConfigError(Problem("--help-config", message))
+    return "".join(f"{key}: {show_default(OPTIONS[key].default)}\n    {comments[key]}\n" for key in chosen)
+
+
+def show_default(default: Any) -> str:
+    """Return a default as it is written in Python, with texts in double quotes."""
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def read_comments() -> dict[str, str]:
+    """Return the meaning of each option: the comment above its declaration, and the names of its registry."""
+    comments: dict[str, str] = {}
+    lines: list[str] = []
+    for line in Path(defaults.__file__).read_text(encoding="utf-8").splitlines():
+        match = re.match(r"_C\.([A-Z0-9_.]+) = ", line)
+        if match and match[1] in OPTIONS:
+            names, choices = OPTIONS[match[1]].names, OPTIONS[match[1]].choices
+            listed = f" One of {', '.join(names.names())}." if names and not choices else ""
+            comments[match[1]] = " ".join(lines) + listed
+        lines = [*lines, line[2:]] if line.startswith("# ") else []
+    return comments
