@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.baselines import BASELINES
-from support.recipe_table import RECIPES
+from support.recipe_facts import RECIPES
 from support.runs import ROOT, run_tool
 
 from distribuuuu.commands.table.table import replace_block, table

@@ -9,14 +9,11 @@ import math
 
 import pytest
 import torch
-from support import recipe_semantics as semantics
+from support.recipe_measures import initial_model, recipe
 from support.tiers import slow
 from torch import nn
 
 from distribuuuu.models.build import initialize
-
-# Group width, and the smallest model of each family, whose weights are as quickly drawn as compared.
-REGNETS = {"regnetx_160": 128, "regnety_160": 112, "regnety_320": 232}
 
 
 def published_std(layer: nn.Conv2d | nn.Linear) -> float:
@@ -43,24 +40,18 @@ def check(model: nn.Module) -> None:
             assert (layer.weight == (0 if name.endswith("conv3.bn") else 1)).all() and not layer.bias.any(), name
 
 
-@pytest.mark.parametrize("name", ["regnetx_160", *map(slow, ("regnety_160", "regnety_320"))])
-def test_the_regnets_start_as_in_2021(name):
-    cfg = semantics.recipe(f"imagenet/{name}")
-    model = semantics.initial_model(cfg)
+@pytest.mark.parametrize("name, width", [("regnetx_160", 128), slow("regnety_160", 112), slow("regnety_320", 232)])
+def test_the_regnets_start_as_in_2021(name, width):
+    model = initial_model(recipe(f"imagenet/{name}"))
     grouped = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.groups > 1]
-    assert {layer.weight.shape[1] for layer in grouped} == {REGNETS[name]}
+    assert {layer.weight.shape[1] for layer in grouped} == {width}
     check(model)
 
 
 def test_squeeze_and_excitation_starts_as_in_2021():
-    cfg = semantics.recipe("imagenet/regnety_160", "MODEL.ARCH", "regnety_004")
-    model = semantics.initial_model(cfg)
+    model = initial_model(recipe("imagenet/regnety_160", "MODEL.ARCH", "regnety_004"))
     assert sum(layer.bias is not None for layer in model.modules() if isinstance(layer, nn.Conv2d)) == 2 * 16
     check(model)
-
-
-def test_all_regnets_of_the_table_are_initialized_alike():
-    assert {semantics.recipe(f"imagenet/{name}").MODEL.INIT for name in REGNETS} == {"fan_out_own_norms"}
 
 
 def test_norms_keep_their_scales_only_if_asked():

@@ -1,0 +1,170 @@
+"""Config files: the format of every file, and the facts of the published recipes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.baselines import BASELINES, FILES
+from support.images import draw_folder
+from support.recipe_facts import CIFAR, FACTS, PYCLS_INIT, RECIPES
+from support.recipe_measures import (
+    ParameterOptions,
+    initial_model,
+    measure,
+    meta_model,
+    parameter_options,
+    recipe,
+)
+from support.runs import ROOT
+from support.tiers import slow
+from torch.utils.flop_counter import FlopCounterMode
+
+from distribuuuu.config import get_cfg
+from distribuuuu.config.config_node import get_value
+from distribuuuu.config.options import OPEN_SECTIONS
+from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.setup import build_run
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.models import count_parameters
+from distribuuuu.trainer import train_epoch
+
+# Facts that are compared by tests of their own.
+TESTED_ALONE = {"reported", "decay", "init", "multiply-adds", "printed params", "max side of the pack"}
+# Small models of each family; their large ones differ in the architecture only.
+LARGE = {f"imagenet/{name}" for name in (*RECIPES, *BASELINES) if "pycls" in name or "reg" in name} - {
+    f"imagenet/{name}" for name in PYCLS_INIT
+}
+
+
+def marked(names, quick=None):
+    """Return the names, marked slow if their models are large, or if they are not among the quick ones."""
+    return [slow(name) if (name in LARGE if quick is None else name not in quick) else name for name in names]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT / "configs"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_file_is_short_sets_no_default_and_has_the_command_and_the_accuracy(path):
+    lines = path.read_text().splitlines()
+    header = "\n".join(line for line in lines if line.startswith("#"))
+    assert len(lines) <= 25 and isinstance(yaml.safe_load(path.read_text()), dict)
+    assert f"--cfg {path.relative_to(ROOT)}" in header and "top-1" in header and "easured" in header
+    cfg, defaults = recipe(relative(path).removesuffix(".yaml")), get_cfg()
+    assert count_parameters(meta_model(cfg)) > 0
+    options = [key for key in cfg.origins if not key.startswith(OPEN_SECTIONS)]
+    assert [key for key in options if get_value(cfg, key) == get_value(defaults, key)] == []
+    assert cfg.TRAIN.WORKERS == -1 or path.parent.name != "imagenet"
+
+
+def test_each_published_recipe_has_a_file_and_its_header_the_published_figures():
+    names = {relative(path).removesuffix(".yaml") for path in FILES}
+    assert {name for name in names if name.startswith(("imagenet", "cifar10"))} == {*FACTS, "cifar10/resnet20_fast"}
+    for name, facts in FACTS.items():
+        header = (ROOT / "configs" / f"{name}.yaml").read_text()
+        figures = [*facts["reported"]]
+        if name.removeprefix("imagenet/") in BASELINES:
+            figures += [f"{facts['params']:.3f}", str(facts["global batch"])]
+        if "max side of the pack" in facts:
+            figures.append(f"--longer-side {facts['max side of the pack']} --quality 90")
+        assert [figure for figure in figures if figure not in header] == [], name
+
+
+def near(expected):
+    """Return the expected value with a tolerance for the numbers in it."""
+    if isinstance(expected, (list, tuple)):
+        return type(expected)(map(near, expected))
+    return pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_recipe_has_the_published_facts(name):
+    cfg = recipe(name)
+    for fact, expected in FACTS[name].items():
+        if fact not in TESTED_ALONE:
+            found = measure(cfg, fact)
+            if isinstance(expected, dict):
+                found, expected = [found[key] for key in expected], [*expected.values()]
+            assert found == near(expected), fact
+
+
+@pytest.mark.parametrize("name", marked(FACTS))
+def test_a_parameter_has_the_published_weight_decay(name):
+    decay, is_exempt = FACTS[name]["decay"]
+    trainable = {key: value for key, value in meta_model(recipe(name)).named_parameters() if value.requires_grad}
+    expected = {key: 0.0 if is_exempt(key, value) else decay for key, value in trainable.items()}
+    found = parameter_options(recipe(name))
+    assert found == {key: ParameterOptions(pytest.approx(value), 1.0) for key, value in expected.items()}
+    assert {*expected.values()} == ({decay} if is_exempt.__name__ == "no_parameter" else {0.0, decay})
+
+
+@pytest.mark.parametrize("name", [name for name, facts in FACTS.items() if "init" in facts])
+def test_initial_weights_have_the_published_deviation(name):
+    tensors = dict(initial_model(recipe(name)).named_parameters())
+    for key, std in FACTS[name]["init"].items():
+        rel = 4 / math.sqrt(tensors[key].numel())
+        assert float(tensors[key].detach().std(correction=0)) == pytest.approx(std, rel=rel), key
+
+
+@pytest.mark.parametrize("name", marked(name for name, facts in FACTS.items() if "multiply-adds" in facts))
+def test_a_model_has_the_published_arithmetic(name):
+    cfg = recipe(name)
+    model = meta_model(cfg).eval()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device="meta"))
+    assert counter.get_total_flops() == pytest.approx(2 * FACTS[name]["multiply-adds"], rel=1e-3)
+    assert not any(layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout))  # EN.DROPOUT_RATIO
+    assert not any(measure(cfg, "drop path"))  # EN.DC_RATIO
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_a_cifar_resnet_has_the_published_size_and_shortcuts_without_parameters(name):
+    model, printed = initial_model(recipe(f"cifar10/{name}")), CIFAR[name]["printed params"]
+    assert f"{count_parameters(model) / 1e6:.{len(printed.partition('.')[2])}f}" == printed
+    kernels = [layer.kernel_size for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert kernels == [(3, 3)] * (int(name.removeprefix("resnet")) - 1)
+    # Option A: the shortcut subsamples the pixels and pads the 16 new channels with zeros.
+    x = torch.randn(1, 16, 32, 32)
+    shortcut = model.stage2[0].shortcut(x)
+    is_padding = (shortcut == 0).all(dim=(0, 2, 3))
+    assert shortcut.shape == (1, 32, 16, 16)
+    assert is_padding.sum() == 16 and torch.equal(shortcut[:, ~is_padding], x[:, :, ::2, ::2])
+
+
+@pytest.fixture(scope="module")
+def twenty_images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("twenty")
+    for split, num in (("train", 2), ("val", 1)):
+        draw_folder(root, split, {f"class{number}": num for number in range(10)}, size=(80, 72))
+    return root
+
+
+SMALL = [name for name in FACTS if name not in LARGE and name.removeprefix("imagenet/") not in BASELINES]
+QUICK = ("imagenet/deit_tiny", "imagenet/resnet18_ffcv_16", "imagenet/regnetx_004_pycls", "cifar10/resnet20")
+
+
+@pytest.mark.parametrize("name", marked(SMALL, QUICK))
+def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
+    is_cifar = name.startswith("cifar10")
+    words = ["TRAIN.DATASET", twenty_images, "DATA.NAME", "imagefolder", "MODEL.NUM_CLASSES", 10, "TRAIN.WORKERS", 0,
+             "TRAIN.BATCH_SIZE", 4 if is_cifar else 8, "TRAIN.GLOBAL_BATCH_SIZE", 8, "TEST.CROP_SIZE", 0, "RNG_SEED", 1,
+             "OUT_DIR", tmp_path, "LOG.TENSORBOARD", False, "OPTIM.WARMUP_EPOCHS", 0]  # fmt: skip
+    words += ["DATA.CROP", "pad"] if is_cifar else ["TRAIN.IM_SIZE", 64, "TEST.IM_SIZE", 64]
+    if recipe(name).TRAIN.IM_SIZE_START:
+        words += ["TRAIN.IM_SIZE_START", 32]
+    if recipe(name).TRAIN.AMP == "fp16":  # takes 20 s on a CPU, and skips the first steps
+        words += ["TRAIN.AMP", "bf16"]
+    cfg, launch, device = recipe(name, *words), detect_launch(), torch.device("cpu")
+    loader = build_loader(cfg, launch, device, train=True)
+    run = build_run(cfg, loader, build_loader(cfg, launch, device, train=False))
+    state, rows = run.state, []
+    before = [parameter.detach().clone() for parameter in state.model.parameters()]
+    with run.stop, run.log:
+        run.log.train = lambda *record: rows.append(record[3])
+        train_epoch(run)
+    assert state.step == loader.num_steps == 2 and rows[-1]["count"] == 16 and math.isfinite(rows[-1]["loss"])
+    changed = [not torch.equal(old, new) for old, new in zip(before, state.model.parameters(), strict=True)]
+    assert sum(changed) > 0.9 * len(changed)

@@ -1,0 +1,96 @@
+"""ResNet strikes back, DeiT and DeiT-III: the losses, the policies and the models next to the objects of timm."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from support.recipe_facts import rand_augment
+from support.recipe_measures import initial_model, meta_model, mixed_targets, norm_gammas, recipe, train_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+
+from distribuuuu.data.augment import ERASED_AREA, ERASED_RATIO
+from distribuuuu.tasks.losses import build_loss
+
+# Recipe -> label smoothing, which timm applies when it mixes, and timm's loss.
+BCE = BinaryCrossEntropy(target_threshold=0.2)  # as train.py makes it with mixing
+LOSSES = {
+    "resnet50_a1": (0.1, BCE),
+    "resnet50_a2": (0.0, BCE),
+    "resnet50_a3": (0.0, BCE),
+    "deit_tiny": (0.1, SoftTargetCrossEntropy()),
+    "deit_small": (0.1, SoftTargetCrossEntropy()),
+    "deit_base": (0.1, SoftTargetCrossEntropy()),
+    # engine.py, --bce-loss: all classes of a mixture are present.
+    "deit3_small": (0.0, lambda logits, targets: F.binary_cross_entropy_with_logits(logits, targets.gt(0.0).float())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("lam", [0.5, 0.81, 0.79, 0.778, 0.777, 0.3, 0.21, 0.19, 0.03, 0.999, 1.0])
+def test_the_loss_of_a_mixture_is_that_of_timm(name, lam):
+    generator, (smoothing, loss) = torch.Generator().manual_seed(1), LOSSES[name]
+    first, second = torch.randperm(1000, generator=generator)[:16].view(2, 8)
+    logits = torch.randn(16, 1000, generator=generator)
+    theirs = loss(logits, mixup_target(torch.cat([first, second.flip(0)]), 1000, lam, smoothing))
+    mine = build_loss(recipe(f"imagenet/{name}"))(logits, mixed_targets(first, second, lam, 1000))
+    assert float(mine) == pytest.approx(float(theirs), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, magnitude, interpolation, resample",
+    [
+        ("resnet50_a1", 7, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
+        ("resnet50_a3", 6, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
+        ("deit_tiny", 9, "bicubic", Image.Resampling.BICUBIC),
+    ],
+)
+def test_the_policy_is_that_of_timm(name, magnitude, interpolation, resample):
+    text = f"rand-m{magnitude}-mstd0.5-inc1"
+    theirs = create_transform(224, is_training=True, color_jitter=0.3, auto_augment=text, interpolation=interpolation)
+    policy, transform = theirs.transforms[2], train_transform(recipe(f"imagenet/{name}"))
+    own = transform.policy.operation
+    assert [(op.name, op.prob, op.magnitude, op.magnitude_std) for op in policy.ops] == rand_augment(magnitude)
+    assert own.num_layers == policy.num_layers == 2 and own.choice_weights is None
+    assert [op.kwargs for op in own.ops] == [op.kwargs for op in policy.ops]
+    assert own.ops[3].kwargs == {"fillcolor": (124, 116, 104), "resample": resample}
+    assert transform.jitter is None and transform.operations == ()  # with --aa timm makes no color jitter
+
+
+def test_the_erasing_of_deit_is_that_of_timm():
+    theirs = create_transform(224, is_training=True, re_prob=0.25, re_mode="pixel", re_count=1).transforms[-1]
+    erase = train_transform(recipe("imagenet/deit_tiny")).erase
+    assert isinstance(theirs, RandomErasing) and theirs.per_pixel and theirs.max_count == 1
+    assert erase.probability == theirs.probability == 0.25 and (theirs.min_area, theirs.max_area) == ERASED_AREA
+    assert tuple(map(math.exp, theirs.log_aspect_ratio)) == pytest.approx(ERASED_RATIO["pixel"])
+    assert (erase.mean, erase.std) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+
+
+def test_the_policy_of_deit3_takes_one_of_three_and_then_jitters_the_color():
+    transform = train_transform(recipe("imagenet/deit3_small"))
+    choices = transform.policy.operation.policy
+    assert [len(choice) for choice in choices] == [1, 1, 1]
+    # A threshold of 128, no color at all, a radius of 0.1 to 2 x 1.
+    assert [choice[0].level_fn(choice[0].magnitude, {})[0] for choice in choices] == [128, 1.0, 1.0]
+    jitter = transform.jitter
+    assert [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue] == [(0.7, 1.3)] * 3 + [None]
+    assert transform.erase is None
+
+
+def test_the_model_of_a_recipe_is_timms():
+    theirs = {name: value.shape for name, value in timm.create_model("resnet50").state_dict().items()}
+    assert theirs == {
+        name: value.shape for name, value in meta_model(recipe("imagenet/resnet50_a1")).state_dict().items()
+    }
+    gammas = norm_gammas(recipe("imagenet/resnet50_a2"))
+    assert len(gammas) == 53
+    assert {name for name, gamma in gammas.items() if gamma == 0} == {name for name in gammas if name.endswith("bn3")}
+    scales = [
+        value for name, value in initial_model(recipe("imagenet/deit3_small")).named_parameters() if "gamma" in name
+    ]
+    assert len(scales) == 24 and all((scale == torch.tensor(1e-4)).all() for scale in scales)
