@@ -89,7 +89,7 @@ TORCHVISION = {
     },
     "resnet50_torchvision_v2": {
         **PLAIN, **TORCHVISION_RESNET50, "reported": ("80.858", "95.434"), "OPTIM.MAX_EPOCH": 600, "global batch": 1024,
-        "images per GPU": {8: 128}, "AUG.MIX_GROUP": 128, **sgd(0.5, nesterov=False), "steps": 1251,
+        "images per GPU": {1: 128, 8: 128}, "AUG.MIX_GROUP": 128, **sgd(0.5, nesterov=False), "steps": 1251,
         "lr": [0.005, 0.005, 0.005, 0.104, 0.104, 0.5, 0.5, 0.499996515, 0.378790947, 0.253299896, 0.126910067,
                3.48477561e-06],
         "decay": (2e-5, norms_of_torchvision), "average": (1 - V2_SHARE, "average", 32, 5),
@@ -235,7 +235,7 @@ def ffcv(epochs, batch, gpus, first_large, lr, decay, params, max_side, reported
     return {
         **PLAIN, "reported": reported, "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
         "LOSS.LABEL_SMOOTHING": 0.1, "OPTIM.MAX_EPOCH": epochs, "global batch": batch * gpus,
-        "images per GPU": {gpus: batch}, **sgd(lr, nesterov=False), "lr": rates, "decay": (decay, names_with_bn),
+        "images per GPU": {gpus: batch}, "TRAIN.BATCH_SIZE": batch, **sgd(lr, nesterov=False), "lr": rates, "decay": (decay, names_with_bn),
         "sides": [160] * first_large + [192] * (epochs - first_large), "crop": crop(192, "opencv_area"),
         "is only cropped": True, "evaluation": (292, 256, "opencv_area", True), "max side of the pack": max_side,
         "gammas": {1.0}, "init": {
