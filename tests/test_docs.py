@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,8 @@ from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.flag_hints import parse_flags
 from distribuuuu.commands.main import find_commands
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.defaults import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.explain import read_comments, show_default
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, count_parameters
@@ -45,8 +48,6 @@ OTHER_PROGRAMS = (
     *("git", "mkdir", "cp", "tar", "export", "."),
 )
 SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
-# Sections whose keys the model or the user defines.
-OPEN_SECTIONS = ("MODEL.KWARGS", "TASK.KWARGS", "DISTILL.KWARGS", "FINETUNE.LR_MULT")
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
@@ -225,6 +226,25 @@ def assert_same_sample(page: Path, shown: str, real: str) -> None:
         page.write_text(page.read_text().replace(shown, real))
     else:
         assert shown == real, "UPDATE_DOCS=1 pytest -n 0 tests/test_docs.py replaces the sample"
+
+
+def options_page() -> str:
+    """Return the sections of docs/options.md: each option with its default, its meaning and what it needs."""
+    comments, lines, section = read_comments(), [], None
+    for key, option in OPTIONS.items():
+        if (own := key.split(".")[0] if "." in key else "Run") != section:
+            section = own
+            lines += ["", f"## {section}", ""]
+        text = f"- `{key}`: `{show_default(option.default)}`. {comments[key]}".replace("*", r"\*")
+        text += f" Needs {option.needs}." if option.needs else ""
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join([*lines, ""])
+
+
+def test_the_page_of_the_options_is_made_from_their_table():
+    page = ROOT / "docs" / "options.md"
+    head, mark, shown = page.read_text().partition("\n## MODEL\n")
+    assert_same_sample(page, mark + shown, options_page())
 
 
 # ------------------------------------------------------------------------------------------- run

@@ -235,7 +235,8 @@ def ffcv(epochs, batch, gpus, first_large, lr, decay, params, max_side, reported
     return {
         **PLAIN, "reported": reported, "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
         "LOSS.LABEL_SMOOTHING": 0.1, "OPTIM.MAX_EPOCH": epochs, "global batch": batch * gpus,
-        "images per GPU": {gpus: batch}, "TRAIN.BATCH_SIZE": batch, **sgd(lr, nesterov=False), "lr": rates, "decay": (decay, names_with_bn),
+        "TRAIN.BATCH_SIZE": batch, "images per GPU": {gpus: batch},
+        **sgd(lr, nesterov=False), "lr": rates, "decay": (decay, names_with_bn),
         "sides": [160] * first_large + [192] * (epochs - first_large), "crop": crop(192, "opencv_area"),
         "is only cropped": True, "evaluation": (292, 256, "opencv_area", True), "max side of the pack": max_side,
         "gammas": {1.0}, "init": {
