@@ -39,37 +39,26 @@ def test_a_file_of_the_current_folder_wins(mine):
     assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
 
 
-def test_the_file_itself_wins_over_one_in_configs():
+def test_the_file_itself_wins_over_one_in_configs_but_a_folder_does_not():
+    os.makedirs("shapes/resnet14")
+    assert find_config("shapes/resnet14") == SHIPPED
     write("configs/shapes/resnet14.yaml", "OUT_DIR: other\n")
     write("shapes/resnet14.yaml")
     assert load_cfg("shapes/resnet14.yaml").OUT_DIR == "mine"
-
-
-def test_a_folder_of_that_name_does_not_hide_a_config():
-    os.makedirs("shapes/resnet14")
-    assert find_config("shapes/resnet14") == SHIPPED
 
 
 @pytest.mark.parametrize("path", ["../shapes/resnet14", "../configs/shapes/resnet14.yaml", "/shapes/resnet14.yaml",
                                   "/configs/shapes/resnet14", "shapes", "resnet14", ""])  # fmt: skip
 def test_other_paths_stay_as_they_are(path):
     assert find_config(path) == path
-
-
-def test_a_path_that_leaves_the_folder_does_not_reach_the_files_beside_the_shipped_ones():
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="no such file"):  # beside the shipped configs
         load_cfg("../benchmarks/reported.yaml")
 
 
-@pytest.mark.parametrize(
-    "path, meant",
-    [
-        ("shapes/resnet41", "shapes/resnet14.yaml"),
-        ("imagnet/resnet50.yaml", "imagenet/resnet50.yaml"),
-        ("resnet50_a1", "imagenet/resnet50_a1.yaml?"),
-        ("shapes", "shapes/resnet14.yaml?"),
-    ],
-)
+@pytest.mark.parametrize("path, meant", [
+    ("shapes/resnet41", "shapes/resnet14.yaml"), ("imagnet/resnet50.yaml", "imagenet/resnet50.yaml"),
+    ("resnet50_a1", "imagenet/resnet50_a1.yaml?"), ("shapes", "shapes/resnet14.yaml?"),
+])  # fmt: skip
 def test_a_wrong_name_lists_the_nearest_shipped_configs(path, meant):
     assert suggest_configs(path).startswith(f"; did you mean {meant}")
     assert str(ROOT) not in suggest_configs(path)
