@@ -30,8 +30,8 @@ from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.flag_hints import parse_flags
 from distribuuuu.commands.main import find_commands
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
-from distribuuuu.config.defaults import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.explain import read_comments, show_default
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, count_parameters
