@@ -74,7 +74,7 @@ def test_files_of_the_current_folder_are_suggested_too():
 
 def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
     assert shipped_file("configs") == ROOT / "configs"
-    write("package/files/configs/shapes/resnet14.yaml")
+    write("package/shipped/configs/shapes/resnet14.yaml")
     monkeypatch.setattr(locate, "_PACKAGE", tmp_path / "package")
     assert shipped_file("benchmarks/reported.yaml") == tmp_path / "package" / "shipped" / "benchmarks" / "reported.yaml"
     assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
