@@ -139,19 +139,19 @@ def supports_color() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def progress(items: Iterable, label: str, total: int | None = None, initial: int = 0, every: int = 1) -> tqdm:
-    """Wrap the items in a progress bar that is updated every `every` items; it is hidden off a terminal."""
-    return tqdm(
-        items,
-        desc=label,
-        total=total,
-        initial=initial,
-        miniters=every,
-        disable=not has_progress_bar(),
-        leave=False,
-        dynamic_ncols=True,
-        bar_format=_BAR_FORMAT,
-    )
+def progress(
+    items: Iterable | None, label: str, total: int | None = None, initial: int = 0, every: int = 1, **options: Any
+) -> tqdm:
+    """Wrap the items in a progress bar that is updated every `every` items; it is hidden off a terminal.
+
+    Args:
+        items: the items; None: the caller updates the bar.
+        label, total, initial: the text before the bar, the number of items, and how many are done.
+        options: arguments of tqdm, e.g. `unit` to show a rate.
+    """
+    style: dict[str, Any] = {"disable": not has_progress_bar(), "leave": False, "dynamic_ncols": True}
+    style["bar_format"] = None if "unit" in options else _BAR_FORMAT
+    return tqdm(items, desc=label, total=total, initial=initial, miniters=every, **{**style, **options})
 
 
 def evaluation_bar(every: int) -> Callable[[Any], Iterator]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_finished
 from distribuuuu.config import ConfigError
@@ -29,7 +28,7 @@ from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.launch.signals import die_with_parent, ignore_signals
-from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar
+from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progress
 from distribuuuu.tasks.base import task_name
 
 # Options on which the rows depend.
@@ -100,7 +99,7 @@ def predict_files(job: PredictJob) -> int:
     if done:
         print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
     interval_s = 0.1 if has_progress_bar() else LOG_INTERVAL_S
-    bar = tqdm(desc="predict", total=total, initial=done, unit="image", mininterval=interval_s, dynamic_ncols=True)
+    bar = progress(None, "predict", total, done, unit="image", disable=False, leave=True, mininterval=interval_s)
     try:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
             for path, cause in errors:
