@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from support.runs import small_options
+from support.tiers import pairwise
 
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -58,11 +59,8 @@ def test_the_best_weights_are_enough_to_use_them_alone(shapes_run, tmp_path):
     assert run.results is None and run.source == str(alone)
     content = read_checkpoint(alone)
     assert content["config"]["DATA.MEAN"] == (0.485, 0.456, 0.406) and content["weights"] == "raw"
-    assert (content["arch"], content["config"]["TEST.IM_SIZE"], content["config"]["TRAIN.IM_SIZE"]) == (
-        "resnet8",
-        28,
-        24,
-    )
+    sizes = content["config"]["TEST.IM_SIZE"], content["config"]["TRAIN.IM_SIZE"]
+    assert (content["arch"], sizes) == ("resnet8", (28, 24))
 
 
 def test_a_folder_that_was_moved_or_has_no_config_is_still_a_run(shapes_run, tmp_path):
@@ -125,10 +123,8 @@ def test_the_mean_of_the_data_set_is_no_changed_option_when_an_older_checkpoint_
 
 
 def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, shapes_folder, tmp_path):
-    weights = {
-        f"module.{name}": tensor for name, tensor in read_checkpoint(shapes_run / "best.pth.tar")["state_dict"].items()
-    }
-    torch.save(weights, tmp_path / "best.pth.tar")
+    state_dict = read_checkpoint(shapes_run / "best.pth.tar")["state_dict"]
+    torch.save({f"module.{name}": tensor for name, tensor in state_dict.items()}, tmp_path / "best.pth.tar")
     with pytest.raises(ConfigError, match="RUN: .*best.pth.tar: holds weights, but not the config .* --cfg FILE"):
         load_run(tmp_path / "best.pth.tar")
     config = str(shapes_run / "config.yaml")
@@ -318,8 +314,10 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("save", ["torch", "pickle", "inside"])
-@pytest.mark.parametrize("name", ["x.pth", "best.pth.tar", "model.safetensors", "x.safetensors"])
+@pytest.mark.parametrize(
+    "name, save",
+    pairwise(("x.pth", "best.pth.tar", "model.safetensors", "x.safetensors"), ("torch", "pickle", "inside")),
+)
 def test_a_pickle_that_does_harm_is_not_executed(shapes_run, tmp_path, save, name):
     content = read_checkpoint(shapes_run / "best.pth.tar")
     payload = Payload(tmp_path / "done")

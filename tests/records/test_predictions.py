@@ -1,12 +1,8 @@
-"""predictions.npz: content, independence of batch sizes and processes, damaged files."""
+"""predictions.npz: content, and independence of batch sizes and processes."""
 
 import errno
-import io
-import json
 import os
-import shutil
 import warnings
-import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn import metrics as reference
+from support.images import write_label_lists
+from support.predictions import prediction_arrays
 from support.processes import on_processes
 from support.runs import records, small_options, timeless
 from support.tiers import slow
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.commands.report.prediction_figures import list_figures
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import load_cfg
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.results import hash_config, read_results
@@ -42,11 +40,7 @@ def trained(image_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def multilabel_options(image_folder, tmp_path_factory):
     """Return the options of a multi-label run of three classes, in which some images have no label."""
-    root = tmp_path_factory.mktemp("multilabel")
-    for split in ("train", "val"):
-        paths = sorted((image_folder / split).rglob("*.jpg"))
-        lines = [f"{path},{['', 'ant', 'bee;cat', 'cat'][number % 4]}" for number, path in enumerate(paths)]
-        (root / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    root = write_label_lists(image_folder, tmp_path_factory.mktemp("multilabel"))
     return "TRAIN.DATASET", root, "DATA.NAME", "multilabel", "LOSS.NAME", "bce"
 
 
@@ -127,12 +121,8 @@ def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
     cfg = small_cfg(*multilabel_options, "OPTIM.MAX_EPOCH", 1, "TEST.METRICS", "[map, macro_recall, macro_f1]")
     on_processes(num, train_model, cfg)
     content, last = read(tmp_path / "out"), read_results(tmp_path / "out" / "results.json")["accuracy"]["raw"]["last"]
-    assert content.label.shape == content.scores.shape == (37, 3) and content.label.sum(axis=1).tolist()[:4] == [
-        0,
-        1,
-        2,
-        1,
-    ]
+    assert content.label.shape == content.scores.shape == (37, 3)
+    assert content.label.sum(axis=1).tolist()[:4] == [0, 1, 2, 1]
     assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-5)
     assert np.allclose(content.probabilities(), torch.tensor(content.scores).sigmoid(), atol=1e-6)
     figures, answers = list_figures(content), content.scores > 0
@@ -152,48 +142,45 @@ def test_a_data_set_without_files_is_recorded_by_index(small_cfg, tmp_path):
     assert content.meta["folder"] == "" and content.meta["data"] == "dummy"
 
 
-def test_a_full_disk_does_not_end_a_run(small_cfg, tmp_path, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def fail(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(predictions, "write_npz", fail)
-    monkeypatch.setattr("distribuuuu.records.run_log.logger.propagate", True)
-    cfg = small_cfg("OPTIM.MAX_EPOCH", 1)
-    train_model(cfg)
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("write_npz", fail, "CANNOT BE WRITTEN"), ("MAX_IMAGES", 36, "is not written for more than 36 images")],
+)
+def test_a_run_ends_without_predictions(small_cfg, tmp_path, monkeypatch, name, value, message):
+    """On a full disk, and with more than a million images."""
+    monkeypatch.setattr(predictions, name, value)
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
     assert read_results(tmp_path / "out" / "results.json")["finished"]
     assert not (tmp_path / "out" / "predictions.npz").exists()
-    assert "predictions.npz CANNOT BE WRITTEN" in (tmp_path / "out" / "train.log").read_text()
+    assert f"predictions.npz {message}" in (tmp_path / "out" / "train.log").read_text()
 
 
-def test_more_than_a_million_images_are_not_recorded(small_cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "MAX_IMAGES", 36)
-    train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
-    assert not (tmp_path / "out" / "predictions.npz").exists()
-    assert "predictions.npz is not written for more than 36 images" in (tmp_path / "out" / "train.log").read_text()
-
-
-def identity_task(num_classes: int, multilabel: bool = False) -> SimpleNamespace:
+def identity_task(num_classes: int) -> SimpleNamespace:
     """Return a task whose model returns its input."""
     return SimpleNamespace(
         classes=[f"c{number}" for number in range(num_classes)],
-        multilabel=multilabel,
+        multilabel=False,
         eval_step=lambda _, logits, targets: SimpleNamespace(logits=logits, targets=targets),
     )
 
 
-def record(logits: torch.Tensor, targets: torch.Tensor, multilabel: bool = False) -> dict[str, np.ndarray]:
+def record(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]:
     """Return the arrays of one process without a second evaluation, in two batches."""
-    recorder = Recorder(identity_task(logits.shape[1], multilabel), len(logits), range(len(logits)))
+    recorder = Recorder(identity_task(logits.shape[1]), len(logits), range(len(logits)))
     for part in (slice(0, 5), slice(5, None)):
         recorder.eval_step(None, logits[part], targets[part])
     return recorder.gather(CPU)
 
 
-def as_file(tmp_path, arrays, num_classes, multilabel=False):
-    meta = {"schema": 1, "multilabel": multilabel}
-    extra = {"meta": np.array(json.dumps(meta)), "classes": np.array([f"c{n}" for n in range(num_classes)])}
-    path = np.array([f"image {n}" for n in range(len(arrays["loss"]))])
-    write_npz(tmp_path / "predictions.npz", {**extra, "path": path, **arrays})
+def as_file(tmp_path, arrays, num_classes):
+    """Return what is read from a file of these arrays."""
+    content = prediction_arrays(len(arrays["loss"]), classes=np.array([f"c{n}" for n in range(num_classes)]))
+    del content["logits"]
+    write_npz(tmp_path / "predictions.npz", {**content, **arrays})
     return read(tmp_path)
 
 
@@ -242,61 +229,3 @@ def test_logits_that_are_not_finite_are_recorded_as_they_are(tmp_path):
     logits[2], logits[3, 1] = torch.nan, torch.inf
     content = as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
     assert np.isnan(content.scores[2]).all() and np.isinf(content.scores[3, 1])
-
-
-@pytest.mark.parametrize(
-    ("name", "replacement", "message"),
-    [
-        ("label", np.array([0, 1, 3] * 10, np.int32), "`label` has values from 0 to 3, expected 0 to 2"),
-        ("label", np.zeros((30, 3), np.uint8), r"`label` is uint8 \(30, 3\), expected \(30,\)"),
-        ("logits", np.zeros((30, 2), np.float32), r"`logits` is float32 \(30, 2\)"),
-        ("path", np.array(["a"] * 29), "`path` is"),
-        ("loss", np.zeros((), np.float32), "damaged"),
-        ("meta", np.array("[1"), "damaged"),
-        ("meta", np.array('{"schema": 2, "multilabel": false}'), "schema 2, expected 1"),
-        ("meta", np.array("{}"), "`meta`: `schema` is missing"),
-        ("path", np.array([{}] * 30, dtype=object), "`path` is of Python objects"),
-        ("classes", None, "classes"),
-    ],
-)
-def test_a_file_with_wrong_content_is_reported(tmp_path, name, replacement, message):
-    as_file(tmp_path, record(torch.randn(30, 3), torch.arange(30) % 3), 3)
-    path = tmp_path / "predictions.npz"
-    with np.load(path) as file:
-        arrays = {key: file[key] for key in file.files}
-    arrays[name] = replacement
-    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
-    with pytest.raises(ConfigError, match=f"RUN: .*predictions.npz.*{message}.*fix: run it"):
-        read(tmp_path)
-
-
-def test_a_missing_truncated_or_foreign_file_is_reported(tmp_path, trained):
-    with pytest.raises(ConfigError, match="RUN: .*predictions.npz does not exist; fix: run it"):
-        read(tmp_path)
-    path, content = tmp_path / "predictions.npz", (trained / "predictions.npz").read_bytes()
-    single = io.BytesIO()
-    np.save(single, np.zeros(3))
-    for damaged in (b"", b"PK", content[: len(content) // 2], content[:-1], single.getvalue(), b"<html>"):
-        path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match="damaged"):
-            read(tmp_path)
-    for at in range(0, len(content), 97):  # a byte flipped anywhere is an error with a message, or harmless
-        path.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
-        try:
-            read(tmp_path)
-        except ConfigError as error:
-            assert "RUN:" in str(error)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(ConfigError, match="not a regular file"):
-        read(tmp_path)
-
-
-def test_an_array_that_claims_to_be_huge_is_reported(tmp_path, trained):
-    shutil.copy(trained / "predictions.npz", tmp_path)
-    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as target, zipfile.ZipFile(tmp_path / "predictions.npz") as source:
-        for entry in source.namelist():
-            header = source.read(entry).replace(b"(37,)", b"(9999999999999,)")
-            target.writestr(entry, header)
-    with pytest.raises(ConfigError, match="damaged"):
-        read_predictions(tmp_path / "huge.npz", "run it")

@@ -94,38 +94,29 @@ def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
     assert [file.name for file in path.parent.iterdir()] == ["results.json"]
 
 
-def test_a_run_without_an_evaluation_leaves_no_results(cfg, path):
-    _, results = start(cfg)
-    results.finish()
-    assert not path.exists()
-
-
-def test_a_resumed_run_knows_its_best_evaluation(cfg, path):
-    state, results = start(cfg)
-    finish_epoch(state, results)
-    finish_epoch(state, results)
-    state, results = start(cfg, epochs=2)
-    assert read_results(path)["training"]["epochs_done"] == 2  # resumed: nothing was archived
-    finish_epoch(state, results)
-    assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": 99.0, "loss": 0.8}
-
-
-@pytest.mark.parametrize("left", [None, "{", "another path"])
-def test_without_a_previous_file_the_best_epoch_is_that_of_the_checkpoint(cfg, path, left):
+@pytest.mark.parametrize("left", ["the file", "nothing", "{", "another path"])
+def test_a_resumed_run_knows_its_best_evaluation(cfg, path, left):
+    """Without the previous file, only what the checkpoint holds: the epoch and the selecting metric."""
     state, results = start(cfg)
     finish_epoch(state, results)
     finish_epoch(state, results)
     record = json.loads(path.read_text())
-    record["accuracy"]["raw"]["best"]["top1"] = 61.0
-    path.write_text(json.dumps(record) if left == "another path" else left or "")
-    if left is None:
+    if left == "another path":
+        record["accuracy"]["raw"]["best"]["top1"] = 61.0
+    path.write_text("{" if left == "{" else json.dumps(record))
+    if left == "nothing":
         path.unlink()
     finish_epoch(*start(cfg, epochs=2))
-    assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, "topk": None, "loss": None}
+    others = {"topk": 99.0, "loss": 0.8} if left == "the file" else {"topk": None, "loss": None}
+    assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, **others}
+    assert not path.with_name("results.older.json").exists()
 
 
 def test_results_of_an_earlier_run_are_archived(cfg, path):
-    finish_epoch(*start(cfg))
+    state, results = start(cfg)
+    results.finish()
+    assert not path.exists(), "there is no evaluation yet"
+    finish_epoch(state, results)
     content = path.read_text()
     state, results = start(cfg)
     assert not path.exists() and path.with_name("results.older.json").read_text() == content

@@ -19,6 +19,7 @@ import types
 import pytest
 from support.processes import on_processes
 from support.runs import ROOT, small_options
+from support.tiers import pairwise
 
 from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.config import load_cfg
@@ -54,16 +55,8 @@ def logged(caplog, monkeypatch):
 
 
 def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, **position) -> log.RunLog:
-    return log.RunLog(
-        out_dir,
-        tensorboard=False,
-        train_metrics=labels,
-        eval_metrics=labels,
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        images_per_step=images_per_step,
-        **position,
-    )
+    sizes = {"num_epochs": num_epochs, "num_steps": num_steps, "images_per_step": images_per_step}
+    return log.RunLog(out_dir, tensorboard=False, train_metrics=labels, eval_metrics=labels, **sizes, **position)
 
 
 def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_path, clock, logged):
@@ -255,9 +248,12 @@ def run_on_terminal(command: list[str], columns: int) -> str:
 EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("labels", [LABELS, {"map": "map"}, {"top1": "top1", "topk": "top10"}])
-@pytest.mark.parametrize("num_epochs, num_steps", [(1, 1), (90, 5004), (1000, 99999)])
-def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, labels, num_epochs, num_steps):
+@pytest.mark.parametrize(
+    "labels, sizes",
+    pairwise((LABELS, {"map": "map"}, {"top1": "top1", "topk": "top10"}), ((1, 1), (90, 5004), (1000, 99999))),
+)
+def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, labels, sizes):
+    num_epochs, num_steps = sizes
     epoch = num_epochs - 1
     run_log = open_log(tmp_path, num_epochs, num_steps, labels, 65536, epoch=epoch)
     next(run_log.steps(epoch, num_steps - 1))
@@ -278,35 +274,26 @@ def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, 
         assert "  " in logged()[0].strip()
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0, "0s"), (59.6, "1m00s"), (204, "3m24s"), (3599, "59m59s"), (18600, "5h10m"), (86399, "23h59m"),
-     (97200, "1d03h"), (8639999, "99d23h"), (86400 * 1234, "1234d")],
-)  # fmt: skip
-def test_durations(seconds, text):
-    assert log.format_duration(seconds) == text
-
-
 def test_numbers_are_short_and_right():
-    assert [log.format_lr(lr) for lr in (0, 0.1, 0.0234, 0.00123, 0.000123, 1e-6)] == [
-        "0", "0.1", "0.023", "0.0012", "1.2e-4", "1.0e-6"
-    ]  # fmt: skip
-    assert [log.format_speed(speed) for speed in (0.34, 9.96, 441.2, 99999.4, 123456, 1234567, 12345678)] == [
-        "0.3", "10", "441", "99999", "123k", "1235k", "12M"
-    ]  # fmt: skip
-    assert [log.format_decimal(loss, 6) for loss in (2.37453, 12.3456, 999.9999, 123456.7, 1e9)] == [
-        "2.3745", "12.346", "1000.0", "123457", "1e+09"
-    ]  # fmt: skip
+    for function, texts in (
+        (log.format_duration, {0: "0s", 59.6: "1m00s", 204: "3m24s", 3599: "59m59s", 18600: "5h10m", 86399: "23h59m",
+                               97200: "1d03h", 8639999: "99d23h", 86400 * 1234: "1234d"}),
+        (log.format_lr, {0: "0", 0.1: "0.1", 0.0234: "0.023", 0.00123: "0.0012", 0.000123: "1.2e-4", 1e-6: "1.0e-6"}),
+        (log.format_speed, {0.34: "0.3", 9.96: "10", 441.2: "441", 99999.4: "99999", 123456: "123k", 1234567: "1235k",
+                            12345678: "12M"}),
+        (lambda loss: log.format_decimal(loss, 6), {2.37453: "2.3745", 12.3456: "12.346", 999.9999: "1000.0",
+                                                    123456.7: "123457", 1e9: "1e+09"}),
+    ):  # fmt: skip
+        assert {value: function(value) for value in texts} == texts
 
 
-@pytest.mark.parametrize(
-    "number, noun, text",
-    [(0, "image", "0 images"), (1, "image", "1 image"), (2000, "image", "2,000 images"), (1, "class", "1 class"),
-     (3, "class", "3 classes"), (2, "process", "2 processes"), (2, "batch", "2 batches"), (2, "epoch", "2 epochs"),
-     (2, "micro-batch", "2 micro-batches"), (1, "finished shard", "1 finished shard")],
-)  # fmt: skip
-def test_nouns_agree_with_their_numbers(number, noun, text):
-    assert counted(number, noun) == text
+def test_nouns_agree_with_their_numbers():
+    for number, noun, text in (
+        (0, "image", "0 images"), (1, "image", "1 image"), (2000, "image", "2,000 images"), (1, "class", "1 class"),
+        (3, "class", "3 classes"), (2, "process", "2 processes"), (2, "batch", "2 batches"), (2, "epoch", "2 epochs"),
+        (2, "micro-batch", "2 micro-batches"), (1, "finished shard", "1 finished shard"),
+    ):  # fmt: skip
+        assert counted(number, noun) == text
 
 
 def test_one_of_each_is_singular(image_folder, tmp_path):
@@ -360,9 +347,8 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
     assert "time of all starts" not in (out_dir / "train.log").read_text()
     train_model(load_cfg(None, args))
     lines = [line[15:] for line in (out_dir / "train.log").read_text().splitlines()]
-    assert lines[-2].startswith("time of all starts: ") and re.fullmatch(
-        rf"finished in \d+s; files: {out_dir}", lines[-1]
-    )
+    assert lines[-2].startswith("time of all starts: ")
+    assert re.fullmatch(rf"finished in \d+s; files: {out_dir}", lines[-1])
     results = json.loads((out_dir / "results.json").read_text())["accuracy"]
     for kind, name in (("raw", "best.pth.tar"), ("ema", "best_ema.pth.tar")):
         best, label = results[kind]["best"], "" if kind == "raw" else "ema "

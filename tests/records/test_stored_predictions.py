@@ -1,5 +1,6 @@
 """predictions.npz made by others: nothing is allocated for what a file claims, and every damage has one message."""
 
+import contextlib
 import io
 import json
 import random
@@ -8,27 +9,29 @@ import zipfile
 
 import numpy as np
 import pytest
+from support.predictions import META, prediction_arrays
 
 from distribuuuu.config import ConfigError
 from distribuuuu.records.predictions import write_npz
 from distribuuuu.records.stored_predictions import read_predictions
 
-META = {"schema": 1, "weights": "raw", "epoch": 2, "folder": "/data", "data": "imagefolder", "multilabel": False}
 NUM = 40
 
 
-def arrays(**changes) -> dict[str, np.ndarray]:
-    """Return the arrays of a file of 40 images of 3 classes."""
-    label = np.arange(NUM, dtype=np.int32) % 3
-    return {
-        "meta": np.array(json.dumps(META)),
-        "classes": np.array(["a", "b", "c"]),
-        "path": np.array([f"val/{index}.jpg" for index in range(NUM)]),
-        "label": label,
-        "loss": np.ones(NUM, np.float32),
-        "logits": np.eye(3, dtype=np.float32)[label],
-        **changes,
-    }
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "predictions.npz"
+
+
+@contextlib.contextmanager
+def little_memory():
+    """Check that a block allocates less than 4 MiB."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -55,87 +58,82 @@ def refused(path) -> str:
     return message
 
 
-def test_other_arrays_are_neither_read_nor_allowed_to_be_objects(tmp_path):
-    path = tmp_path / "predictions.npz"
-    write_npz(path, arrays())
+def test_other_arrays_are_neither_read_nor_allowed_to_be_objects(path):
+    write_npz(path, prediction_arrays())
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("unused.npy", header((2**31,), "|u1") + bytes(2**26))
         archive.writestr("pickled.npy", npy(np.array([{}], dtype=object)))
-    tracemalloc.start()
-    content = read_predictions(path, "run it")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(content) == NUM and content.path[3] == "val/3.jpg" and peak < 2**22
+    with little_memory():
+        content = read_predictions(path, "run it")
+    assert len(content) == NUM and content.path[3] == "val/3.jpg"
 
 
 @pytest.mark.parametrize("name", ["label", "loss", "logits", "path", "classes", "meta"])
-@pytest.mark.parametrize("shape", [(2**40,), (NUM, 2**40), (2**62, 4), (-1,), (NUM, -3), (2**20 + 1,)])
-def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(tmp_path, name, shape):
+def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(path, name):
     """Also if the entry is a bomb: its compressed zeros are as long as the header says."""
-    path = tmp_path / "predictions.npz"
-    content = arrays()
+    content = prediction_arrays()
     descr = content.pop(name).dtype.str
-    write_npz(path, content)
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(f"{name}.npy", header(shape, descr) + bytes(2**24))
-    tracemalloc.start()
-    assert f"`{name}`" in refused(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**22
+    for shape in ((2**40,), (NUM, 2**40), (2**62, 4), (-1,), (NUM, -3), (2**20 + 1,)):
+        write_npz(path, content)
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(f"{name}.npy", header(shape, descr) + bytes(2**24))
+        with little_memory():
+            assert f"`{name}`" in refused(path), shape
 
 
 @pytest.mark.parametrize("name, array", [("loss", np.zeros(2**23, np.float32)), ("classes", np.full(2**21, "a")),
                                          ("path", np.full(NUM, "", "U65537"))])  # fmt: skip
-def test_a_bomb_that_keeps_to_its_header_allocates_nothing(tmp_path, name, array):
-    path = tmp_path / "predictions.npz"
-    write_npz(path, arrays(**{name: array}))
-    tracemalloc.start()
-    refused(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**22
+def test_a_bomb_that_keeps_to_its_header_allocates_nothing(path, name, array):
+    write_npz(path, prediction_arrays(**{name: array}))
+    with little_memory():
+        refused(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"label": np.array([{}] * NUM, dtype=object)}, "`label` is of Python objects"),
-        ({"label": np.zeros(NUM, ">i4")}, "`label` is >i4"),
-        ({"label": np.zeros(NUM, np.uint64)}, "`label` is uint64"),
-        ({"loss": np.zeros(NUM, np.longdouble)}, "`loss` is"),
-        ({"loss": np.zeros(NUM, [("a", "f4")])}, "`loss` is"),
-        ({"label": np.full(NUM, 3, np.int32)}, "`label` has values from 3 to 3, expected 0 to 2"),
-        ({"classes": np.zeros(0, "U1"), "logits": np.zeros((NUM, 0), np.float32)}, "no classes"),
-        ({"path": np.full(NUM, 0x110000, np.uint32).view("U1")}, "`path` holds characters that do not exist"),
-        ({"meta": np.array(["{}"])}, "`meta` is missing, or no single text"),
-        ({"meta": np.array("[" * 5000)}, "nested"),
-        ({"meta": np.array(json.dumps({**META, "folder": 3}))}, "`meta`: `folder`: got 3"),
-        ({"meta": np.array(json.dumps({**META, "epoch": True}))}, "`meta`: `epoch`: got true"),
-        ({"meta": np.array(json.dumps({**META, "epoch": 2**40}))}, "`meta`: `epoch`: got"),
-        ({"meta": np.array(json.dumps({**META, "multilabel": "no"}))}, "`meta`: `multilabel`: got"),
-        ({"meta": np.array(json.dumps({**META, "data": [1] * 999}))}, "`meta`: `data`: got [1, 1"),
-    ],
-)
-def test_types_and_values(tmp_path, changes, message):
-    with zipfile.ZipFile(tmp_path / "predictions.npz", "w") as archive:
-        for name, array in arrays(**changes).items():
-            archive.writestr(f"{name}.npy", npy(array))
-    assert message in refused(tmp_path / "predictions.npz")
+def test_types_and_values(path):
+    wrong = {
+        "`label` is of Python objects": {"label": np.array([{}] * NUM, dtype=object)},
+        "`path` is of Python objects": {"path": np.array([{}] * NUM, dtype=object)},
+        "`label` is >i4": {"label": np.zeros(NUM, ">i4")},
+        "`label` is uint64": {"label": np.zeros(NUM, np.uint64)},
+        "`label` is uint8 (40, 3), expected (40,)": {"label": np.zeros((NUM, 3), np.uint8)},
+        "`label` has values from 3 to 3, expected 0 to 2": {"label": np.full(NUM, 3, np.int32)},
+        "`loss` is": {"loss": np.zeros(NUM, np.longdouble)},
+        "`loss` is [('a', '<f4')]": {"loss": np.zeros(NUM, [("a", "f4")])},
+        "got -1 images": {"loss": np.zeros((), np.float32)},
+        "`logits` is float32 (40, 2)": {"logits": np.zeros((NUM, 2), np.float32)},
+        "no classes": {"classes": np.zeros(0, "U1"), "logits": np.zeros((NUM, 0), np.float32)},
+        "`classes`": {"classes": None},
+        "`path` is <U1 (39,)": {"path": np.array(["a"] * (NUM - 1))},
+        "`path` holds characters that do not exist": {"path": np.full(NUM, 0x110000, np.uint32).view("U1")},
+        "`meta` is missing, or no single text": {"meta": np.array(["{}"])},
+        "nested": {"meta": np.array("[" * 5000)},
+        "`meta`: `schema` is missing": {"meta": np.array("{}")},
+    }  # fmt: skip
+    entries = {"schema 2, expected 1": {"schema": 2}, "`meta`: `folder`: got 3": {"folder": 3},
+               "`meta`: `epoch`: got true": {"epoch": True}, "`meta`: `epoch`: got 1099": {"epoch": 2**40},
+               "`meta`: `multilabel`: got": {"multilabel": "no"},
+               "`meta`: `data`: got [1, 1": {"data": [1] * 999}}  # fmt: skip
+    wrong |= {text: {"meta": np.array(json.dumps({**META, **entry}))} for text, entry in entries.items()}
+    for message, changes in wrong.items():
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, array in prediction_arrays(**changes).items():
+                if array is not None:
+                    archive.writestr(f"{name}.npy", npy(array))
+        assert message in refused(path)
 
 
-def test_columns_in_the_order_of_fortran_are_read(tmp_path):
+def test_columns_in_the_order_of_fortran_are_read(path):
     logits = np.asfortranarray(np.random.default_rng(0).normal(size=(NUM, 3)).astype(np.float32))
-    np.savez(tmp_path / "predictions.npz", **arrays(logits=logits))
-    content = read_predictions(tmp_path / "predictions.npz", "run it")
+    np.savez(path, **prediction_arrays(logits=logits))
+    content = read_predictions(path, "run it")
     np.testing.assert_array_equal(content.scores, logits)
     assert content.scores.flags.c_contiguous
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("kind", ["twice", "lzma", "text", "header", "long", "version"])
-def test_entries_that_numpy_does_not_write(tmp_path, kind):
-    path, content = tmp_path / "predictions.npz", arrays()
+def test_entries_that_numpy_does_not_write(path, kind):
+    content = prediction_arrays()
     loss = npy(content.pop("loss"))
     write_npz(path, content)
     entries = {
@@ -152,10 +150,24 @@ def test_entries_that_numpy_does_not_write(tmp_path, kind):
     assert "`loss" in refused(path)
 
 
-def test_damaged_bytes_never_raise_another_error(tmp_path):
+def test_a_missing_truncated_or_foreign_file_is_reported(path):
+    with pytest.raises(ConfigError, match="RUN: .*predictions.npz does not exist; fix: run it"):
+        read_predictions(path, "run it")
+    write_npz(path, prediction_arrays())
+    whole, single = path.read_bytes(), npy(np.zeros(3))
+    for damaged in (b"", b"PK", whole[: len(whole) // 2], whole[:-1], single, b"<html>"):
+        path.write_bytes(damaged)
+        refused(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_predictions(path, "run it")
+
+
+def test_damaged_bytes_never_raise_another_error(path):
     """Fixed seed: flipped bits, other bytes, cut and repeated parts, at 400 places."""
-    path, chance = tmp_path / "predictions.npz", random.Random(0)
-    write_npz(path, arrays())
+    chance = random.Random(0)
+    write_npz(path, prediction_arrays())
     whole, verdicts = path.read_bytes(), {"read": 0, "refused": 0}
     for _ in range(400):
         data, at = bytearray(whole), chance.randrange(len(whole))

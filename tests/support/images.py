@@ -37,3 +37,12 @@ def needs(decoder: str) -> None:
     module = OPTIONAL_DECODERS.get(decoder, "torch")
     if not (find_spec(module.partition(".")[0]) and find_spec(module)):
         pytest.skip(f"{module} is not installed")
+
+
+def write_label_lists(image_folder: Path, root: Path) -> Path:
+    """Write train.csv and val.csv in ROOT, which give each image of a folder none, one or two of three labels."""
+    for split in ("train", "val"):
+        paths = sorted((image_folder / split).rglob("*.jpg"))
+        lines = [f"{path},{['', 'ant', 'bee;cat', 'cat'][number % 4]}" for number, path in enumerate(paths)]
+        (root / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    return root

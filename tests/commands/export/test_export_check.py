@@ -165,15 +165,13 @@ def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, t
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [
-        ("import distribuuuu", "48 images: ModuleNotFoundError: No module named 'distribuuuu'"),
-        ("from distribuuuu import load_run", "ModuleNotFoundError: No module named 'distribuuuu'"),
-        ("raise SystemExit(3)", "ended with status 3"),
-        ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
-        ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
-        ("def predict(path):\n    return []", None),
-    ],
-)
+    [("import distribuuuu", "48 images: ModuleNotFoundError: No module named 'distribuuuu'"),
+     ("from distribuuuu import load_run", "ModuleNotFoundError: No module named 'distribuuuu'"),
+     ("raise SystemExit(3)", "ended with status 3"),
+     ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
+     ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
+     ("def predict(path):\n    return []", None)],
+)  # fmt: skip
 def test_code_that_fails_is_not_verified(turned_run, tmp_path, code, error):
     run = turned_run("resnet8")
     found = check_export(run, build_images(run.cfg, train=False), tmp_path, code, without=("distribuuuu",))

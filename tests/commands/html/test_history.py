@@ -5,9 +5,10 @@ import os
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.hostile import ODD_VALUES, list_changes
+from support.predictions import prediction_arrays
+from support.tiers import pairwise
 
 from distribuuuu.commands.html.history import MAX_TEXT, parse_figures, read_facts, read_history
 from distribuuuu.commands.report import run_report
@@ -36,13 +37,8 @@ def run(tmp_path, monkeypatch) -> Path:
 def make_run(folder: Path, epoch: int | None) -> Path:
     """Write the files of a run; epoch None: its predictions are of a separate evaluation."""
     folder.mkdir()
-    label = np.arange(12, dtype=np.int32) % 3
-    meta = {"schema": 1, "weights": "raw", "epoch": epoch, "folder": "", "data": "dummy", "multilabel": False}
-    write_npz(folder / "predictions.npz", {
-        "meta": np.array(json.dumps(meta)), "classes": np.array(["a", "b", "c"]), "label": label,
-        "path": np.array([f"image {index}" for index in range(12)]),
-        "logits": np.eye(3, dtype=np.float32)[label[::-1]], "loss": np.ones(12, np.float32),
-    })  # fmt: skip
+    arrays = prediction_arrays(12, {"epoch": epoch, "folder": "", "data": "dummy"})
+    write_npz(folder / "predictions.npz", {**arrays, "logits": arrays["logits"][::-1]})
     (folder / "results.json").write_text(json.dumps(RESULTS))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     return folder
@@ -103,27 +99,31 @@ def test_every_value_of_a_record_of_another_type(run):
             assert notes == [f"{run / 'metrics.jsonl'}: {lost} line left out: not a valid record"] * lost
 
 
-@pytest.mark.parametrize("line", [b"[1]", b"1", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5,
-                                  b'{"kind": "train", "epoch": ' + b"9" * 5000 + b', "step": 1}',
-                                  b'{"kind": "train", "epoch": NaN, "step": 1}', b'{"kind": ["train"]}'])  # fmt: skip
-def test_a_line_that_is_no_record(run, line):
-    (run / "metrics.jsonl").write_bytes(line)
-    notes, page = show(run)
-    assert notes == [f"{run / 'metrics.jsonl'}: 1 line left out: not a valid record"] and "Learning rate" not in page
+def test_a_line_that_is_no_record(run):
+    start = b'{"kind": "train", "epoch": '
+    for line in (b"[1]", b"1", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5,
+                 b'{"kind": ["train"]}', b'\xff{"kind": "train"}', start + b"9" * 5000 + b', "step": 1}',
+                 start + b'NaN, "step": 1}'):  # fmt: skip
+        (run / "metrics.jsonl").write_bytes(line)
+        notes, page = show(run)
+        assert notes == [f"{run / 'metrics.jsonl'}: 1 line left out: not a valid record"], line
+        assert "Learning rate" not in page
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "5e-324", "-1", "0", "null"])
-def test_numbers_that_cannot_be_drawn_are_gaps(run, number):
+def test_numbers_that_cannot_be_drawn_are_gaps(run):
     """A diverged run records a loss that is not a number."""
     keys = ("loss", "lr", "top1", "count", "images_per_s", "wait", "seconds", "time", "eta_s")
-    lines = [json.dumps({**record, **dict.fromkeys(keys, "X")}).replace('"X"', number) for record in RECORDS]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, RECORDS)]))
-    notes, page = show(run)
-    assert not notes and "Learning rate" in page and ">nan" not in page and "nan " not in page
+    for number in ("NaN", "Infinity", "-Infinity", "1e308", "-1e308", "5e-324", "-1", "0", "null"):
+        lines = [json.dumps({**record, **dict.fromkeys(keys, "X")}).replace('"X"', number) for record in RECORDS]
+        (run / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, RECORDS)]))
+        notes, page = show(run)
+        assert not notes and "Learning rate" in page and ">nan" not in page and "nan " not in page
 
 
-@pytest.mark.parametrize("name", ["results.json", "metrics.jsonl", "train.log", "config.yaml"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "sparse"])
+@pytest.mark.parametrize(
+    "name, kind",
+    pairwise(("results.json", "metrics.jsonl", "train.log", "config.yaml"), ("pipe", "device", "folder", "sparse")),
+)
 def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
     path = run / name
     path.unlink(missing_ok=True)
@@ -134,6 +134,11 @@ def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
         {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
     notes, page = show(run)
     assert name == "config.yaml" or str(path) in notes[0] and notes[0] in page
+
+
+def test_a_folder_without_records_has_an_empty_history(tmp_path):
+    history = read_history(tmp_path)
+    assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
 
 
 def test_positions_of_the_log_have_a_limit(run):

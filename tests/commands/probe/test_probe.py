@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
-from support.images import draw_folder
+from support.images import draw_folder, write_label_lists
 from torch import nn
 
 from distribuuuu.commands.probe import feature_probe as probes
@@ -111,15 +111,9 @@ SMALL_VIT = {"img_size": 32, "depth": 2}
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("test_resnet", {}),
-        ("test_efficientnet", {}),
-        ("test_convnext", {}),
-        ("mobilenetv3_small_050", {}),
-        ("deit_tiny_patch16_224", SMALL_VIT),
-        ("deit_tiny_distilled_patch16_224", SMALL_VIT),
-    ],
-)
+    [("test_resnet", {}), ("test_efficientnet", {}), ("test_convnext", {}), ("mobilenetv3_small_050", {}),
+     ("deit_tiny_patch16_224", SMALL_VIT), ("deit_tiny_distilled_patch16_224", SMALL_VIT)],
+)  # fmt: skip
 def test_features_are_those_that_timm_returns_for_pre_logits(name, options):
     model, inputs = timm.create_model(name, num_classes=5, **options), []
     images = torch.randn(2, 3, 32, 32)
@@ -186,23 +180,15 @@ def break_an_image(folder, data):
 
 @pytest.mark.parametrize(
     ("damage", "words", "message"),
-    [
-        (shutil.rmtree, (), "RUN: no such file or folder"),
-        (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
-        (None, ("NO.KEY", "1"), "NO.KEY"),
-        (None, ("--outt", "x"), "did you mean --out"),
-        (
-            None,
-            ("--out", "/no/such/x.json"),
-            "--out: /no/such/x.json cannot be written: No such file or directory; fix: ",
-        ),
-        (None, ("--out", "/proc/x.json"), "--out: /proc/x.json cannot be written"),
-        (None, ("--out", "/tmp"), "--out: /tmp is a folder"),
-        (None, ("TEST.LABELS", "imagenet_a"), "TEST.LABELS"),
-        (nan_weights, ("DATA",), "has features that are not finite; fix: "),
-        (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it"),
-    ],
-)
+    [(shutil.rmtree, (), "RUN: no such file or folder"),
+     (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
+     (None, ("NO.KEY", "1"), "NO.KEY"), (None, ("--outt", "x"), "did you mean --out"),
+     (None, ("--out", "/no/such/x.json"), "/no/such/x.json cannot be written: No such file or directory; fix: "),
+     (None, ("--out", "/proc/x.json"), "--out: /proc/x.json cannot be written"),
+     (None, ("--out", "/tmp"), "--out: /tmp is a folder"), (None, ("TEST.LABELS", "imagenet_a"), "TEST.LABELS"),
+     (nan_weights, ("DATA",), "has features that are not finite; fix: "),
+     (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it")],
+)  # fmt: skip
 def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage, words, message):
     folder = shutil.copytree(shapes_run, tmp_path / "run")
     for split, num in (("train", 4), ("val", 1)):
@@ -219,9 +205,7 @@ def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage
 
 
 def test_several_labels_per_image_are_refused(shapes_run, image_folder, tmp_path, capsys):
-    for split in ("train", "val"):
-        lines = [f"{path},ant" for path in sorted((image_folder / split).rglob("*.jpg"))]
-        (tmp_path / f"{split}.csv").write_text("\n".join(["image,labels", *lines]) + "\n")
+    write_label_lists(image_folder, tmp_path)
     words = "DATA.NAME", "multilabel", "LOSS.NAME", "bce", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path
     assert run(shapes_run, *words) == 2
     assert "DATA.NAME: got multilabel; expected images with one label each" in capsys.readouterr().err

@@ -82,27 +82,19 @@ def test_images_in_another_order_are_matched_by_name(right):
 
 @pytest.mark.parametrize(
     "change, message",
-    [
-        (
-            lambda run: run.path.__setitem__(7, "other.jpg"),
-            "other images, .*: only A has image 7; only B has other.jpg",
-        ),
-        (lambda run: run.label.__setitem__(7, 0), "other labels for 1 image, e.g. image 7"),
-        (lambda run: run.classes.__setitem__(0, "cat"), "other classes: only A has class0; only B has cat"),
-        (lambda run: run.classes.reverse(), "other classes: the same ones in another order"),
-    ],
-)
+    [(lambda run: run.path.__setitem__(7, "other.jpg"), "other images, .*: only A has image 7; only B has other.jpg"),
+     (lambda run: run.label.__setitem__(7, 0), "other labels for 1 image, e.g. image 7"),
+     (lambda run: run.classes.__setitem__(0, "cat"), "other classes: only A has class0; only B has cat"),
+     (lambda run: run.classes.reverse(), "other classes: the same ones in another order")],
+)  # fmt: skip
 def test_runs_on_other_data_are_refused(right, change, message):
     a, b = predictions(right["A"]), predictions(right["B"])
     b.path = b.path.astype(object)
     change(b)
-    with pytest.raises(ConfigError, match=f"A and B: have {message}|A and B: were evaluated on {message}"):
+    with pytest.raises(ConfigError, match=f"A and B: .*{message}"):
         compare_pair(a, b, NAMES)
-
-
-def test_fewer_images_are_refused(right):
     with pytest.raises(ConfigError, match="400 images and 399 images: only A has image 399"):
-        compare_pair(predictions(right["A"]), predictions(right["B"][:399]), NAMES)
+        compare_pair(a, predictions(right["B"][:399]), NAMES)
 
 
 def test_several_labels_are_compared_by_average_precision():

@@ -9,7 +9,6 @@ import torch
 from sklearn import metrics as reference
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from distribuuuu.commands.html.history import read_history
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.records.stored_predictions import Predictions
 
@@ -145,14 +144,3 @@ def test_the_largest_logits_alone_suffice_for_most_figures():
         analysis.list_figures(whole)["calibration"]["ece"]
     )
     assert analysis.fit_temperature(top) is None
-
-
-def test_the_history_of_a_folder_without_records_is_empty(tmp_path):
-    history = read_history(tmp_path)
-    assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
-    (tmp_path / "metrics.jsonl").write_bytes(b'\xff{"kind": "train"}\n[1]\n{"kind": "train", "epoch": 1, "step": 2}\n{')
-    (tmp_path / "results.json").write_text("[" * 100_000)
-    history = read_history(tmp_path)
-    assert history.train == [{"kind": "train", "epoch": 1, "step": 2}] and history.results == {}
-    assert len(history.notes) == 2 and "results.json: invalid JSON" in history.notes[0]
-    assert history.notes[1] == f"{tmp_path / 'metrics.jsonl'}: 3 lines left out: not a valid record"

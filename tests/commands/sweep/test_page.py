@@ -4,9 +4,9 @@ import io
 import logging
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
+from support.predictions import Page
 
 from distribuuuu.commands.html.charts import Series, find_log_ticks, line_chart
 from distribuuuu.commands.sweep.live_table import LiveTable, format_rows, summarize
@@ -35,30 +35,9 @@ def states() -> dict:
     return states | {(4, 0): RunState(1, {1: math.nan}), (5, 0): RunState(0, {}, HOSTILE)}
 
 
-class Texts(HTMLParser):
-    """The texts of a page; raises for elements that are not closed in order."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        assert not [value for name, value in attrs if name in ("src", "href") and not value.startswith(("#", "data:"))]
-        self.open += [tag] if tag not in ("meta", "link", "input") else []
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, text):
-        self.texts.append(text)
-
-
 def test_the_page_shows_results_options_seeds_failures_and_cost(sweep, states):
     page = build_sweep_page(sweep, {key: states.get(key, RunState()) for key in _all_runs(sweep)})
-    texts = Texts(page).texts
+    texts = Page(page).texts
     assert "Sweep lr <b>" in texts and HOSTILE in texts and "<script>alert" not in page
     for section in ("Summary", "Options", "Seeds", "Trials", "Failed runs", "Best config: trial 2"):
         assert section in texts
@@ -68,7 +47,7 @@ def test_the_page_shows_results_options_seeds_failures_and_cost(sweep, states):
     assert "trial 2, BASE_LR 0.1, NAME adamw: 93" in texts  # under the pointer
     assert {"0.01", "0.1", "1", "sgd", "adamw"} <= set(re.findall(r'text-anchor="middle">([\w.]+)<', page))
     assert texts.count("rung: epoch 3") == 1 and "trial 4, BASE_LR 0.5, NAME adamw: nan" not in texts
-    empty = Texts(build_sweep_page(sweep, {key: RunState() for key in _all_runs(sweep)})).texts
+    empty = Page(build_sweep_page(sweep, {key: RunState() for key in _all_runs(sweep)})).texts
     assert any(text.startswith("No trial has a result. 6 trials: 6 waiting") for text in empty)
 
 
@@ -79,16 +58,15 @@ def _all_runs(sweep):
 def test_the_objective_may_be_a_loss(sweep):
     sweep = Sweep(sweep.out_dir, sweep.inputs, sweep.trials[:2], (0,), (), "loss", False)
     page = build_sweep_page(sweep, {(0, 0): RunState(9, {9: 0.5}), (1, 0): RunState(9, {9: 0.7})})
-    texts = Texts(page).texts
+    texts = Page(page).texts
     assert "Best config: trial 0" in texts and "Seeds" not in texts
     trials = [Trial(i, {"OPTIM.CLIP_NORM": value}, 1) for i, value in enumerate(("1", "inf"))]
-    sweep = Sweep(
-        sweep.out_dir, {**sweep.inputs, "space": {"OPTIM.CLIP_NORM": "1,inf"}}, trials, (0, 1), (), "loss", False
-    )
+    inputs = {**sweep.inputs, "space": {"OPTIM.CLIP_NORM": "1,inf"}}
+    sweep = Sweep(sweep.out_dir, inputs, trials, (0, 1), (), "loss", False)
     states = {(trial, seed): RunState(1, {1: math.inf}) for trial in (0, 1) for seed in (0, 1)}
-    assert "Seeds" not in Texts(build_sweep_page(sweep, states)).texts  # a mean of infinities has no interval
+    assert "Seeds" not in Page(build_sweep_page(sweep, states)).texts  # a mean of infinities has no interval
     states[1, 0] = states[1, 1] = RunState(1, {1: 0.5})
-    assert {"Seeds", "inf"} <= set(Texts(build_sweep_page(sweep, states)).texts)
+    assert {"Seeds", "inf"} <= set(Page(build_sweep_page(sweep, states)).texts)
 
 
 def test_charts_have_logarithmic_axes_and_points_without_a_line():

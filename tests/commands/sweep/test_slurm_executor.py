@@ -26,13 +26,9 @@ def fake(tmp_path, monkeypatch):
     """Return a folder whose commands take the place of Slurm's; sbatch records its arguments, squeue prints `queue`."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    scripts = {
-        "sbatch": f"echo $@ >>{tmp_path}/calls; echo 7",
-        "squeue": f"cat {tmp_path}/queue",
-        "sinfo": "echo gpu long",
-    }
-    for name, script in scripts.items():
-        write_command(commands / name, script)
+    write_command(commands / "sbatch", f"echo $@ >>{tmp_path}/calls; echo 7")
+    write_command(commands / "squeue", f"cat {tmp_path}/queue")
+    write_command(commands / "sinfo", "echo gpu long")
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "POLL_S", 0.0)
     monkeypatch.setattr(slurm, "LOST_S", -1.0)
@@ -87,11 +83,8 @@ def test_refused_submissions(fake, caplog):
 
 
 def test_flags_that_slurm_refuses(fake, monkeypatch):
-    assert check_slurm("gpu", ["--gres=gpu:1 --time=4:00:00", "--qos=a"]) == [
-        "--gres=gpu:1",
-        "--time=4:00:00",
-        "--qos=a",
-    ]
+    flags = ["--gres=gpu:1", "--time=4:00:00", "--qos=a"]
+    assert check_slurm("gpu", [" ".join(flags[:2]), flags[2]]) == flags
     with pytest.raises(ConfigError, match="--slurm: got gqu; expected a partition of the cluster: gpu, long; did you"):
         check_slurm("gqu", [])
     with pytest.raises(ConfigError, match="--sbatch: got '; No closing quotation"):

@@ -66,11 +66,8 @@ def make(capsys):
     return call
 
 
-def test_the_record_of_these_tests_matches_the_schema(tmp_path):
-    assert read_results(save(tmp_path / "results.json")) == RECORD
-
-
 def test_mean_and_sample_deviation_over_the_seeds(make, tmp_path):
+    assert read_results(save(tmp_path / "seed_0.json")) == RECORD
     seeds(tmp_path, 93.0, 94.0, 92.0)
     save(tmp_path / "seed_1.json", seed=1, accuracy__raw__last__top1=94.0, training__hours=0.5, peak_memory__mib=900.0,
          training__images_per_s=None)  # fmt: skip
@@ -174,9 +171,8 @@ def test_different_commits_and_versions_are_reported(make, tmp_path):
     save(tmp_path / "seed_2.json", seed=2, commit=None, hardware="Xeon | 4 cores")
     status, rows, err = make(tmp_path)
     assert status == 0
-    assert (
-        rows[0]["commit"] == "0123456; fedcba9+changes; –" and rows[0]["hardware"] == r"EPYC, 2 cores; Xeon \| 4 cores"
-    )
+    assert rows[0]["commit"] == "0123456; fedcba9+changes; –"
+    assert rows[0]["hardware"] == r"EPYC, 2 cores; Xeon \| 4 cores"
     commit, torch = err.splitlines()
     assert commit.startswith("fashion_mnist/resnet14: its runs differ in the commit: 0123456789abcdef (seed 0, ")
     assert f"version of torch: 2.7.0 (seed 0, {tmp_path}/seed_0.json); 2.8.0 (seed 1," in torch
@@ -210,54 +206,57 @@ def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path
         assert part in err
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a: [", "cannot be read"),
-        ("[1]", "expected `source`"),
-        ("a/b: {top1: 1.0}", "a/b: expected `source`"),
-        ("a/b: {top_1: 1.0, source: me}", "any of params, global_batch, top1, top5"),
-    ],
-)
-def test_a_wrong_file_of_reported_numbers_is_an_error(make, tmp_path, content, message):
-    path = save(tmp_path / "a.json")
-    (tmp_path / "reported.yaml").write_text(content)
-    status, rows, err = make(path, "--reported", tmp_path / "reported.yaml")
-    assert status == 2 and len(rows) == 1 and message in err
+def test_a_wrong_file_of_reported_numbers_is_an_error(make, tmp_path):
+    path, reported = save(tmp_path / "a.json"), tmp_path / "reported.yaml"
+    for content, message in (("a: [", "cannot be read"), ("[1]", "expected `source`"),
+                             ("a/b: {top1: 1.0}", "a/b: expected `source`"),
+                             ("a/b: {top_1: 1.0, source: me}", "any of params, global_batch, top1, top5")):  # fmt: skip
+        reported.write_text(content)
+        status, rows, err = make(path, "--reported", reported)
+        assert status == 2 and len(rows) == 1 and message in err
 
 
-def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path):
-    (tmp_path / "reported.yaml").write_text('fashion_mnist/resnet14: {top1: "93.10", source: somebody}')
+@pytest.fixture
+def reported(tmp_path):
+    """Return reported(TEXT, CONFIG): the flags of a file of reported numbers and of the configs to list."""
+
+    def write(text: str, config: str) -> tuple:
+        (tmp_path / "reported.yaml").write_text(text)
+        return "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs" / f"{config}.yaml"
+
+    return write
+
+
+def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path, reported):
+    flags = reported('fashion_mnist/resnet14: {top1: "93.10", source: somebody}', "fashion_mnist/resnet14")
     save(tmp_path / "a" / "results.json")
     save(tmp_path / "b" / "results.json", config_hash="b", overrides={"OPTIM.MAX_EPOCH": 9})
-    rows = make(
-        tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/fashion_mnist/resnet14.yaml"
-    )[1]
-    assert [(row["top-1 reported"], row["top-1 here"]) for row in rows if "," not in row["config"]] == [
-        ("93.10", f"{ONE_RUN} ≈")
-    ]
-    changed = next(row for row in rows if "," in row["config"])  # another recipe than the one that was reported
-    assert changed["top-1 reported"] == "–"
-    assert not [row for row in rows if row["top-1 here"] == "not measured" and row["config"].endswith("/resnet14")]
+    own, changed = sorted(make(tmp_path, *flags)[1], key=lambda row: "," in row["config"])
+    assert (own["top-1 reported"], own["top-1 here"]) == ("93.10", f"{ONE_RUN} ≈")
+    assert changed["top-1 reported"] == "–", "another recipe than the one that was reported"
 
 
-def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path):
-    (tmp_path / "reported.yaml").write_text("imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}")
-    args = (tmp_path, "--reported", tmp_path / "reported.yaml", "--configs", ROOT / "configs/imagenet/resnet50.yaml")
+def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path, reported):
+    text = "imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}"
+    args = (tmp_path, *reported(text, "imagenet/resnet50"))
     run = {"config": "imagenet/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
     save(tmp_path / "results.json", **run, training__global_batch=256)
     (row,) = make(*args)[1]
     assert (row["config"], row["top-1 reported"]) == ("imagenet/resnet50", "77.2")
     save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
-    changed, unmeasured = make(*args)[1]
-    if changed["config"] == "imagenet/resnet50":
-        changed, unmeasured = unmeasured, changed
+    changed, unmeasured = sorted(make(*args)[1], key=lambda row: row["config"] == "imagenet/resnet50")
     assert (changed["config"], changed["top-1 reported"]) == ("imagenet/resnet50, global batch 32", "–")
     assert (unmeasured["top-1 reported"], unmeasured["top-1 here"]) == ("77.2", "not measured")
 
 
 def test_what_was_reported_is_the_published_table(make):
     reported = yaml.safe_load(REPORTED.read_text())
+    names = {name for name in reported if name.startswith("imagenet/")}
+    assert names == {f"imagenet/{name}" for name in (*BASELINES, *RECIPES)}
+    for name, recipe in RECIPES.items():
+        entry = reported[f"imagenet/{name}"]
+        assert tuple(entry[key] for key in ("top1", "top5") if key in entry) == recipe["reported"], name
+        assert entry["params"] == f"{recipe['params']:.3f}", name
     rows = {row["config"]: row for row in make("--configs", ROOT / "configs" / "imagenet")[1]}
     for name, (_, params, global_batch, *_, top1, top5) in BASELINES.items():
         entry = reported[f"imagenet/{name}"]
@@ -266,16 +265,6 @@ def test_what_was_reported_is_the_published_table(make):
         assert row["reported by"] == "the 2021 distribuuuu"
         assert (row["top-1 reported"], row["top-5 reported"], row["global batch"]) == (top1, top5, str(global_batch))
         assert row["px"] == "224 → 256/224"
-
-
-def test_what_was_reported_of_the_recipes_is_what_their_table_says():
-    reported = yaml.safe_load(REPORTED.read_text())
-    names = {name for name in reported if name.startswith("imagenet/")}
-    assert names == {f"imagenet/{name}" for name in (*BASELINES, *RECIPES)}
-    for name, recipe in RECIPES.items():
-        entry = reported[f"imagenet/{name}"]
-        assert tuple(entry[key] for key in ("top1", "top5") if key in entry) == recipe["reported"], name
-        assert entry["params"] == f"{recipe['params']:.3f}", name
 
 
 BEFORE = "# Title\n\n<!-- table small -->\nold\n<!-- /table -->\n\nbetween `<!-- table small -->` and\n"
@@ -312,14 +301,17 @@ def test_a_readme_is_left_alone_when_something_is_wrong(make, tmp_path):
 
 
 def test_marks_that_do_not_match_are_refused():
-    with pytest.raises(ConfigError, match="got 0 lines <!-- table a -->; expected one; available: b"):
-        replace_block("<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
-    with pytest.raises(ConfigError, match="got 2 lines"):
-        replace_block("<!-- table a -->\n<!-- /table -->\n" * 2, "a", "x\n")
-    with pytest.raises(ConfigError, match="line 2: <!-- table a --> is not closed by <!-- /table -->"):
-        replace_block("\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n", "a", "x\n")
-    with pytest.raises(ConfigError, match="is not closed by <!-- /table -->"):
-        replace_block("<!-- table a -->\ntext\n", "a", "x\n")
+    for text, message in (
+        ("<!-- table b -->\n<!-- /table -->\n", "got 0 lines <!-- table a -->; expected one; available: b"),
+        ("<!-- table a -->\n<!-- /table -->\n" * 2, "got 2 lines"),
+        (
+            "\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n",
+            "line 2: <!-- table a --> is not closed by <!-- /t",
+        ),
+        ("<!-- table a -->\ntext\n", "is not closed by <!-- /table -->"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace_block(text, "a", "x\n")
     windows = "1\r\n<!-- table a -->\r\nold\r\n<!-- /table -->\r\n2\r\n"
     assert replace_block(windows, "a", "new\n") == windows.replace("old\r\n", "new\n")
 
@@ -346,9 +338,8 @@ def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, tmp_
     monkeypatch.chdir(ROOT)
     args = shlex.split(command)[2:]
     assert args[-4:] == ["--readme", ZOO, "--name", name]
-    monkeypatch.setattr(
-        "distribuuuu.commands.table.table.replacing", lambda path, mode, **options: open(copy, mode, **options)
-    )
+    write = "distribuuuu.commands.table.table.replacing"
+    monkeypatch.setattr(write, lambda path, mode, **options: open(copy, mode, **options))
     assert table("table", args) == 0
     assert copy.read_text() == text, f"made anew by: {command}"
 
