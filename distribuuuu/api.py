@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
@@ -24,7 +24,7 @@ from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
 
 if TYPE_CHECKING:
-    from distribuuuu.inference.loaded_run import Prediction
+    from distribuuuu.inference.loaded_run import LoadedRun, Prediction
 
 Overrides = Mapping[str, Any] | Sequence[Any]
 
@@ -49,13 +49,6 @@ class TrainResult:
     weights: Path | None
     metrics: dict[str, float]
     results: dict[str, Any] = dataclasses.field(repr=False)
-
-
-class LoadedRun(Protocol):
-    """A trained model, as `load_run` returns it: its config, and the file of its weights or a published name."""
-
-    cfg: Config
-    source: str
 
 
 def train(config: str | os.PathLike | Config | None = None, overrides: Overrides = ()) -> TrainResult:
@@ -91,7 +84,9 @@ def train(config: str | os.PathLike | Config | None = None, overrides: Overrides
     return TrainResult(Path(cfg.OUT_DIR), best, find_best(cfg.OUT_DIR), _with_labels(metrics, cfg), results)
 
 
-def evaluate(run: str | os.PathLike | Config | TrainResult | LoadedRun, overrides: Overrides = ()) -> dict[str, float]:
+def evaluate(
+    run: "str | os.PathLike | Config | TrainResult | LoadedRun", overrides: Overrides = ()
+) -> dict[str, float]:
     """Return loss, metrics in percent and the number of images of an evaluation, like the command `distribuuuu test`.
 
     Args:
@@ -114,7 +109,7 @@ def evaluate(run: str | os.PathLike | Config | TrainResult | LoadedRun, override
 
 
 def predict(
-    run: str | os.PathLike | TrainResult | LoadedRun,
+    run: "str | os.PathLike | TrainResult | LoadedRun",
     images: Any,
     topk: int | None = None,
     threshold: float | None = None,

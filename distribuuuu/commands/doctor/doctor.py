@@ -1,13 +1,11 @@
 """The command doctor: arguments, progress, and the report as text or JSON."""
 
 import argparse
-import contextlib
 import json
 import os
-import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +45,17 @@ def _run(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.scan.duplicates import find_groups, key_bytes
     from distribuuuu.commands.scan.scan import scan_images
     from distribuuuu.data.decode import build_decode_options
+    from distribuuuu.records.run_log import progress
 
     options, started = build_decode_options(cfg), time.perf_counter()
     splits = open_cfg(cfg) if folder is None else open_folder(folder)
     if not (total := sum(map(len, splits.values()))):
         raise ConfigError(Problem("FOLDER", f"{folder or cfg.TRAIN.DATASET}: no images; expected CLASS/IMAGE"))
-    with _progress("measuring", total, "img") as progress:
-        scan = scan_images(splits, options, flags.workers, progress)
+    with progress(None, "measuring", total, unit="img") as bar:
+        scan = scan_images(splits, options, flags.workers, bar.update)
     seconds = time.perf_counter() - started
-    with _progress("comparing", len(key_bytes()), "sort") as progress:
-        groups = find_groups(scan, options, progress)
+    with progress(None, "comparing", len(key_bytes()), unit="sort") as bar:
+        groups = find_groups(scan, options, bar.update)
     source = str(folder) if folder is not None else f"{flags.cfg or 'the defaults'}, DATA.NAME {cfg.DATA.NAME}"
     report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
     print_report(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
@@ -101,15 +100,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
     add("--workers", metavar="N", type=int, default=count_cores(), help="processes that read images (one per core)")
     return parser
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar with rate and remaining time on a terminal; yield the function that advances it."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=name, unit=unit, disable=None, leave=False, file=sys.stderr) as bar:
-        yield bar.update
 
 
 # ---------------------------------------------------------------------------------------- text

@@ -199,11 +199,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
-    from tqdm import tqdm
+    from distribuuuu.records.run_log import progress
 
     total, before, started = len(encoder.images), writer.num_bytes, time.perf_counter()
     results = map_in_order(encoder, range(writer.next_image, total), num_workers)
-    bar = tqdm(total=total, initial=writer.next_image, desc=str(writer.folder), unit="img", disable=None, leave=False)
+    bar = progress(None, str(writer.folder), total, writer.next_image, unit="img")
     with bar, contextlib.closing(results):
         for indices, records in results:
             for index, (record, stamp) in zip(indices, records, strict=True):
@@ -213,7 +213,7 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
                 if not skip:
                     fix = "repair it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
                     raise ConfigError(f"broken image: {record}; {fix}")
-                tqdm.write(f"broken image left out: {record}", file=sys.stderr)
+                bar.write(f"broken image left out: {record}", file=sys.stderr)
                 writer.skip(stamp)
             speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
@@ -263,14 +263,13 @@ def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"], list[str]
 
 
 def _verify_pack(folder: Path, num_workers: int) -> list[str]:
-    from tqdm import tqdm
-
     from distribuuuu.commands.pack.encode import Checker
+    from distribuuuu.records.run_log import progress
 
     meta, columns, problems = inspect_pack(folder)
     total = len(columns["label"])
     results = map_in_order(Checker(folder, meta, columns), range(total), num_workers)
-    with tqdm(total=total, desc=str(folder), unit="img", disable=None, leave=False) as bar, contextlib.closing(results):
+    with progress(None, str(folder), total, unit="img") as bar, contextlib.closing(results):
         for indices, found in results:
             problems += filter(None, found)
             bar.update(len(indices))
