@@ -63,7 +63,7 @@ def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
     shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
     expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir()]
     assert shipped == {str(path.relative_to(ROOT)) for path in [*expected, ROOT / "benchmarks" / "reported.yaml"]}
-    code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/files/")}
+    code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
     found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
     assert code == {str(path.relative_to(ROOT)) for path in found}
     assert all(name.startswith(("distribuuuu/", "distribuuuu-")) for name in names)
