@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import dataset_class
@@ -63,7 +64,7 @@ class Row:
         order: sort key.
         config_hash: distinguishes rows with the same name.
         cells: text of each column; a missing column is empty.
-        has_ema: the accuracy is that of averaged weights.
+        weights: the kind of weights of the accuracy.
         accuracy: the top-1 accuracies or mAP of its runs; None: not measured.
     """
 
@@ -72,7 +73,7 @@ class Row:
     order: tuple
     config_hash: str
     cells: dict[str, str]
-    has_ema: bool = False
+    weights: str = RAW
     accuracy: Accuracy | None = None
 
 
@@ -157,9 +158,9 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
     published = reported.get(first["config"], {})
     changes = _list_changes(first, published)
     published = {} if changes else published
-    kind = "ema" if all("ema" in record["accuracy"] for record in records) else "raw"
+    kind = next((kind for kind in KINDS if all(kind in record["accuracy"] for record in records)), RAW)
     evaluations = [record["accuracy"][kind][epoch] for record in records]
-    count = f"(n = {len(group)}{', EMA' * (kind == 'ema')})"
+    count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
     cells = {
         "params (M)": f"{first['model']['params_m']:.3f}",
@@ -180,7 +181,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         order=_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
         config_hash=first["config_hash"],
         cells=cells,
-        has_ema=kind == "ema",
+        weights=kind,
         accuracy=_accuracy_of(first, evaluations),
     )
 
@@ -359,8 +360,8 @@ def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]],
         legend += ["In brackets: the 95 % interval, over seeds by Student's t, with n = 1 over images by Wilson."]
     if any(_AS_GOOD in cell for row in rows for cell in row.cells.values()):
         legend += ["≈: the rows with this mark do not differ significantly from the best one on the same data (5 %)."]
-    if any(row.has_ema for row in rows):
-        legend += ["EMA: of the averaged weights."]
+    averages = {row.weights for row in rows} - {RAW}
+    legend += [f"{kind.upper()}: of the averaged weights." for kind in KINDS if kind in averages]
     return lines, " ".join(legend)
 
 
