@@ -432,7 +432,8 @@ def test_the_sample_of_time_net_has_the_rows_of_the_tool():
     rows = re.findall(
         r"^((?:model|loader|optimizer|training|per)\b.+?)  ", (ROOT / "docs" / "results.md").read_text(), re.M
     )
-    source = "".join((ROOT / "distribuuuu" / "cli" / name).read_text() for name in ("time_net.py", "time_report.py"))
+    rooms = [ROOT / "distribuuuu" / "commands" / name for name in ("time", "measure")]
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
     assert len(rows) >= 8 and not [row for row in rows if row not in source]
 
 

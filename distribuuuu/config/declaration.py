@@ -28,7 +28,7 @@ class Option:
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.
-        speed: it is not meant to change results: hashed, but not listed as an override.
+        neutral: it is not meant to change results: never an override of a recipe.
         recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
         compared: a comparison of two runs names it if it differs.
         not_swept: why a sweep cannot vary it; empty: it can.
@@ -44,7 +44,7 @@ class Option:
     needs: str = ""
     path: bool = False
     hashed: bool = True
-    speed: bool = False
+    neutral: bool = False
     recipe: bool = True
     compared: bool = True
     not_swept: str = ""
@@ -67,7 +67,7 @@ class Option:
     @property
     def in_recipe(self) -> bool:
         """Whether it is part of the recipe on a model card."""
-        return self.recipe and self.hashed and not self.speed and not self.path
+        return self.recipe and self.hashed and not self.neutral and not self.path
 
     def find_wrong_words(self, value: Any) -> Iterator[str]:
         """Yield a message for each word of a value, or of a list, that is not allowed or is given twice."""

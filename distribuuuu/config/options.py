@@ -72,15 +72,15 @@ _C.TRAIN.DATASET = Option("./data/ILSVRC/", path=True, hashed=False)
 # Sub-folder of TRAIN.DATASET with the training classes.
 _C.TRAIN.SPLIT = Option("train", needs="a DATA.NAME with folders of splits")
 # Resume from the newest valid checkpoint in OUT_DIR, if there is one; False: archive an older run at the first start.
-_C.TRAIN.AUTO_RESUME = Option(True, speed=True, not_swept="the runs of a sweep are resumed; fix: remove it")
+_C.TRAIN.AUTO_RESUME = Option(True, neutral=True, not_swept="the runs of a sweep are resumed; fix: remove it")
 # If MODEL.WEIGHTS is a training checkpoint, restore its optimizer and epoch too.
 _C.TRAIN.LOAD_OPT = Option(True, needs="MODEL.WEIGHTS")
 # Loader workers per training process; 0: load in the training process; -1: one per available core.
-_C.TRAIN.WORKERS = Option(4, least=-1, speed=True, compared=False)
+_C.TRAIN.WORKERS = Option(4, least=-1, neutral=True, compared=False)
 # Copy batches to the GPU through page-locked (pinned) memory; CUDA only.
-_C.TRAIN.PIN_MEMORY = Option(True, speed=True)
+_C.TRAIN.PIN_MEMORY = Option(True, neutral=True)
 # Steps between two readings of the training metrics, which are logged.
-_C.TRAIN.PRINT_FREQ = Option(30, least=1, speed=True, compared=False)
+_C.TRAIN.PRINT_FREQ = Option(30, least=1, neutral=True, compared=False)
 # Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32.
 _C.TRAIN.AMP = Option("none", choices=("none", "bf16", "fp16"))
 # Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
@@ -104,7 +104,7 @@ _C.TEST.DATASET = Option("./data/ILSVRC/", path=True, hashed=False, not_swept=_S
 # Sub-folder of TEST.DATASET with the evaluation classes.
 _C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.
-_C.TEST.BATCH_SIZE = Option(200, least=1, speed=True, compared=False)
+_C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True, compared=False)
 # Shorter side to which evaluation images are resized, in pixels.
 _C.TEST.IM_SIZE = Option(256, least=2)
 # Side of the center crop after the resize, in pixels; 0: TRAIN.IM_SIZE.
@@ -123,7 +123,7 @@ _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_S
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.
-_C.TEST.PRINT_FREQ = Option(10, least=1, speed=True, compared=False)
+_C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True, compared=False)
 
 _C.DATA = Section()
 # Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
@@ -132,7 +132,7 @@ _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
-_C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), speed=True)
+_C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=True)
 # Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil, simplejpeg (scales while it decodes) or
 # nvimgcodec (decodes only the crop).
 _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
@@ -169,7 +169,7 @@ _C.DATA.STD = Option((), recipe=False)
 # When an image is corrupt: raise (stop and report it) or skip (log it and use another image instead).
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
-_C.DATA.DOWNLOAD = Option(True, speed=True)
+_C.DATA.DOWNLOAD = Option(True, neutral=True)
 # Folder for generated files (shapes, folder indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 # Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
@@ -311,32 +311,32 @@ _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
 
 _C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
-_C.CHECKPOINT.EVERY_STEPS = Option(0, least=0, speed=True)
+_C.CHECKPOINT.EVERY_STEPS = Option(0, least=0, neutral=True)
 # Hours after which the run saves, stops and exits with status 75, to be started again; 0: no limit.
-_C.CHECKPOINT.MAX_HOURS = Option(0.0, least=0, speed=True)
+_C.CHECKPOINT.MAX_HOURS = Option(0.0, least=0, neutral=True)
 # Number of newest checkpoints to keep, 1 or more.
-_C.CHECKPOINT.KEEP_LAST = Option(3, least=1, speed=True)
+_C.CHECKPOINT.KEEP_LAST = Option(3, least=1, neutral=True)
 # Also keep the checkpoint of every Kth epoch; 0: none.
-_C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, speed=True)
+_C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, neutral=True)
 
 _C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
-_C.LOG.TENSORBOARD = Option(True, hashed=False)
+_C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 # Augmented training images in TensorBoard's image grid; 0: none.
-_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False)
+_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
 
 _C.DIST = Section()
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
 # only with nccl or gloo.
-_C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), speed=True)
+_C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)
 # Watchdog timeout: seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks
 # and exit; also the seconds to wait for the processes at the start.
-_C.DIST.TIMEOUT_S = Option(300, least=1, speed=True)
+_C.DIST.TIMEOUT_S = Option(300, least=1, neutral=True)
 # Watchdog timeout, if larger, until the first step and the first batch of evaluation, which may compile the model and
 # download weights.
-_C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, speed=True)
+_C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, neutral=True)
 # Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.
-_C.DIST.BUCKET_MB = Option(25.0, least=0.001, needs="DIST.SHARD none or zero1", speed=True)
+_C.DIST.BUCKET_MB = Option(25.0, least=0.001, needs="DIST.SHARD none or zero1", neutral=True)
 # Data type of gradients in the all-reduce: none (their own), bf16 or fp16.
 _C.DIST.COMPRESS = Option("none", choices=("none", "bf16", "fp16"))
 # Sharding over the processes: none, zero1 (optimizer state) or fsdp (optimizer state, gradients and weights).
@@ -351,10 +351,11 @@ _C.CUDNN.BENCHMARK = True
 _C.CUDNN.DETERMINISTIC = False
 
 # Output folder of the run.
-_C.OUT_DIR = Option("./exp", path=True, hashed=False, compared=False,
+_C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True, compared=False,
                     not_swept="each run has its own folder in OUT_DIR; fix: OUT_DIR DIR")  # fmt: skip
 # Name of the file in OUT_DIR with the resolved config.
-_C.CFG_DEST = Option("config.yaml", hashed=False, compared=False, not_swept="it does not change a run; fix: remove it")
+_C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True, compared=False,
+                     not_swept="it does not change a run; fix: remove it")  # fmt: skip
 # Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
 _C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False, compared=False,
                      not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip

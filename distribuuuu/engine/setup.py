@@ -302,8 +302,7 @@ def resume(state: TrainState, latest: Path) -> None:
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
     # A program that reads the results would take them for those of the options that it has passed.
-    others = [change for change in changes if not change.startswith(("LOG.", "OUT_DIR ", "CFG_DEST "))]
-    others = [change for change in others if not option_of(change.split()[0]).speed]
+    others = [change for change in changes if not option_of(change.split()[0]).neutral]
     if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():
         logger.warning("OUT_DIR: %s holds a run with other options, finished after %s; nothing is trained, and its "
                        "results remain; changed: %s; fix: %s",

@@ -116,9 +116,9 @@ def config_name(cfg: Config) -> str | None:
 
 
 def list_overrides(cfg: Config) -> dict[str, Any]:
-    """Map the options of the command line to their values, except those for `speed` and those that are not `hashed`."""
+    """Map the options of the command line to their values, except `neutral` ones and those that are not `hashed`."""
     given = [(key, value) for key, value in iter_options(cfg) if cfg.origins.get(key) == "command line"]
-    return {key: value for key, value in given if option_of(key).hashed and not option_of(key).speed}
+    return {key: value for key, value in given if option_of(key).hashed and not option_of(key).neutral}
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
