@@ -3,12 +3,12 @@
 import pytest
 import torch
 from support.processes import on_processes
+from support.runs import train_and_read
 from torch import nn
 
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.trainer import train_model
 
 
 def make_net(**norm) -> nn.Module:
@@ -85,15 +85,12 @@ def test_the_images_of_all_processes_count():
 
 
 def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
-    from support.runs import newest
-
-    saved = []
-    for words in ((), ("MODEL.PRECISE_BN", 48)):
-        train_model(small_cfg(*words, "OUT_DIR", tmp_path / str(len(words)), "EMA.HALF_LIFE", 50))
-        saved.append(newest(tmp_path / str(len(words))))
-    moving, precise = saved
-    # What trains is the same: training normalises by the batch.
+    moving, precise = (
+        train_and_read(small_cfg("MODEL.PRECISE_BN", num, "EMA.HALF_LIFE", 50, "OUT_DIR", tmp_path / str(num)))
+        for num in (0, 48)
+    )
+    # The weights are the same: training normalizes by the batch.
     assert torch.equal(moving["state_dict"]["fc.weight"], precise["state_dict"]["fc.weight"])
+    names = [name for name in precise["state_dict"] if name.endswith("running_var")]
     for key in ("state_dict", "ema_state_dict"):
-        names = [name for name in precise[key] if name.endswith("running_var")]
         assert names and not any(torch.equal(moving[key][name], precise[key][name]) for name in names)

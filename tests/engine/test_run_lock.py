@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, small_options
+from support.runs import ROOT, assert_same_run, small_options
 from support.states import make_state
 
+from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, OutDirLost
 from distribuuuu.config import load_cfg
@@ -196,11 +197,9 @@ def test_a_folder_that_can_only_be_this_runs_is_used_on(tmp_path, cause, caplog)
     assert not (tmp_path / "out.1").exists()
 
 
-def test_a_training_whose_folder_was_replaced_goes_on_beside_it_to_the_same_weights(small_cfg, tmp_path, monkeypatch):
-    from distribuuuu import trainer
-
-    words = ("OPTIM.MAX_EPOCH", 3, "CHECKPOINT.EVERY_STEPS", 2)
-    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+def test_a_training_whose_folder_was_replaced_continues_beside_it_to_the_same_weights(
+    finished_run, small_cfg, tmp_path, monkeypatch
+):
     finish_epoch, out_dir = trainer.finish_epoch, tmp_path / "out"
 
     def replace_out_dir(run, evaluations):
@@ -212,13 +211,11 @@ def test_a_training_whose_folder_was_replaced_goes_on_beside_it_to_the_same_weig
 
     with monkeypatch.context() as patch, pytest.raises(OutDirLost, match="out was replaced by another folder"):
         patch.setattr(trainer, "finish_epoch", replace_out_dir)
-        train_model(small_cfg(*words, "OUT_DIR", out_dir))
+        train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 2))
     assert not {"checkpoints", "best.pth.tar", "results.json", "train.log"} & {path.name for path in out_dir.iterdir()}
     assert "resumed from" not in (tmp_path / "elsewhere" / "train.log").read_text()
-    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "out.1"))
-    whole, resumed = (read_checkpoint(CheckpointManager(tmp_path / name).list()[-1]) for name in ("whole", "out.1"))
-    assert resumed["epoch"] == whole["epoch"] == 2
-    assert all(torch.equal(whole["state_dict"][key], resumed["state_dict"][key]) for key in whole["state_dict"])
+    train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 2, "OUT_DIR", tmp_path / "out.1"))
+    assert_same_run(tmp_path / "out.1", finished_run)
 
 
 def test_a_requeued_job_takes_over_from_a_host_that_is_gone(tmp_path, monkeypatch):

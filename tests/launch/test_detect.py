@@ -62,6 +62,7 @@ def test_what_is_detected(env, launcher, rank, local_rank, world_size):
     assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (
         launcher, rank, local_rank, world_size,
     )  # fmt: skip
+    assert str(launch) == f"{launcher}, {'one process' if world_size == 1 else f'process {rank} of {world_size}'}"
 
 
 def test_slurm_processes_meet_at_the_first_node_on_a_port_of_the_job():
