@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from support.batches import ALONE, CPU, assert_same_batches, batches_of
 from support.images import draw_folder, needs
-from support.runs import run_tool
+from support.packs import pack as make_pack
 from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError
@@ -143,8 +143,7 @@ def folder_and_packs(tmp_path_factory):
         image.convert("CMYK").save(root / "folder" / split / "cat" / "cmyk.jpg")
         image.convert("RGBA").save(root / "folder" / split / "cat" / "alpha.png")
     for name, flags in {"files": [], "pixels": ["--format", "raw"]}.items():
-        done = run_tool("pack_dataset.py", root / name, *flags, "TRAIN.DATASET", root / "folder")
-        assert done.returncode == 0, done.stderr
+        make_pack(root / name, *flags, "TRAIN.DATASET", root / "folder", split="both")
     return root
 
 

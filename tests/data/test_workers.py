@@ -23,7 +23,6 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data import workers
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
@@ -645,39 +644,6 @@ def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
         list(start(kind, num, transform=Changing(8, 8, "sizes"), batch_bytes=4 * 8 * 8 * 3))
     for pixels, _, _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
         assert pixels.dtype == torch.float32 and pixels.unique().tolist() == [0.5]
-
-
-# The layout on the device
-
-
-def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
-    for train in (True, False):
-        one, other = (build_loader(small_cfg("MODEL.CHANNELS_LAST", last), ALONE, CPU, train) for last in (False, True))
-        for (images, _), (others, _) in zip(one, other, strict=True):
-            assert torch.equal(images, others)
-            assert images.is_contiguous() and others.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_any_layout_of_bytes_is_normalized_alike():
-    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
-    for last in (False, True):
-        normalize = Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last)
-        for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:1], pixels[:0]):
-            expected = (some / 255 - mean) / std
-            torch.testing.assert_close(normalize(some), expected, atol=1e-5, rtol=1e-5)
-        assert normalize(pixels).dtype == torch.float32
-
-
-@pytest.mark.slow
-def test_a_compiled_normalization_has_the_same_bits_and_layout():
-    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for last in (False, True):
-        plain, compiled = (Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last, flag) for flag in (False, True))
-        gray = pixels[:, :1].expand(-1, 3, -1, -1)
-        for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:2], pixels[..., :4], gray):
-            expected, images = plain(some), compiled(some)
-            assert torch.equal(images, expected) and images.stride() == expected.stride()
 
 
 def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):

@@ -16,7 +16,6 @@ from support.images import draw_folder
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
 
-from distribuuuu.commands.pack.pack import pack as pack_command
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.packed import block_order, transport
 from distribuuuu.data.packed import remote as pack
@@ -24,6 +23,7 @@ from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
 pytestmark = pytest.mark.slow
+pack_command = pytest.importorskip("distribuuuu.commands.pack.pack", reason="needs the command pack").pack
 
 URL = "s3://bucket/sets/small"
 CREDENTIALS = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}

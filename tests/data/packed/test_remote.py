@@ -189,9 +189,7 @@ def test_the_order_of_blocks_does_not_depend_on_processes_or_on_the_first_step()
 
 
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
-    code = (
-        "import sys, distribuuuu.data.packed.remote, distribuuuu.commands.pack.upload; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, distribuuuu.data.packed.remote; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
     def problems(url):
@@ -331,7 +329,9 @@ def test_a_full_disk_costs_speed_only(open_pack, packed, monkeypatch, caplog, tm
     with caplog.at_level(logging.WARNING, "distribuuuu"):
         for index in range(90):
             assert bytes(images.read(index)) == bytes(local.read(index))
-    assert len(caplog.records) == 1 and "No space left on device: data is read without the cache" in caplog.text
+    # Workers of an earlier test may still be reading ahead.
+    (message,) = (text for text in map(logging.LogRecord.getMessage, caplog.records) if str(tmp_path) in text)
+    assert "No space left on device: data is read without the cache" in message
     assert not block_files(tmp_path)
 
 
