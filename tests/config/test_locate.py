@@ -57,11 +57,14 @@ def test_other_paths_stay_as_they_are(path):
 
 @pytest.mark.parametrize("path, meant", [
     ("shapes/resnet41", "shapes/resnet14.yaml"), ("imagnet/resnet50.yaml", "imagenet/resnet50.yaml"),
-    ("resnet50_a1", "imagenet/resnet50_a1.yaml?"), ("shapes", "shapes/resnet14.yaml?"),
+    ("resnet50_a1", "imagenet/resnet50_a1.yaml?"), ("config/resnet18.yaml", "imagenet/resnet18.yaml?"),
+    ("imagenet/botnet5O", "imagenet/botnet50.yaml"), ("shapes", "shapes/resnet14.yaml?"),
 ])  # fmt: skip
-def test_a_wrong_name_lists_the_nearest_shipped_configs(path, meant):
+def test_a_wrong_name_lists_the_nearest_configs(path, meant, monkeypatch):
     assert suggest_configs(path).startswith(f"; did you mean {meant}")
     assert str(ROOT) not in suggest_configs(path)
+    monkeypatch.chdir(ROOT)
+    assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
 
 
 def test_files_of_the_current_folder_are_suggested_too():

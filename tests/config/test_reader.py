@@ -6,7 +6,6 @@ import re
 
 import pytest
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
-from support.runs import ROOT
 
 from distribuuuu.commands.arguments import dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
@@ -183,6 +182,10 @@ WRONG = [
     ("FINETUNE.LR_MULT.fc nan", "finite"),
     ("FINETUNE.LR_MULT 3", "is a section, not an option; set FINETUNE.LR_MULT.NAME"),
     ("FINETUNE.HEAD_RESET true", "without FINETUNE.WEIGHTS"), ("OUT_DIR", "command line: 'OUT_DIR' has no value"),
+    ("TASK.NAME multilabel", "got multilabel, but the data has one label per image"),
+    ("TASK.NAME classification DATA.NAME multilabel LOSS.NAME bce", "but the data has several labels"),
+    ("TASK.NAME distillation", "got distillation without a teacher"),
+    ("TASK.KWARGS.temperature 0.2", "TASK.KWARGS: got temperature, but TASK.NAME auto has no settings"),
     # torch's DDPOptimizer asserts that a bucket is no smaller than the first, which has 1 MiB.
     *((f"DIST.BUCKET_MB 0.999 MODEL.COMPILE {mode}", "expected 1 or more; set it to 1 or more")
       for mode in ("default", "reduce-overhead", "max-autotune")),
@@ -243,21 +246,6 @@ def test_a_missing_or_unreadable_file_names_its_neighbours(tmp_path):
     assert f"cannot be read: it is a folder; did you mean {tmp_path}/resnet50.yaml?" in problems_of(str(tmp_path))[0]
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml" in problems_of(str(tmp_path / "binary.yaml"))[0]
-
-
-@pytest.mark.parametrize("path, meant", [
-    ("configs/shape/resnet14.yaml", "configs/shapes/resnet14.yaml, "),
-    ("configs/shapes", "configs/shapes/resnet14.yaml?"),
-    ("resnet50_a1", "configs/imagenet/resnet50_a1.yaml?"), ("config/resnet18.yaml", "configs/imagenet/resnet18.yaml?"),
-    ("imagenet/botnet5O", "configs/imagenet/botnet50.yaml"),
-])  # fmt: skip
-def test_a_file_is_found_by_parts_of_its_path(path, meant, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    assert f"did you mean {meant}" in problems_of(path)[0]
-    monkeypatch.chdir(tmp_path)  # without ./configs the shipped ones are meant
-    if not path.startswith("configs"):
-        assert f"did you mean {meant.removeprefix('configs/')}" in problems_of(path)[0]
-    assert "did you mean" not in problems_of("no_config_has_this_name")[0]
 
 
 def test_every_equivalent_of_a_foreign_name_is_an_option():
