@@ -1,9 +1,10 @@
 """Data loading: from a config to normalized batches on the device.
 
 - loader.py: start reading here. `build_loader` assembles the other files of this list in their order.
-- datasets/: images by index. samplers.py, batch_plan.py: which of them a step takes. seeding.py: random numbers.
+- datasets/ and packed/: images by index. samplers.py, batch_plan.py: those of a step. seeding.py: random numbers.
 - samples.py: an image read, decoded (decode.py), cropped (transforms.py) and augmented (augment.py).
-- workers.py: processes or threads that make batches ahead. normalize.py: mean and std, on the device. mixup.py.
+- workers.py: processes or threads that make batches ahead; in_memory_loader.py: a data set on the device instead.
+- normalize.py: mean and std, on the device. mixup.py: mixup and cutmix.
 
 To add an augmentation, add one file to this folder with a function from uint8 (3, H, W) to the same, decorated with
 `@AUGMENTATIONS.register`; AUG.OPERATIONS names it. It may draw from the global generators of torch, numpy and Python,

@@ -84,13 +84,15 @@ def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
         assert batch.uniform().tolist() == [rng.uniform() for rng in single]
 
 
-def test_draws_are_uniform():
+def test_draws_are_uniform_and_a_function_of_the_position():
     rng = BatchRNG([(7, index) for index in range(5000)])
     for _ in range(4):
         numbers = rng.uniform()
         assert numbers.dtype == np.float64 and numbers.min() >= 0 and numbers.max() < 1
         counts = np.bincount((numbers * 20).astype(int), minlength=20)
         assert ((counts - 250) ** 2 / 250).sum() < 45  # chi-square of 19 degrees of freedom: beyond it, 1 in 1,500
+    assert SampleRNG(3, 5).uniform() == SampleRNG(3, 5).uniform()
+    assert len({SampleRNG(key, index).uniform() for key in range(30) for index in range(30)}) == 900
 
 
 def test_draws_are_independent_over_index_key_and_number():
@@ -102,11 +104,6 @@ def test_draws_are_independent_over_index_key_and_number():
         assert abs(np.corrcoef(column[:-1], column[1:])[0, 1]) < 0.06
     pairs = np.histogram2d(numbers[0], numbers[3], bins=8, range=[(0, 1)] * 2)[0]
     assert ((pairs - 62.5) ** 2 / 62.5).sum() < 105
-
-
-def test_a_position_says_all():
-    assert SampleRNG(3, 5).uniform() == SampleRNG(3, 5).uniform()
-    assert len({SampleRNG(key, index).uniform() for key in range(30) for index in range(30)}) == 900
 
 
 # The random resized crop

@@ -86,12 +86,9 @@ def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_
         build_loader(cfg, ALONE, CPU, train=False)
 
 
-def test_a_missing_method_is_named():
+def test_a_missing_method_is_named_and_long_lists_are_shortened():
     with pytest.raises(TypeError, match="ImageDataset must define from_cfg"):
         ImageDataset.from_cfg(None, True)
     with pytest.raises(TypeError, match="ImageDataset must define read"):
         ImageDataset().read(0)
-
-
-def test_long_lists_are_shortened():
     assert first_few(["a"]) == "a" and first_few(list("abcdefg")) == "a, b, c, d, e and 2 more"

@@ -303,17 +303,6 @@ def problems(root, tmp_path, *words) -> str:
     return "\n".join(map(str, find_run_problems(cfg, train=True)))
 
 
-def test_class_folders_without_a_split_are_recognised(tmp_path):
-    draw_folder(tmp_path, "data", {"ant": 2, "bee": 2})
-    message = problems(tmp_path / "data", tmp_path)
-    assert "TRAIN.SPLIT" in message and "TEST.SPLIT" in message
-    assert f"class folders: ant, bee; fix: distribuuuu split {tmp_path / 'data'} --val 0.2 --out data_lists" in message
-    (tmp_path / "data").rename(tmp_path / "train")
-    assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in problems(tmp_path / "train", tmp_path)
-    draw_folder(tmp_path / "other", "training", {"ant": 1})
-    assert "it has training; did you mean" in problems(tmp_path / "other", tmp_path)
-
-
 @pytest.mark.parametrize("closed", ["", "train", "train/bee"])
 def test_folders_that_cannot_be_listed_are_reported_by_name(root, tmp_path, monkeypatch, closed):
     scandir = os.scandir

@@ -100,6 +100,11 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
 
 
 def test_a_split_of_another_name_is_proposed(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 2, "bee": 2})
+    message = errors_of(tmp_path / "train", tmp_path)
+    assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in message and "TEST.SPLIT" in message
+    draw_folder(tmp_path / "other", "training", {"ant": 1})
+    assert "it has training; did you mean" in errors_of(tmp_path / "other", tmp_path)
     draw_folder(tmp_path / "a", "train", {"ant": 1, "bee": 1})
     draw_folder(tmp_path / "a", "test", {"ant": 1, "bee": 1})
     assert "fix: set TEST.SPLIT test" in missing_split("TEST", tmp_path / "a", "val", "val/CLASS/IMAGE")[1]
