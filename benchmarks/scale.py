@@ -310,7 +310,7 @@ def _serve(num: int, pipe: Any) -> None:
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send((store.port, memory))
     pipe.recv()
-    monitor = Monitor(store, read_states(store, num), 600, 600)
+    monitor = Monitor(store, read_states(store, num), (600, 600))
     monitor.start()
     pipe.send(monitor.port)
     while True:

@@ -180,9 +180,8 @@ def _run_watchdog(
     name, shared = store.compare_set("watchdog", "", uuid.uuid4().hex).decode(), store.underlying_store
     assert isinstance(shared, torch_dist.TCPStore), "as create_store returns it"
     second = torch_dist.TCPStore(shared.host, shared.port, is_master=False, wait_for_workers=False)
-    own, is_hosted = torch_dist.PrefixStore(name, second), launch.address is None
-    address = find_own_address(shared.host)
-    watchdog = Watchdog(launch.rank, launch.world_size, own, *limits, report_dir, address, is_hosted)
+    own = torch_dist.PrefixStore(name, second)
+    watchdog = Watchdog(launch, own, limits, report_dir, find_own_address(shared.host))
     monitor = _start_monitor(launch, own, limits) if launch.rank == 0 else None
     if place := json.loads(own.get("monitor")):
         watchdog.connect(*place)
@@ -212,7 +211,7 @@ def _start_monitor(launch: Launch, store: torch_dist.Store, limits: tuple[float,
     states = read_states(store, launch.world_size)
     address = choose_address(states[0].address, [state.address for state in states if state.host != states[0].host])
     try:
-        monitor = Monitor(store, states, *limits, address)
+        monitor = Monitor(store, states, limits, address)
         monitor.start()
     except OSError as error:
         logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", address, error)
@@ -338,9 +337,10 @@ def _wait_for_all(store: torch_dist.Store, timeout: _JoinTimeout) -> None:
 def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -> str:
     """Return a name for this start of the processes that no earlier start had.
 
-    torchrun keeps one store over all its restarts, so the keys of a killed process look like those of a living one.
-    Therefore each process publishes a random name, rank 0 replies with the list of the names it has read and the name
-    of this start, and a process accepts a reply that lists its own name.
+    torchrun keeps one store over all its restarts, so the keys of a killed process look like those of a living one. Its
+    count of restarts does not tell them apart: it does not grow when a node joins or leaves. Therefore each process
+    publishes a random name, rank 0 replies with the names it has read and that of this start, and a process accepts a
+    reply that lists its own name.
     """
     own, start = uuid.uuid4().hex, uuid.uuid4().hex
     name_keys = [f"shown by {rank}" for rank in range(launch.world_size)]

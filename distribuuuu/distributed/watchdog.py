@@ -31,7 +31,7 @@ from distribuuuu.distributed.watchdog_monitor import (
     name_of,
     period_s,
 )
-from distribuuuu.launch.detect import has_lost_launcher
+from distribuuuu.launch.detect import Launch, has_lost_launcher
 from distribuuuu.launch.signals import end_process, write_stacks
 
 logger = logging.getLogger(__name__)
@@ -46,42 +46,35 @@ class Watchdog(threading.Thread):
     """Thread that reports the state of this process, and ends it when the monitor says so or rank 0 has died.
 
     Args:
-        rank: rank of this process.
-        world_size: number of processes.
+        launch: rank and world size; without an address the store is that of torchrun, which may die, else of rank 0.
         store: a connection of its own to the store: an operation of another one may wait for a key for minutes.
-        timeout_s: seconds without progress after which a process counts as stalled.
-        startup_timeout_s: the same in its first step or first evaluation.
+        limits: seconds without progress after which this process counts as stalled, and while it is starting.
         report_dir: receives `stacks/rank_N.txt` on a time-out.
         address: from which this process reaches the machine of the store.
-        is_hosted_by_launcher: the store is that of torchrun, which may have died; else that of rank 0.
     """
 
     current: ClassVar["Watchdog | None"] = None
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        launch: Launch,
         store: torch_dist.Store,
-        timeout_s: float,
-        startup_timeout_s: float,
+        limits: tuple[float, float],
         report_dir: str | os.PathLike,
         address: str = "",
-        is_hosted_by_launcher: bool = False,
     ):
         super().__init__(name="watchdog", daemon=True)
-        self.rank, self.world_size, self.state = rank, world_size, State(address=address)
-        self.period_s = period_s(world_size)
-        self._store, self._is_hosted_by_launcher = store, is_hosted_by_launcher
-        self._limits = timeout_s, startup_timeout_s
-        self._stacks_file = Path(report_dir) / STACKS / f"rank_{rank}.txt"
+        self.rank, self.world_size, self.state = launch.rank, launch.world_size, State(address=address)
+        self.period_s = period_s(launch.world_size)
+        self._store, self._is_hosted_by_launcher, self._limits = store, launch.address is None, limits
+        self._stacks_file = Path(report_dir) / STACKS / f"rank_{self.rank}.txt"
         self._main_host, self._num_main_writes = "", 0
         self._connection: socket.socket | None = None
         self._wake, self._may_raise, self._is_over = threading.Event(), threading.Event(), threading.Event()
         self._is_culprit = self._is_leaving = False
         self._decided = threading.Lock()  # acquired once, by the thread that ends this process
-        store.set(f"order {rank}", "{}")
-        self.state.write(store, rank)
+        store.set(f"order {self.rank}", "{}")
+        self.state.write(store, self.rank)
 
     def connect(self, main_host: str, address: str, port: int) -> None:
         """Connect to the monitor, on the machine of the name `main_host`."""
@@ -187,31 +180,28 @@ class Watchdog(threading.Thread):
                 limit_s = self._limits[self.state.is_starting]
                 # A timer in C, which needs no interpreter lock. It is the last resort, as the backend's own time-out.
                 faulthandler.dump_traceback_later(limit_s + ALARM_S, exit=True, file=2)
-                is_broken = self._wait_for_break()
-                if self._is_over.is_set():
-                    return
-                if is_broken:
-                    is_lost = self._connection is not None and is_unreachable(self._connection)
-                    self._end_without_monitor(f"could not be reached for {UNREACHABLE_S} s" if is_lost else "died")
-                    return
+                event = self._wait_for_break()
+                if event and not self._is_over.is_set():
+                    self._end_without_monitor(event)
                 num_silent = num_silent + 1 if seen[0] == self._num_main_writes else 0
                 num_stalled = num_stalled + 1 if seen[1] == self.state.num_marks else 0
                 seen = (self._num_main_writes, self.state.num_marks)
                 if min(num_silent, num_stalled) * self.period_s > limit_s + UNREACHABLE_S:
                     self._write_stacks()
                     self._end_without_monitor(f"has been silent for {num_silent * self.period_s:.0f} s")
-                    return
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _wait_for_break(self) -> bool:
-        """Wait for a period, or until the connection to rank 0 breaks; tell whether it has."""
+    def _wait_for_break(self) -> str:
+        """Wait for a period, or until the connection to rank 0 breaks; return how, or ''."""
         if self._connection is None:
             self._is_over.wait(self.period_s)
-            return False
+            return ""
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
-            return bool(selector.select(self.period_s))
+            if not selector.select(self.period_s):
+                return ""
+        return f"could not be reached for {UNREACHABLE_S} s" if is_unreachable(self._connection) else "died"
 
     def _obey(self, stacks: bool = False, over: bool = False, end: dict | None = None) -> None:
         """Follow the order of the monitor; the parameters are its keys."""
@@ -234,14 +224,14 @@ class Watchdog(threading.Thread):
     def _end_without_monitor(self, event: str) -> None:
         if self._is_culprit:
             self._end_threads()
-            return
-        message = f"process 0 on {self._main_host} {event} after {LAST_STEP}; the others stop"
-        self._end(1, message if self.rank == self.world_size - 1 else None)
+        else:
+            message = f"process 0 on {self._main_host} {event} after {LAST_STEP}; the others stop"
+            self._end(1, message if self.rank == self.world_size - 1 else None)
 
     def _end(self, status: int, message: str | None) -> None:
+        self._is_over.set()
         if not self._decided.acquire(blocking=False):
             return
-        self._is_over.set()
         if message:
             logger.error("%s", message.replace(LAST_STEP, self.state.position))
         end_process(status)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from distribuuuu.launch.ports import LOOPBACK
+
 logger = logging.getLogger(__name__)
 
 # Seconds between two states of a process; longer for many processes, which send at most so many requests in a second.
@@ -84,7 +86,7 @@ def period_s(world_size: int) -> float:
 
 @dataclass(eq=False)
 class _Peer:
-    """A process, with the number of checks in which it has written nothing and made no step."""
+    """A process, and the number of checks since it has written a state and made a step."""
 
     rank: int
     state: State
@@ -94,10 +96,10 @@ class _Peer:
     def __str__(self) -> str:
         return f"process {self.rank} on {self.state.host}"
 
-    def update(self, state: State) -> None:
-        """Take the state of the next check."""
-        self.num_silent = 0 if state.num_writes != self.state.num_writes else self.num_silent + 1
-        self.num_stalled = 0 if state.num_marks != self.state.num_marks else self.num_stalled + 1
+    def update(self, state: State, is_counted: bool) -> None:
+        """Take a newer state."""
+        self.num_silent = self.num_silent + is_counted if state.num_writes == self.state.num_writes else 0
+        self.num_stalled = self.num_stalled + is_counted if state.num_marks == self.state.num_marks else 0
         self.state = state
 
 
@@ -109,23 +111,17 @@ class Monitor(threading.Thread):
     Args:
         store: a connection of its own to the store.
         states: the first state of each process.
-        timeout_s: seconds without progress after which a process counts as stalled.
-        startup_timeout_s: the same while any process is in its first step or first evaluation.
+        limits: seconds without progress after which a process counts as stalled, and while any process is starting.
         address: of this machine, to listen on.
     """
 
     def __init__(
-        self,
-        store: torch_dist.Store,
-        states: Sequence[State],
-        timeout_s: float,
-        startup_timeout_s: float,
-        address: str = "127.0.0.1",
+        self, store: torch_dist.Store, states: Sequence[State], limits: tuple[float, float], address: str = LOOPBACK
     ):
         super().__init__(name="watchdog monitor", daemon=True)
         self._store = store
         self._peers = [_Peer(rank, state) for rank, state in enumerate(states)]
-        self._limits = (timeout_s, "DIST.TIMEOUT_S"), (startup_timeout_s, "DIST.STARTUP_TIMEOUT_S")
+        self._limits = (limits[0], "DIST.TIMEOUT_S"), (limits[1], "DIST.STARTUP_TIMEOUT_S")
         self.period_s = period_s(len(states))
         _raise_file_limit(3 * len(states) + 512)
         self._listener = _listen(address, len(states))
@@ -183,12 +179,14 @@ class Monitor(threading.Thread):
         except OSError:  # it is closed already, or there are too many open files
             time.sleep(0.1)
 
-    def _check(self, is_counted: bool) -> None:
+    def _read_states(self, is_counted: bool = False) -> list[_Peer]:
+        """Update all processes; return those that have not left."""
         for peer, state in zip(self._peers, read_states(self._store, len(self._peers)), strict=True):
-            if is_counted:
-                peer.update(state)
-            peer.state = state
-        present = [peer for peer in self._peers if not peer.state.has_left]
+            peer.update(state, is_counted)
+        return [peer for peer in self._peers if not peer.state.has_left]
+
+    def _check(self, is_counted: bool) -> None:
+        present = self._read_states(is_counted)
         died = [peer for peer in present if peer.state.sender in self._broken]
         failed = [peer for peer in present if peer.state.failure]
         causes = [peer for peer in failed if peer.state.failure and not peer.state.failure["is_consequence"]]
@@ -231,8 +229,7 @@ class Monitor(threading.Thread):
         first = [peer for peer in present if peer.rank != 0 and not (peer is culprit and culprit.state.failure)]
         self._order(first, {"end": end})
         self._wait_until(self._are_gone, first)
-        self._order(self._peers[:1], {"end": end})
-        # A culprit on another rank prints its error when rank 0 has exited.
+        self._order(self._peers[:1], {"end": end})  # a culprit on another rank prints its error when rank 0 has exited
 
     def _describe(self, culprit: _Peer, limit: tuple[float, str] | None, is_silent: bool) -> str:
         position = culprit.state.position
@@ -257,8 +254,7 @@ class Monitor(threading.Thread):
         deadline = time.monotonic() + EXIT_GRACE_S
         while not condition(peers) and time.monotonic() < deadline:
             self._collect_broken(timeout_s=0.1)
-            for peer, state in zip(self._peers, read_states(self._store, len(self._peers)), strict=True):
-                peer.state = state
+            self._read_states()
 
 
 # ------------------------------------------------------------------------------------------ connections
@@ -299,11 +295,9 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 def _raise_file_limit(num_files: int) -> None:
     """Raise the soft limit of open files as far as the hard limit allows."""
-    if sys.platform != "linux":
-        return
-    import resource
+    if sys.platform == "linux":
+        import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < num_files:  # -1: no limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_files, hard) if hard >= 0 else num_files, hard))

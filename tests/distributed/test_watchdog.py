@@ -21,7 +21,7 @@ from distribuuuu.distributed import comm, watchdog, watchdog_monitor
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.watchdog import Watchdog
 from distribuuuu.distributed.watchdog_monitor import UNREACHABLE_S, Monitor, State, keep_alive, name_of, period_s
-from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.ports import choose_address, find_own_address
 
 # The processes of these tests exit by the end of their threads.
@@ -76,7 +76,7 @@ class Group:
     def __init__(self, tmp_path, world_size: int, timeout_s: float = 60, startup_timeout_s: float = 60):
         self.store, self.folder, self.limits = CountingStore(), tmp_path, (timeout_s, startup_timeout_s)
         self.members = [Member(self.store, rank) for rank in range(world_size)]
-        self.monitor = Monitor(self.store, [member.state for member in self.members], *self.limits)
+        self.monitor = Monitor(self.store, [member.state for member in self.members], self.limits)
 
     def start(self) -> "Group":
         for member in self.members:
@@ -85,7 +85,11 @@ class Group:
         return self
 
     def watch(self, *ranks: int) -> list[Watchdog]:
-        dogs = [Watchdog(rank, len(self.members), self.store, *self.limits, self.folder) for rank in ranks]
+        world_size = len(self.members)
+        dogs = [
+            Watchdog(Launch("test", rank, 0, world_size, "here"), self.store, self.limits, self.folder)
+            for rank in ranks
+        ]
         self.monitor.start()
         for dog in dogs:
             dog.connect("here", "127.0.0.1", self.monitor.port)
@@ -261,11 +265,13 @@ VANISHING = """
     import json, subprocess, sys, time
     import torch.distributed
     from distribuuuu.distributed import watchdog, watchdog_monitor
+    from distribuuuu.launch.detect import Launch
     watchdog_monitor.UNREACHABLE_S = 3
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     store = torch.distributed.HashStore()
-    dogs = [watchdog.Watchdog(rank, 2, store, 600, 600, sys.argv[1]) for rank in (0, 1)]
-    monitor = watchdog_monitor.Monitor(store, [dog.state for dog in dogs], 600, 600)
+    launches = [Launch("test", rank, 0, 2, "here") for rank in (0, 1)]
+    dogs = [watchdog.Watchdog(launch, store, (600, 600), sys.argv[1]) for launch in launches]
+    monitor = watchdog_monitor.Monitor(store, [dog.state for dog in dogs], (600, 600))
     monitor.start()
     watchdog.end_process = lambda status: print("the process ends", status, flush=True)
     dogs[1].connect("here", "127.0.0.1", monitor.port)
@@ -395,7 +401,7 @@ def test_a_consequence_without_a_cause_is_a_failure(group, monkeypatch):
 def test_four_thousand_processes_send_a_limited_number_of_requests(group):
     assert period_s(8) == 0.05 and period_s(4096) * watchdog_monitor.MAX_REQUESTS_PER_S == 2 * 4096
     run = group(1)
-    dog = Watchdog(0, 1, run.store, 60, 60, run.folder)
+    dog = Watchdog(Launch("test"), run.store, (60, 60), run.folder)
     for count in (2, 1):  # of a process, and of the monitor for all processes
         before = run.store.num_requests
         if count == 2:
