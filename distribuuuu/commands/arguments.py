@@ -23,11 +23,11 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
+from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import (
     STATUS_OF,
     RunStopped,
     SignalState,
-    die_with_parent,
     end_process,
     exit_now,
     handled_by,

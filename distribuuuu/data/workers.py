@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import multiprocessing.connection
-import os
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ from distribuuuu.data.samples import Batch, Samples
 from distribuuuu.data.shared_batches import BatchMemory
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.signals import set_up_worker_signals
+from distribuuuu.launch.processes import set_up_worker
 
 # Batches that each worker prepares ahead; more than two cost memory and gain nothing.
 PREFETCH = 2
@@ -260,7 +259,7 @@ class ProcessPool(Pool):
             pin_memory=pin_memory,
             persistent_workers=True,
             prefetch_factor=PREFETCH,
-            worker_init_fn=functools.partial(_set_up_worker, parent=os.getpid()),
+            worker_init_fn=_set_up_worker,
             # From Python 3.14, fork is not the default.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
@@ -320,14 +319,14 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _set_up_worker(worker_id: int, parent: int) -> None:
+def _set_up_worker(worker_id: int) -> None:
     """Let a worker exit with its parent, and leave all objects as they were at the fork.
 
     Otherwise, the garbage collector could shut down workers of the parent here, with tracebacks of multiprocessing; it
     would also write to the memory of all objects, which would no longer be shared.
     """
     gc.freeze()
-    set_up_worker_signals(parent)
+    set_up_worker()
 
 
 @contextlib.contextmanager

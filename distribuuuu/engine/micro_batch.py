@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
-import os
 import socket
 import tempfile
 import zlib
@@ -32,7 +31,7 @@ from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.setup import build_run, set_backends
 from distribuuuu.launch.detect import Launch, detect_launch, is_restart
 from distribuuuu.launch.host import tune_malloc
-from distribuuuu.launch.signals import die_with_parent
+from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.records.environment import address_space_limit, list_memory_limits, local_peak_bytes, read_sizes
 from distribuuuu.records.predictions import build_recorder
 from distribuuuu.records.run_log import logging_to
@@ -280,8 +279,6 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T | str:
 
 def _send_result(sender: Connection, function: Callable, *args: Any) -> None:
     die_with_parent()
-    if os.getppid() != getattr(multiprocessing.parent_process(), "pid", None):  # it has ended before the line above
-        os._exit(1)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     tune_malloc()

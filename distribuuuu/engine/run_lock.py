@@ -20,6 +20,7 @@ from typing import IO, Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import LOCK
 from distribuuuu.distributed import comm as dist
+from distribuuuu.launch.detect import describe_job
 
 try:
     import fcntl
@@ -185,14 +186,10 @@ def _write_holder(file: IO) -> None:
 
 def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the content of the lock file: host, pid, start time, and the job with its number of restarts."""
-    job, restarts = "", "0"
-    if "SLURM_JOB_ID" in env:
-        job, restarts = f"Slurm job {env['SLURM_JOB_ID']}", env.get("SLURM_RESTART_COUNT", "0")
-    elif env.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        job, restarts = f"torchrun {env['TORCHELASTIC_RUN_ID']}", env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job, restarts = describe_job(env)
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _start_of(os.getpid()), "started": now,
-            "job": job, "restarts": int(restarts) if restarts.isdigit() else 0}  # fmt: skip
+            "job": job, "restarts": restarts}  # fmt: skip
 
 
 def _read_holder(file: IO) -> dict[str, Any]:

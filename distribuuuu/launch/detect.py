@@ -76,8 +76,21 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
 
 def is_restart(env: Mapping[str, str] = os.environ) -> bool:
     """Tell whether Slurm (requeue) or torchrun (--max-restarts) has restarted the run."""
-    counts = (env.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
-    return any(count.isdigit() and int(count) > 0 for count in counts)
+    return any(_count_restarts(env, launcher) > 0 for launcher in ("SLURM", "TORCHELASTIC"))
+
+
+def describe_job(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return the job of Slurm or the run of torchrun, '' without a name, and the number of its restarts."""
+    if "SLURM_JOB_ID" in env:
+        return f"Slurm job {env['SLURM_JOB_ID']}", _count_restarts(env, "SLURM")
+    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return f"torchrun {env['TORCHELASTIC_RUN_ID']}", _count_restarts(env, "TORCHELASTIC")
+    return "", 0
+
+
+def _count_restarts(env: Mapping[str, str], launcher: str) -> int:
+    count = env.get(f"{launcher}_RESTART_COUNT", "0")
+    return int(count) if count.isdigit() else 0
 
 
 def was_launched(env: Mapping[str, str] = os.environ) -> bool:

@@ -8,9 +8,9 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.ports import LOOPBACK, find_free_port
+from distribuuuu.launch.processes import start_command
 from distribuuuu.launch.signals import handled_by
 
 # Seconds that the other processes have to exit after one has failed; the watchdog stops them within two.
@@ -21,15 +21,14 @@ POLL_S = 0.05
 def run_processes(num: int, command: Sequence[str]) -> int:
     """Run a command as processes 0 to num - 1 of one run; return the first nonzero exit status, else 0.
 
-    Each has its own session, so that only this process receives a Ctrl-C; it forwards each signal once to all of them.
-    If this process dies, the kernel signals them (see signals.die_with_parent).
+    Only this process receives a Ctrl-C; it forwards each signal once to all of them. They exit with it.
     """
+    run_id = uuid.uuid4().hex
     shared = {
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(find_free_port()),
-        NPROC_MARK: f"{os.getpid()} {uuid.uuid4().hex}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // num)),
     }
     processes: list[subprocess.Popen] = []
@@ -41,8 +40,8 @@ def run_processes(num: int, command: Sequence[str]) -> int:
     with handled_by(forward, on_quit=forward):
         try:
             for rank in range(num):
-                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=env, start_new_session=True))
+                env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(start_command(command, run_id, env))
             return _wait_for(processes)
         finally:
             for process in processes:

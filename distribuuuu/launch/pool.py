@@ -1,7 +1,6 @@
 """Process pool that yields its results in the order of the images."""
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator
@@ -10,7 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.launch.signals import die_with_parent, ignore_signals
+from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.signals import ignore_signals
 
 # Images per task of a worker, and the maximum number of pending tasks per worker.
 CHUNK = 4
@@ -38,7 +38,7 @@ def map_in_order(
         yield from ((chunk, [function(index) for index in chunk]) for chunk in chunks)
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (function, os.getpid()))
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (function,))
     pending: deque[tuple[range, Future]] = deque()
     try:
         for chunk in chunks:
@@ -55,15 +55,13 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(function: Callable[[int], Any], parent: int) -> None:
+def _start_worker(function: Callable[[int], Any]) -> None:
     """Ignore signals except the SIGTERM of the pool, and die with the parent."""
     global _function
     _function = function
     ignore_signals()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
     import torch
 
     torch.set_num_threads(1)

@@ -6,17 +6,14 @@ prints the stacks of all threads; the run continues.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
 REQUEUE = 75
@@ -29,7 +26,6 @@ if hasattr(signal, "SIGUSR1"):  # not on Windows
 OUT_OF_TIME = 1000
 # Launchers forward what the terminal or Slurm has sent to every process; within this time it is the same signal.
 ECHO_S = 1.0
-_PR_SET_PDEATHSIG = 1
 # Name of the thread that writes checkpoints, and the seconds it has when the process has to exit: enough for one or two
 # GiB. A failed process takes about as long until it prints its error.
 WRITER_NAME = "checkpoint writer"
@@ -192,35 +188,8 @@ class SignalState:
             SignalState.on_second_signal(signum)
 
 
-def die_with_parent(signum: int | None = None) -> None:
-    """Make the kernel send a signal (SIGKILL) to this process when its parent exits (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL if signum is None else signum))
-
-
 def ignore_signals() -> None:
     """Ignore the signals of `handled_by` in a process that its parent stops."""
     signal.set_wakeup_fd(-1)  # inherited from the parent
     for signum in (*STATUS_OF, getattr(signal, "SIGQUIT", signal.SIGINT)):
         signal.signal(signum, signal.SIG_IGN)
-
-
-def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error of a worker, except that the reader of its batches has exited."""
-    if not issubclass(kind, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
-
-
-def set_up_worker_signals(parent: int) -> None:
-    """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
-
-    Slurm signals every process of a step, the terminal every process in the foreground.
-
-    Args:
-        parent: process id of the loading process.
-    """
-    ignore_signals()
-    sys.excepthook = _print_error
-    die_with_parent()
-    if os.getppid() != parent:  # it exited before the line above
-        os._exit(1)

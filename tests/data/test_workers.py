@@ -30,7 +30,7 @@ from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers, sta
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.signals import set_up_worker_signals
+from distribuuuu.launch.processes import set_up_worker
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -647,10 +647,8 @@ def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
 
 
 def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
-    parent = os.getpid()
-
     def fail(error: Exception) -> None:
-        set_up_worker_signals(parent)
+        set_up_worker()
         sys.excepthook(type(error), error, None)
 
     for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):

@@ -27,7 +27,8 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
-from distribuuuu.launch.signals import die_with_parent, ignore_signals
+from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progress
 from distribuuuu.tasks.base import task_name
 

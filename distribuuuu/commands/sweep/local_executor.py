@@ -8,8 +8,8 @@ from pathlib import Path
 
 from distribuuuu.commands.sweep.trials import CONSOLE_FILE, Job
 from distribuuuu.config.run_files import LOCK
-from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.launch.host import count_cores
+from distribuuuu.launch.processes import start_command
 
 try:
     import fcntl
@@ -55,15 +55,13 @@ class LocalExecutor:
 
 
 def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
-    """Start a job on some cores, in a session of its own: only this process receives a Ctrl-C."""
+    """Start a job on some cores."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, **env, NPROC_MARK: f"{os.getpid()} sweep"}  # it exits with this process, see launch/detect.py
     before = _list_cores()
     _use_cores(cores)  # inherited
     try:
         with open(job.folder / CONSOLE_FILE, "ab") as console:
-            return subprocess.Popen(job.command, env=env, start_new_session=True, stdin=subprocess.DEVNULL,
-                                    stdout=console, stderr=console)  # fmt: skip
+            return start_command(job.command, "sweep", env, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
     finally:
         _use_cores(before)
 

@@ -1,0 +1,54 @@
+"""Child processes that die with their parent."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from distribuuuu.launch.detect import NPROC_MARK
+from distribuuuu.launch.signals import ignore_signals
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: int | None = None) -> None:
+    """Make the kernel send a signal (SIGKILL) to this process when its parent exits (Linux).
+
+    A process of multiprocessing whose parent has exited before the call exits at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL if signum is None else signum))
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def set_up_worker() -> None:
+    """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
+
+    Slurm signals every process of a step, the terminal every process in the foreground.
+    """
+    ignore_signals()
+    sys.excepthook = _print_error
+    die_with_parent()
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error of a worker, except that the reader of its batches has exited."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def start_command(command: Sequence[str], name: str, env: dict[str, str], **streams: Any) -> subprocess.Popen:
+    """Start a command of this package that exits with this process, see `detect.has_lost_launcher`.
+
+    It has a session of its own: only this process receives a Ctrl-C. `name` tells its run from others; `streams` are
+    arguments of `subprocess.Popen`.
+    """
+    env = {**os.environ, **env, NPROC_MARK: f"{os.getpid()} {name}"}
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
