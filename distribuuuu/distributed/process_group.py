@@ -62,24 +62,20 @@ def find_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-class _Early:
-    """The store of this start, if it was needed before the process group."""
-
-    store: torch_dist.PrefixStore | None = None
+@functools.cache
+def _join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
+    """Return the store of this start, which a process joins once: before the process group if it has to `exchange`."""
+    return create_store(launch, timeout_s)
 
 
 def exchange(launch: Launch, number: int, timeout_s: float, startup_timeout_s: float) -> list[int]:
     """Return the number of every process in the order of ranks, before `process_group`, on every process.
 
-    Args:
-        launch: rank and world size of this process.
-        number: its number.
-        timeout_s: seconds to wait for the other processes to start.
-        startup_timeout_s: seconds to wait for their numbers.
+    Waits `timeout_s` seconds for the other processes to start, and `startup_timeout_s` seconds for their numbers.
     """
     if launch.world_size == 1:
         return [number]
-    store = _Early.store = _Early.store or create_store(launch, timeout_s)
+    store = _join(launch, timeout_s)
     turn = store.add(f"turn of {launch.rank}", 1)
     store.set(f"number {turn} of {launch.rank}", str(number))
     keys = [f"number {turn} of {rank}" for rank in range(launch.world_size)]
@@ -106,8 +102,7 @@ def process_group(
     interpreter deadlocks the child.
 
     Args:
-        launch: rank and world size of this process.
-        device: its device.
+        launch, device: rank and world size of this process, and its device.
         timeout_s: seconds to wait for the other processes.
         backend: 'nccl', 'gloo', or 'auto': nccl on CUDA, else gloo.
         report_dir: receives the stacks of all processes on a time-out.
@@ -132,7 +127,8 @@ def process_group(
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store, _Early.store = _Early.store or create_store(launch, timeout_s), None
+    store = _join(launch, timeout_s)
+    _join.cache_clear()
     if backend == "nccl":
         check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
