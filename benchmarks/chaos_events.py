@@ -1,5 +1,6 @@
 """Events of chaos.py: the fault that each injects into a training, and the steps that it may cost (Linux)."""
 
+import contextlib
 import random
 import re
 import resource
@@ -112,6 +113,12 @@ class Progress:
         """Return the newest checkpoint according to the file names."""
         return (self._checkpoints.list() or [None])[-1]
 
+    def newest_size(self) -> int:
+        """Return the bytes of the newest checkpoint; a living run may remove it meanwhile."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return self.newest().stat().st_size
+
     def valid(self) -> list[Path]:
         """Return the two newest readable checkpoints, oldest first."""
         found: list[Path] = []
@@ -183,10 +190,9 @@ def inject(event: Event, run: TrainingProcess, progress: Progress, rng: random.R
 
 def fill_disk(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
     """Let the run make some steps on a full disk; for 'disk full', free space and wait for a checkpoint."""
-    checkpoint = progress.newest()
     files = [path for path in progress.out_dir.rglob("*") if path.is_file() and ".pth.tar" not in path.name]
     limit = max(path.stat().st_size for path in [*files, Path(f"{run.out_dir}.console")]) + ROOM
-    if limit >= checkpoint.stat().st_size:
+    if limit >= progress.newest_size():
         raise RuntimeError("the records are larger than a checkpoint; fix: fewer --events per run")
     before = progress.of_record(run.records()[-1])
     run.limit_files(limit)

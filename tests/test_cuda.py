@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.commands import command_module
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
 from support.processes import on_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import snapshot
-from distribuuuu.commands.probe import feature_probe as probe
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
@@ -357,6 +357,7 @@ def test_a_prediction_is_read_while_the_device_computes_the_next_one(small_cfg, 
 
 
 def test_the_answers_of_a_probe_are_read_at_its_end(monkeypatch):
+    probe = command_module("probe.feature_probe")
     monkeypatch.setattr(probe, "_QUERIES", 4)
     monkeypatch.setattr(probe, "_ROWS", 4)
     with fake_cuda(monkeypatch) as timeline:

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from support.commands import command_module
 from support.images import find_data
 from support.runs import ROOT, small_options
 from support.saved_runs import torch_predict
 
 from distribuuuu import load_run
-from distribuuuu.commands.doctor.findings import examine
-from distribuuuu.commands.doctor.layout import open_folder
 from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
@@ -114,8 +113,8 @@ def test_an_onnx_file_answers_as_the_run_on_clothing10(clothing_run, tmp_path):
 
 
 def check(root: Path) -> dict:
-    scan = scan_images(open_folder(root), DEFAULTS, 2, lambda num: None)
-    return examine(scan, find_groups(scan, DEFAULTS), DEFAULTS)
+    scan = scan_images(command_module("doctor.layout").open_folder(root), DEFAULTS, 2, lambda num: None)
+    return command_module("doctor.findings").examine(scan, find_groups(scan, DEFAULTS), DEFAULTS)
 
 
 def test_clothing10_has_no_findings(clothing):

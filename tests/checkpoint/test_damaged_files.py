@@ -18,6 +18,7 @@ import fuzz_readback
 import numpy as np
 import pytest
 import torch
+from support.commands import command_module
 from support.processes import on_processes
 from support.runs import newest, records
 from support.states import make_state, original_checkpoint
@@ -25,7 +26,6 @@ from support.states import make_state, original_checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import check_resumable, load_optimizer
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
-from distribuuuu.commands.table.table import read_reported
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.packed.dataset import Packed
@@ -429,7 +429,7 @@ def test_yaml_without_bounds_is_refused_in_a_file(tmp_path, kind):
     with pytest.raises(ConfigError, match=f"--cfg {path}: not a valid YAML config: .*{said}"):
         load_cfg(str(path))
     problems: list[str] = []
-    assert read_reported(path, problems) == {} and said in problems[0]
+    assert command_module("table.table").read_reported(path, problems) == {} and said in problems[0]
 
 
 @pytest.mark.parametrize(

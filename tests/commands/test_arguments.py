@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from support.commands import command_module
 from support.images import draw_folder
 from support.runs import ROOT, run_tool, small_options
 from support.tiers import slow
 
 from distribuuuu.commands.arguments import parse_args
-from distribuuuu.commands.pack.pack import parse_args as parse_pack_args
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.foreign_names import EQUIVALENTS
@@ -157,7 +157,7 @@ def test_every_unknown_flag_and_every_other_problem_is_reported_at_once(tmp_path
         "OPTIM.LR_POLICY (command line): got 'cosine'",
     ]
     with pytest.raises(ConfigError, match="did you mean --workers or TRAIN.WORKERS 3"):
-        parse_pack_args([str(tmp_path), "--worker", "3"])
+        command_module("pack.pack").parse_args([str(tmp_path), "--worker", "3"])
 
 
 def test_the_words_for_flags_are_options():

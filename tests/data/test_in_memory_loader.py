@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.commands import command_module
 from support.images import draw_folder, needs
 from support.packs import pack as make_pack
 from support.tiers import pairwise
@@ -135,6 +136,7 @@ def test_a_set_that_does_not_fit_is_a_clear_error(small_cfg, monkeypatch):
 @pytest.fixture(scope="module")
 def folder_and_packs(tmp_path_factory):
     """A folder of odd images, the pack of its files, and the pack of its pixels."""
+    command_module("pack.pack")
     root = tmp_path_factory.mktemp("packs")
     for split in ("train", "val"):
         draw_folder(root / "folder", split, {"ant": 14, "bee": 13, "cat": 14}, (50, 44))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import command_module
 from support.runs import TRAIN_NET, assert_same_run, run_tool, small_options
 
 from distribuuuu import api
-from distribuuuu.commands.plan import measure_run
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import list_micro_batches
@@ -55,6 +55,7 @@ def test_workers_count_on_the_host_and_the_gpu_has_its_own_limit():
 
 
 def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch):
+    measure_run = command_module("plan.measure_run")
     """Its memory would be missing in the trials, and be counted twice."""
 
     def create_context(*args: object) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import is_deleted
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import run_files
@@ -67,6 +68,8 @@ def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path):
 )  # fmt: skip
 def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    if is_deleted(command[0]):
+        pytest.skip(f"{command[0]} has been deleted")
     assert dispatch("distribuuuu", command) == 2
     assert "expected a local path" in (said := capsys.readouterr().err) or "the root of the file system" in said
     assert not any(tmp_path.iterdir())
@@ -75,6 +78,8 @@ def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypat
 def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, command in (("metrics.jsonl", ("predict", "run", "photos")), ("results.json", ("report", "run"))):
+        if is_deleted(command[0]):
+            continue
         (tmp_path / name).write_text("mine")
         assert dispatch("distribuuuu", (*command, "--out", name)) == 2
         assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
@@ -89,6 +94,8 @@ def test_a_parent_of_a_missing_folder_is_no_path_and_no_command_creates_the_fold
         assert find_parent_problem(path) is None, path
     for command in (("train", "OUT_DIR", "new/..", "TRAIN.DATASET", "none"),
                     ("predict", "run", "photos", "--out", "new/../a.csv")):  # fmt: skip
+        if is_deleted(command[0]):
+            continue
         assert dispatch("distribuuuu", command) == 2
         assert "`..` follows new, which does not exist" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]

@@ -11,13 +11,12 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from support.commands import command_module
 from support.runs import small_options
 from support.tiers import pairwise
 
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.commands.export.exporter import open_evaluation_set
-from distribuuuu.commands.probe.feature_probe import open_labeled_images
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.shapes import SHAPES
 from distribuuuu.data.loader import build_loader
@@ -152,8 +151,10 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
     assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(SHAPES))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     for train in (False, True):
-        assert len(open_labeled_images(load_run(tmp_path / "foreign.pth.tar"), train))
-    assert len(open_evaluation_set(load_run(tmp_path / "foreign.pth.tar")))
+        assert len(
+            command_module("probe.feature_probe").open_labeled_images(load_run(tmp_path / "foreign.pth.tar"), train)
+        )
+    assert len(command_module("export.exporter").open_evaluation_set(load_run(tmp_path / "foreign.pth.tar")))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
     torch.save(content, tmp_path / "foreign.pth.tar")

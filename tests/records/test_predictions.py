@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn import metrics as reference
+from support.commands import command_module
 from support.images import write_label_lists
 from support.predictions import prediction_arrays
 from support.processes import on_processes
@@ -17,7 +18,6 @@ from support.runs import records, small_options, timeless
 from support.tiers import slow
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from distribuuuu.commands.report.prediction_figures import list_figures
 from distribuuuu.config import load_cfg
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
@@ -90,7 +90,7 @@ def test_the_bytes_depend_on_neither_batch_size_nor_processes(trained, small_cfg
     assert files[0].read_bytes() == files[1].read_bytes()
     content = read(tmp_path / "out")
     assert content.meta["epoch"] is None
-    expected, figures = reference_figures(content), list_figures(content)
+    expected, figures = reference_figures(content), command_module("report.prediction_figures").list_figures(content)
     for result in results:
         assert {name: result[name] / 100 for name in expected} == pytest.approx(expected, abs=1e-6)
     assert figures["accuracy"] == pytest.approx(expected["top1"], abs=1e-6)
@@ -125,7 +125,7 @@ def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
     assert content.label.sum(axis=1).tolist()[:4] == [0, 1, 2, 1]
     assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-5)
     assert np.allclose(content.probabilities(), torch.tensor(content.scores).sigmoid(), atol=1e-6)
-    figures, answers = list_figures(content), content.scores > 0
+    figures, answers = command_module("report.prediction_figures").list_figures(content), content.scores > 0
     expected = {
         "map": reference.average_precision_score(content.label, content.scores, average="macro"),
         "macro_recall": reference.recall_score(content.label, answers, average="macro"),

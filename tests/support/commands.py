@@ -1,5 +1,11 @@
 """The optional commands of the project: each can be deleted with its tests and its page."""
 
+from types import ModuleType
+
+import pytest
+
+from distribuuuu.commands.main import find_commands
+
 # Name -> what is deleted with it, relative to the root of the project.
 OPTIONAL_COMMANDS = {
     "doctor": ("distribuuuu/commands/doctor", "tests/commands/doctor", "docs/doctor.md"),
@@ -15,3 +21,24 @@ OPTIONAL_COMMANDS = {
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),
     "time": ("distribuuuu/commands/time", "tests/commands/time", "tools/time_net.py"),
 }
+
+
+def list_deleted_paths() -> list[str]:
+    """Return the paths of the commands that have been deleted, relative to the root of the project."""
+    return [path for name, paths in OPTIONAL_COMMANDS.items() if name not in find_commands() for path in paths]
+
+
+def is_deleted(name: str) -> bool:
+    """Tell whether a name is that of a command of the project that has been deleted."""
+    return name in OPTIONAL_COMMANDS and name not in find_commands()
+
+
+def command_module(name: str) -> ModuleType:
+    """Return a module of an optional command, e.g. "pack.packer"; skip the test where the command has been deleted."""
+    return pytest.importorskip(f"distribuuuu.commands.{name}")
+
+
+def requires(*names: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test where one of the commands has been deleted."""
+    missing = [name for name in names if name not in find_commands()]
+    return pytest.mark.skipif(bool(missing), reason=f"deleted: {', '.join(missing)}")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.commands import command_module
 from support.tiers import pairwise, slow
 
-from distribuuuu.commands.doctor import doctor
 from distribuuuu.commands.split import splitting as split_module
 from distribuuuu.commands.split.split import split
 from distribuuuu.commands.split.splitting import (
@@ -170,7 +170,12 @@ def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsy
     words = shlex.split(line.removeprefix("to train: distribuuuu train "))
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["TRAIN.DATASET"] == given["TEST.DATASET"] == printable(out)
-    assert doctor.doctor("distribuuuu doctor", [str(folder), "--format", "json", "--workers", "0"]) == 2
+    assert (
+        command_module("doctor.doctor").doctor(
+            "distribuuuu doctor", [str(folder), "--format", "json", "--workers", "0"]
+        )
+        == 2
+    )
     suggested = json.loads(capsys.readouterr().out)["suggested"]
     for key in ("TRAIN.IM_SIZE", "TEST.IM_SIZE"):
         assert int(given[key]) == suggested[key]

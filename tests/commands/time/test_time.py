@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -333,3 +334,11 @@ def test_only_the_main_process_warns(tmp_path, monkeypatch):
     monkeypatch.setattr(log.dist, "is_main", lambda: False)
     clock.run_epoch(0, wait=0.9, every=20)
     assert not clock.warnings
+
+
+def test_the_sample_of_the_docs_has_the_rows_of_the_table():
+    page = (ROOT / "docs" / "results.md").read_text()
+    rows = re.findall(r"^((?:model|loader|optimizer|training|per)\b.+?)  ", page, re.MULTILINE)
+    rooms = [ROOT / "distribuuuu" / "commands" / name for name in ("time", "measure")]
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    assert len(rows) >= 8 and not [row for row in rows if row not in source]

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, RangeServer, redirect, with_headers, wrong_range
@@ -21,6 +22,8 @@ from distribuuuu.data.packed import transport
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.transport import RemoteError
+
+parse_args, pack_split = command_module("pack.pack").parse_args, command_module("pack.packer").pack_split
 
 # Far more than any of these reads takes: a read that hangs fails the test.
 PATIENCE_S = 30

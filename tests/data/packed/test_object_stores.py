@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
+from support.commands import command_module
 from support.images import draw_folder
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
@@ -21,6 +22,8 @@ from distribuuuu.data.packed import block_order, transport
 from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
+
+pack_command = command_module("pack.pack").pack
 
 pytestmark = pytest.mark.slow
 pack_command = pytest.importorskip("distribuuuu.commands.pack.pack", reason="needs the command pack").pack

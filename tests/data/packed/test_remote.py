@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
+from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.range_server import RangeServer
@@ -39,6 +40,8 @@ from distribuuuu.data.packed.transport import RemoteError
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.launch.ports import find_free_port
+
+parse_args, pack_split = command_module("pack.pack").parse_args, command_module("pack.packer").pack_split
 
 KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
 

@@ -1,0 +1,74 @@
+"""Deletion of the optional commands in a copy of the project: nothing that remains needs them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import OPTIONAL_COMMANDS
+from support.runs import ROOT
+
+pytestmark = pytest.mark.slow
+
+# What only optional commands use; it is deleted with the last of them.
+SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "measure")]
+IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
+# Tests of the house, of the list of commands and of the pages.
+ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/test_docs.py")
+
+
+def copy_project(target: Path) -> Path:
+    """Copy the project without its own data and caches."""
+    shutil.copytree(ROOT, target, ignore=lambda folder, names: IGNORED(folder, names) if Path(folder) == ROOT else
+                    {name for name in names if name == "__pycache__"})  # fmt: skip
+    return target
+
+
+def delete(root: Path, paths) -> None:
+    for path in {root / name for name in paths}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def run(root: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run Python in the copy, with the package of the copy."""
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+
+
+def find_tests(root: Path, words) -> list[str]:
+    """Return the test files that name one of the words in quotes or as a module; only they can need what is deleted."""
+    pattern = re.compile(
+        "|".join(rf"""["' ]{word}["' ]|commands\.{word}\b|{word}_net|{word}_dataset""" for word in words)
+    )
+    files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.name != "test_deletion.py"]
+    named = [str(path.relative_to(root)) for path in files if pattern.search(path.read_text())]
+    return list(dict.fromkeys([*ALWAYS, *named]))
+
+
+def check_rest(root: Path, deleted) -> None:
+    """Check the list of commands, that all tests can be collected, and the tests that may have used what is deleted."""
+    listed = run(root, "-m", "distribuuuu", "--help")
+    names = re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE)
+    assert names[:2] == ["train", "test"] and not {*names} & {*deleted}, listed
+    collected = run(root, "-m", "pytest", "-n", "0", "-q", "--collect-only", "-m", "")
+    assert collected.returncode == 0, collected.stdout[-3000:]
+    done = run(root, "-m", "pytest", "-n", "0", "-q", *find_tests(root, deleted))
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONAL_COMMANDS if name != "compare"])
+def test_a_command_can_be_deleted_with_its_tests_and_its_page(name, tmp_path):
+    root = copy_project(tmp_path / "copy")
+    delete(root, OPTIONAL_COMMANDS[name])
+    check_rest(root, [other for other, paths in OPTIONAL_COMMANDS.items() if paths == OPTIONAL_COMMANDS[name]])
+
+
+def test_all_optional_commands_can_be_deleted(tmp_path):
+    root = copy_project(tmp_path / "copy")
+    delete(root, [path for paths in OPTIONAL_COMMANDS.values() for path in paths] + SHARED)
+    check_rest(root, list(OPTIONAL_COMMANDS))
