@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -76,6 +77,7 @@ def test_a_run_writes_the_expected_files(finished_run):
     expected = [[("train", epoch, step, 12) for step in (1, 2, 3, 4)] + [("eval", epoch, 4, 37)] for epoch in (1, 2)]
     assert kinds == sum(expected, [])
     assert load_cfg(str(finished_run / "config.yaml")).OUT_DIR == str(finished_run)
+    assert f"best top1: {content['best_acc1']:.2f} " in (finished_run / "train.log").read_text()
 
 
 def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run, small_cfg):
@@ -155,6 +157,31 @@ def test_stop_requests_are_exchanged_in_every_epoch_however_short_and_in_every_l
                 stop.check(phase)
     waits = [after - before for before, after in itertools.pairwise([0.0, *exchanged_at])]
     assert max(waits) < 31, "a signal before an epoch or within a long call waits for that only"
+
+
+def test_each_phase_of_a_run_begins(small_cfg, monkeypatch):
+    phases, begin_phase = [], StopRequest.begin_phase
+
+    def record(self, name: str = "") -> None:
+        phases.append(name)
+        begin_phase(self, name)
+
+    monkeypatch.setattr(StopRequest, "begin_phase", record)
+    train_model(small_cfg("EMA.HALF_LIFE", 50))
+    assert [name for name in phases if name] == ["training", "evaluation of raw", "evaluation of ema"] * 2
+
+
+def test_a_rollback_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, monkeypatch):
+    check_finite, num_rows = trainer.check_finite, itertools.count(1)
+
+    def fail_once(metrics):
+        return check_finite({**metrics, "loss": math.nan} if next(num_rows) == 4 else metrics)
+
+    monkeypatch.setattr(trainer, "check_finite", fail_once)
+    content = train_and_read(cfg := small_cfg("TRAIN.ON_NAN", "rollback", "CHECKPOINT.EVERY_STEPS", 4))
+    assert (content["num_rollbacks"], next(num_rows)) == (1, 11), "steps 3 and 4 are repeated"
+    rows = [(row["epoch"], row["step"]) for row in records(cfg.OUT_DIR) if row["kind"] == "train"]
+    assert rows == [(epoch, step) for epoch in (1, 2) for step in (1, 2, 3, 4)]
 
 
 class Wrapped(torch.nn.Module):

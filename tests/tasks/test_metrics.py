@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.tasks.meter import Meter
@@ -125,77 +124,26 @@ def test_batches_with_different_columns_are_added_one_by_one():
     assert meter.read() == {"count": 12, "loss": 1.0, "top1": 75.0}
 
 
-def read_share() -> tuple[dict, list[float]]:
+def read_shares() -> tuple[dict, dict]:
     with process_group(detect_launch(), CPU, 60):
-        meter = classification_meter(3)
+        labels, scores = classification_meter(3), multilabel_meter(4)
         for number in range(dist.rank()):  # rank 0 has no images
-            add(meter, *batch(3 + number, 10 * dist.rank() + number))
-        mean = dist.scaled_all_reduce([torch.tensor([float(dist.rank())]), torch.ones(2)])
-        return meter.read(), [mean[0].item(), mean[1].sum().item()]
+            add(labels, *batch(3 + number, 10 * dist.rank() + number))
+        if dist.rank():
+            part = slice(0, 5) if dist.rank() == 1 else slice(5, 41)
+            logits, targets = (torch.from_numpy(array[part]) for array in scored(41, 3, 10))
+            add(scores, torch.tensor(float(dist.rank())), logits, targets.float())
+        return labels.read(), scores.read()
 
 
-def test_sums_are_reduced_before_division():
+def test_sums_are_reduced_before_division_and_scores_are_joined():
     batches = [batch(3 + number, 10 * rank + number) for rank in range(3) for number in range(rank)]
-    for metrics, mean in on_processes(3, read_share):
-        assert metrics == pytest.approx(naive_metrics(batches))
-        assert mean == [1.0, 2.0]
-
-
-def test_collectives_work_without_a_process_group():
-    assert dist.scaled_all_reduce([torch.ones(1)])[0].item() == 1
-    assert (dist.rank(), dist.world_size(), dist.is_main(), dist.backend()) == (0, 1, True, "none")
-    assert dist.broadcast_object("x") == "x" and dist.gather_objects(3) == [3]
-    assert dist.local_main_first(lambda: 5) == 5
-    dist.barrier()
-    model = torch.nn.BatchNorm1d(2)
-    broadcast_buffers(model)
-    assert wrap_model(model, CPU, torch.ones(2, 2)) is model
-    assert dist.differentiable_sum(torch.ones(1)).item() == 1
-
-
-def receive_buffers() -> list[torch.Tensor]:
-    with process_group(detect_launch(), CPU, 60):
-        model = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.BatchNorm1d(2))
-        for number, buffer in enumerate(model.buffers()):
-            buffer.fill_(10 * dist.rank() + number)
-        broadcast_buffers(model)
-        return list(model.buffers())
-
-
-def test_every_process_gets_the_buffers_of_the_main_one():
-    for buffers in on_processes(2, receive_buffers):
-        assert [buffer.shape for buffer in buffers] == [(3,), (3,), (), (2,), (2,), ()]
-        assert all(bool((buffer == number).all()) for number, buffer in enumerate(buffers))
-
-
-def fetch(log) -> str:
-    with process_group(detect_launch(), CPU, 60):
-        return dist.local_main_first(lambda: fetch_once(log))
-
-
-def fetch_once(log) -> str:
-    if log.exists():
-        return "read"
-    log.write_text("here")
-    return "fetched"
-
-
-def test_local_main_first_lets_the_other_processes_wait(tmp_path):
-    assert on_processes(3, fetch, tmp_path / "log") == ["fetched", "read", "read"]
-
-
-def fail_first() -> str:
-    with process_group(detect_launch(), CPU, 60):
-        try:
-            dist.local_main_first(lambda: 1 / 0)
-        except ZeroDivisionError:
-            return "own error"
-        except dist.PeerError as error:
-            return str(error)
-
-
-def test_an_error_of_the_local_main_process_reaches_the_others():
-    assert on_processes(2, fail_first) == ["own error", "division by zero"]
+    meter, (scores, applies) = multilabel_meter(4), scored(41, 3, 10)
+    add(meter, torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
+    expected = meter.read()
+    for of_labels, of_scores in on_processes(3, read_shares):
+        assert of_labels == pytest.approx(naive_metrics(batches))
+        assert of_scores == pytest.approx(expected) and of_scores["map"] == expected["map"]
 
 
 def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
@@ -280,26 +228,6 @@ def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
         assert after.read() == (whole if is_kept else anew).read()
         after.load_state_dict([])
         assert after.read()["count"] == 0
-
-
-def read_scores_share() -> dict:
-    with process_group(detect_launch(), CPU, 60):
-        meter = multilabel_meter(4)
-        scores, applies = scored(41, 3, 10)
-        of_rank = [slice(0, 0), slice(0, 5), slice(5, 41)][dist.rank()]  # rank 0 has no images
-        if dist.rank():
-            logits, targets = torch.from_numpy(scores[of_rank]), torch.from_numpy(applies[of_rank]).float()
-            add(meter, torch.tensor(float(dist.rank())), logits, targets)
-        return meter.read()
-
-
-def test_map_over_processes_equals_map_over_all_images():
-    meter, (scores, applies) = multilabel_meter(4), scored(41, 3, 10)
-    add(meter, torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
-    expected = meter.read()
-    results = on_processes(3, read_scores_share)
-    assert [result["map"] for result in results] == [expected["map"]] * 3
-    assert results[0] == pytest.approx(expected)
 
 
 def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor, topk: int = 3) -> float:
