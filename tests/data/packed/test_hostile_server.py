@@ -1,7 +1,6 @@
 """Servers of others: whatever they answer, and however slowly, a read ends in time with an error that names the URL."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 import socket
@@ -76,11 +75,12 @@ def refusal_of(url: str, timeout_s: float = 0.4, start: int = 10, end: int = 40)
 # ------------------------------------------------------------------------------------------ answers
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_an_answer_without_end_is_given_up(server, name):
-    server.attack = ENDLESS[name]
-    assert "; fix: " in refusal_of(f"{server.url}/loop")
-    assert server.num_sent < MAX_SENT
+def test_an_answer_without_end_is_given_up(server):
+    for name, attack in ENDLESS.items():
+        server.attack = attack
+        before = server.num_sent
+        assert "; fix: " in refusal_of(f"{server.url}/loop"), name
+        assert server.num_sent - before < MAX_SENT, name
 
 
 def test_an_answer_that_contradicts_the_request_is_refused_at_once(server):
@@ -242,14 +242,15 @@ def test_a_slow_answer_is_no_failure_of_a_start(source, packed, monkeypatch):
     assert outcome_of(pack.read_meta, f"{source.url}/train")[1] == 30
 
 
-@pytest.mark.parametrize("name", ["dripped headers", "dripped body", "body", "negative chunk"])
-def test_a_hostile_server_of_packs_is_given_up(source, packed, tmp_path, name):
+def test_a_hostile_server_of_packs_is_given_up(source, packed, tmp_path, monkeypatch):
     images = open_pack(source, tmp_path, timeout_s=0.4)
-    source.attack = ENDLESS[name]
-    for read in (lambda: pack.read_meta(f"{source.url}/train"), lambda: images.read(0)):
-        assert isinstance(error := outcome_of(read), RemoteError) and str(error).startswith(f"{source.url}/train/")
-    assert isinstance(open_pack(source, tmp_path, timeout_s=0.4), RemoteError)
-    assert source.num_sent < MAX_SENT
+    for name in ("dripped headers", "dripped body", "body", "negative chunk"):
+        source.attack, before = ENDLESS[name], source.num_sent
+        monkeypatch.setattr(pack, "_failures", {})
+        for read in (lambda: pack.read_meta(f"{source.url}/train"), lambda: images.read(0)):
+            assert isinstance(error := outcome_of(read), RemoteError) and str(error).startswith(f"{source.url}/train/")
+        assert isinstance(open_pack(source, tmp_path, timeout_s=0.4), RemoteError)
+        assert source.num_sent - before < MAX_SENT
 
 
 def crafted(whole: bytes, change) -> bytes:
@@ -309,9 +310,8 @@ def test_a_file_is_stored_in_parts_and_read_once(tmp_path):
 
 def test_a_damaged_count_of_the_bytes_in_use_is_counted_again(tmp_path):
     files = DiskCache(tmp_path, 1000)
-    for text in ("-999999", "", "x", "9" * 5000, "\xff"):
+    for number, text in enumerate(("-999999", "", "x", "9" * 5000, "\xff")):
         (tmp_path / "usage").write_text(text)
-        name = hashlib.sha256(text.encode()).hexdigest()
-        files.fetch(name, lambda: bytes(100))
-        files.drop(name)
+        files.fetch(str(number), lambda: bytes(100))
+        files.drop(str(number))
         assert int((tmp_path / "usage").read_text()) == 100
