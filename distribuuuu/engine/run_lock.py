@@ -5,12 +5,8 @@ it with other hosts. The content of the file only describes the holder.
 """
 
 import contextlib
-import datetime
-import errno
-import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,23 +16,16 @@ from typing import IO, Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import LOCK
 from distribuuuu.distributed import comm as dist
+from distribuuuu.files import locks
 from distribuuuu.launch.detect import describe_job
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 # Seconds to wait for a training that may be exiting, e.g. after its launcher was killed.
 PATIENCE_S = 10.0
 POLL_S = 0.2
-# Fields of the file that describe the holder, and the number of characters read.
-_FIELDS = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
-_MAX_CHARACTERS = 4096
-# Errors of file systems without locks.
-_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+# Fields of the file that describe the holder.
+_FIELDS: dict[str, type] = {"host": str, "pid": int, "started": str, "job": str, "restarts": int}
 
 
 class OutDirLocked(ConfigError):
@@ -76,7 +65,7 @@ class RunLock:
 
     def __init__(self, file: IO, path: Path):
         self._file, self._path, self._folder = file, path, os.stat(path.parent)
-        self._own = _read_holder(file)
+        self._own = locks.read_holder(file, _FIELDS)
         self._changing = threading.Lock()
 
     def find_loss(self) -> str | None:
@@ -89,7 +78,7 @@ class RunLock:
             if self._file.closed:
                 return None
             try:
-                return None if _is_at(self._file, self._path) else self._lock_again()
+                return None if locks.is_at(self._file, self._path) else self._lock_again()
             except OSError:  # e.g. of a network file system; the write will tell
                 return None
 
@@ -111,13 +100,13 @@ class RunLock:
     def _is_copied(self) -> bool:
         """Tell whether the folder is a copy of that of this run, which has its lock file."""
         with contextlib.suppress(OSError), open(self._path, encoding="utf-8") as file:
-            return bool(self._own) and _read_holder(file) == self._own
+            return bool(self._own) and locks.read_holder(file, _FIELDS) == self._own
         return False
 
     def release(self) -> None:
         """Delete and unlock the file."""
         with self._changing, contextlib.suppress(OSError), self._file:
-            if _is_at(self._file, self._path):
+            if locks.is_at(self._file, self._path):
                 os.unlink(self._path)
 
 
@@ -128,16 +117,16 @@ def _acquire(path: Path, patience_s: float | None = None) -> tuple[IO | None, st
     while True:
         try:
             file = open(path, "a+", encoding="utf-8")
-            is_locked = _try_lock(file)
+            is_locked = locks.try_lock(file, is_inherited=False)  # loader workers may live longer
         except OSError as error:
             return None, f"OUT_DIR: {path} cannot be written: {error.strerror or error}"
-        holder = _read_holder(file)
-        if is_locked is None and not _is_running_here(holder):
+        holder = locks.read_holder(file, _FIELDS)
+        if is_locked is None and not locks.is_running_here(holder):
             logger.warning("OUT_DIR: the file system of %s has no locks: a second training in the same folder is not "
                            "detected", path.parent)  # fmt: skip
             is_locked = True
-        if is_locked and _is_at(file, path):
-            _write_holder(file)
+        if is_locked and locks.is_at(file, path):
+            locks.write_holder(file, describe_holder())
             return file, None
         file.close()
         if is_locked:  # of a file that its holder has deleted meanwhile
@@ -153,66 +142,10 @@ def _acquire(path: Path, patience_s: float | None = None) -> tuple[IO | None, st
         time.sleep(POLL_S)
 
 
-def _try_lock(file: IO) -> bool | None:
-    """Try to lock a file; return whether it succeeded, or None if the file system has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loader workers, which may live longer
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return None
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
-
-
-def _is_at(file: IO, path: Path) -> bool:
-    """Tell whether an open file is still the one at its path: its holder deletes it."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _write_holder(file: IO) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the lock has no description
-        file.truncate(0)
-        file.write(json.dumps(describe_holder()) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def describe_holder(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the content of the lock file: host, pid, start time, and the job with its number of restarts."""
     job, restarts = describe_job(env)
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _start_of(os.getpid()), "started": now,
-            "job": job, "restarts": restarts}  # fmt: skip
-
-
-def _read_holder(file: IO) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        file.seek(0)
-        holder = json.loads(file.read(_MAX_CHARACTERS))
-        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in _FIELDS} == _FIELDS:
-            return holder
-    return {}
-
-
-def _start_of(pid: int) -> str | None:
-    """Return the start of a process of this host, in clock ticks since boot; None: it has ended or is unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return None
-
-
-def _is_running_here(holder: dict[str, Any]) -> bool:
-    """Tell whether the holder is a live process of this host; the start time excludes a reused pid."""
-    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
-        return False
-    return holder.get("pid_started") is not None and _start_of(holder["pid"]) == holder["pid_started"]
+    return {**locks.describe_process(), "job": job, "restarts": restarts}
 
 
 def _is_earlier_start(holder: dict[str, Any]) -> bool:

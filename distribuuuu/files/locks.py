@@ -1,10 +1,15 @@
-"""Exclusive file locks: one process does the work while the others wait for its result."""
+"""Locks of files and folders by the kernel, which end with their process, and the description of a lock's holder."""
 
 import contextlib
+import datetime
+import errno
+import json
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 try:
     import fcntl
@@ -14,6 +19,37 @@ except ImportError:  # Windows
 # Seconds to wait for another process, which may be suspended or have lost its disk, before doing the work as well.
 LONGEST_WAIT_S = 600.0
 POLL_S = 0.02
+# Errors of file systems without locks.
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+# Characters of a description that are read.
+_MAX_CHARACTERS = 4096
+
+
+def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
+    """Lock an open file or folder until it is closed or the process ends.
+
+    Args:
+        file: the file or its descriptor; without `is_inherited` it must be open for writing.
+        is_inherited: child processes that inherit the file hold the lock too, and may live longer.
+
+    Returns:
+        Whether the lock is held; False: by another process; None: the file system has no locks.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    if fcntl is None:
+        return None
+    lock = fcntl.flock if is_inherited else fcntl.lockf
+    try:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
 
 
 def lock_file(descriptor: int, timeout_s: float) -> bool:
@@ -23,17 +59,26 @@ def lock_file(descriptor: int, timeout_s: float) -> bool:
         False if another process holds the lock until the timeout; True also where locks are not supported.
     """
     deadline = time.monotonic() + timeout_s
-    while fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
+    with contextlib.suppress(OSError):
+        while try_lock(descriptor) is False:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
-        except OSError:  # a file system without locks
-            break
     return True
+
+
+@contextlib.contextmanager
+def try_lock_folder(folder: Path) -> Iterator[bool | None]:
+    """Hold the lock of a folder for the length of the block; yield as `try_lock`.
+
+    Raises:
+        OSError: the folder cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -49,3 +94,53 @@ def take_turn(file: Path, timeout_s: float = LONGEST_WAIT_S) -> Iterator[int]:
         # The disk may belong to another machine, whose clock sets the modification times of folders.
         os.utime(lock.name)
         yield os.fstat(lock.fileno()).st_mtime_ns
+
+
+def is_at(file: IO, path: Path) -> bool:
+    """Tell whether an open file is still the one at its path: the holder of a lock may delete it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------------------- description of the holder
+
+
+def describe_process() -> dict[str, Any]:
+    """Return host, pid, the start of this process in clock ticks since boot, and the time now."""
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _start_of(os.getpid()), "started": now}
+
+
+def write_holder(file: IO, holder: dict[str, Any]) -> None:
+    """Replace the content of a locked file by the description of its holder; on a full disk it has none."""
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(json.dumps(holder) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_holder(file: IO, types: Mapping[str, type]) -> dict[str, Any]:
+    """Return the description of a lock's holder; an empty one if it is damaged: its entries have these types."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        file.seek(0)
+        holder = json.loads(file.read(_MAX_CHARACTERS))
+        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in types} == types:
+            return holder
+    return {}
+
+
+def is_running_here(holder: dict[str, Any]) -> bool:
+    """Tell whether the holder is another live process of this host; the start time excludes a reused pid."""
+    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
+        return False
+    return holder.get("pid_started") is not None and _start_of(holder["pid"]) == holder["pid_started"]
+
+
+def _start_of(pid: int) -> str | None:
+    """Return the start of a process of this host; None: it has ended or is unknown."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None

@@ -25,6 +25,7 @@ from distribuuuu.config import load_cfg
 from distribuuuu.engine import run_lock
 from distribuuuu.engine.run_lock import OutDirLocked, describe_holder, lock_out_dir
 from distribuuuu.engine.setup import open_run
+from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -96,7 +97,7 @@ def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
         with lock_out_dir(tmp_path):
             assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
             other = open(tmp_path / "other", "a+")
-            assert run_lock._try_lock(other) and not run_lock._is_at(other, tmp_path / ".lock")
+            assert locks.try_lock(other, is_inherited=False) and not locks.is_at(other, tmp_path / ".lock")
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
@@ -236,7 +237,7 @@ def test_where_there_are_no_locks_a_warning_and_the_process_of_this_host_count(t
         raise OSError(errno.ENOLCK, "No locks available")
 
     with held(tmp_path) as holder:
-        monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+        monkeypatch.setattr(locks.fcntl, "lockf", refuse)
         with pytest.raises(OutDirLocked, match=f"pid {holder.pid}"), lock_out_dir(tmp_path):
             pass
         record = json.loads((tmp_path / ".lock").read_text())
@@ -256,7 +257,7 @@ def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, 
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     (tmp_path / ".lock").write_bytes(record)
     monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(run_lock, "_try_lock", lambda file: False)
+    monkeypatch.setattr(run_lock.locks, "try_lock", lambda file, **options: False)
     with pytest.raises(OutDirLocked, match="unknown process"), run_lock.lock_out_dir(tmp_path):
         pass
 

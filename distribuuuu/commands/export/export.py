@@ -1,7 +1,6 @@
 """The command `export`: write a trained model to a folder for other programs, and check it."""
 
 import argparse
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import check_out
+from distribuuuu.files.new_folder import delete_temporary_folders
 from distribuuuu.launch.signals import exit_now, handled_by
 
 SUMMARY = "write a model for timm, ONNX, torch.export; check it"
@@ -61,7 +61,7 @@ def run_export(flags: argparse.Namespace) -> int:
     if flags.check_images < 0:
         raise ConfigError(f"--check-images: got {flags.check_images}; expected 1 or more, or 0 for all images")
     from distribuuuu.commands.export.card_code import list_limits
-    from distribuuuu.commands.export.exporter import check_arguments, check_format, export_run, temporary_folders
+    from distribuuuu.commands.export.exporter import check_arguments, check_format, export_run
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.inference.loaded_run import CPU
 
@@ -70,8 +70,7 @@ def run_export(flags: argparse.Namespace) -> int:
     check_arguments(flags.to, out, flags.push)
 
     def stop(signum: int) -> None:
-        for folder in temporary_folders(out):
-            shutil.rmtree(folder, ignore_errors=True)
+        delete_temporary_folders(out)
         exit_now(signum)
 
     with handled_by(stop):

@@ -1,13 +1,11 @@
 """Export of a trained model to a folder that other programs load, checked by the code of its card."""
 
 import contextlib
-import glob
 import io
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +23,12 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.files.atomic_file import sync_folder
+from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.records.results import describe_evaluation, replace_nonfinite
-
-try:
-    import fcntl
-except ImportError:  # Windows: no leftovers are deleted
-    fcntl = None  # type: ignore[assignment]
 
 _SAFETENSORS = "model.safetensors"
 # Images of the check, evenly spaced over the evaluation set.
@@ -184,71 +177,12 @@ def check_arguments(to: str, out: Path, push: str = "") -> None:
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target` that takes its name when the block ends; else it is deleted.
-
-    What killed exports to `target` have left is deleted too: a folder without a lock by a living process.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    name = f".{target.absolute().name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
-    temporary = target.absolute().with_name(name)
+    """Yield as `new_folder`; raise ConfigError if it cannot be written."""
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        _delete_leftovers(target)
-        temporary.mkdir()
-        with _locked(temporary):
-            yield temporary
-        sync_folder(temporary)
-        os.replace(temporary, target.absolute())
+        with new_folder(target) as folder:
+            yield folder
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the kernel's lock of a folder, which ends with the process; yield False if it is taken or not supported."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        is_held = fcntl is not None
-        try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # taken, or the file system has no locks
-            is_held = False
-        yield is_held
-    finally:
-        os.close(descriptor)
-
-
-def _delete_leftovers(target: Path) -> None:
-    """Delete the temporary folders that dead processes have left of exports to `target`."""
-    parent, pattern = target.absolute().parent, rf"\.{re.escape(target.absolute().name)}\.(\d+)\.[0-9a-f]{{16}}\.tmp"
-    for entry in sorted(parent.iterdir()) if fcntl else ():
-        found = re.fullmatch(pattern, entry.name)
-        if not found or entry.is_symlink() or not entry.is_dir() or _is_running(int(found[1])):
-            continue
-        with contextlib.suppress(OSError), _locked(entry) as is_dead:
-            if is_dead:
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Tell whether a process of this machine may be running; a folder on a file server may be another machine's."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def temporary_folders(target: Path) -> list[Path]:
-    """Return the temporary folders of this process for an export to `target`."""
-    return list(target.absolute().parent.glob(f".{glob.escape(target.absolute().name)}.{os.getpid()}.*.tmp"))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from distribuuuu.data.packed.format import (
     read_index_file,
     shard_header,
 )
-from distribuuuu.files.locks import lock_file
+from distribuuuu.files.locks import try_lock_folder
 from distribuuuu.launch.pool import map_in_order
 
 if TYPE_CHECKING:
@@ -185,17 +185,15 @@ def _fingerprint(encoder: "Encoder") -> dict[str, int]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Create the folder and lock it for the duration of the block."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}") from error
-    try:
-        if not lock_file(descriptor, timeout_s=0):
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_locked = stack.enter_context(try_lock_folder(folder))
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}") from error
+        if is_locked is False:
             raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:

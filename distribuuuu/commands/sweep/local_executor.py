@@ -8,13 +8,9 @@ from pathlib import Path
 
 from distribuuuu.commands.sweep.trials import CONSOLE_FILE, Job
 from distribuuuu.config.run_files import LOCK
+from distribuuuu.files.locks import try_lock
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.processes import start_command
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class LocalExecutor:
@@ -78,13 +74,8 @@ def _use_cores(cores: set[int]) -> None:
 
 def is_locked(folder: Path) -> bool:
     """Tell whether a training, e.g. of a killed sweep, still runs in a folder; False without file locks."""
-    if fcntl is None:
-        return False
     with contextlib.suppress(OSError), open(folder / LOCK, "r+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return try_lock(file, is_inherited=False) is False
     return False
 
 

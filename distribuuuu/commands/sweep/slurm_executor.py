@@ -11,6 +11,7 @@ tasks is read from these files and from squeue, not from an accounting database.
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -22,13 +23,9 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.locks import lock_file
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.signals import REQUEUE
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:  # imports torch
     from distribuuuu.commands.sweep.trials import Job, Sweep
@@ -190,8 +187,7 @@ class SlurmExecutor:
     def _locked(self) -> Iterator[int]:
         """Wait until no sbatch of this sweep is running, even one whose sweep process was killed."""
         with open(self._folder / ".lock", "w") as file:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file.fileno(), timeout_s=math.inf)
             yield file.fileno()
 
 

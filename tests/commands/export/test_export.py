@@ -28,6 +28,7 @@ from distribuuuu.commands.export.exporter import crop_percentage, export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.files.locks import try_lock_folder
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
@@ -305,14 +306,14 @@ def dead_process() -> int:
 
 def test_what_killed_exports_have_left_is_deleted_by_the_next_one(saved, tmp_path):
     dead, random = dead_process(), "0123456789abcdef"
-    gone = leave(tmp_path, f".new.{dead}.{random}.tmp")
-    others = (f".new.{os.getpid()}.{random}.tmp", f".newer.{dead}.{random}.tmp", f".new.{dead}.tmp",
-              f"new.{dead}.{random}.tmp", ".new.x.tmp")  # fmt: skip
+    gone = leave(tmp_path, f".new.{dead}.{random}.new")
+    others = (f".new.{os.getppid()}.{random}.new", f".newer.{dead}.{random}.new", f".new.{dead}.new",
+              f"new.{dead}.{random}.new", ".new.x.new")  # fmt: skip
     kept = [leave(tmp_path, name) for name in others]
-    linked = tmp_path / f".new.{dead}.{random[::-1]}.tmp"
+    linked = tmp_path / f".new.{dead}.{random[::-1]}.new"
     linked.symlink_to(kept[1])
-    held = leave(tmp_path, f".new.{dead}.{'a' * 16}.tmp")  # as of a living process of another machine
-    with export._locked(held) as is_held:
+    held = leave(tmp_path, f".new.{dead}.{'a' * 16}.new")  # as of a living process of another machine
+    with try_lock_folder(held) as is_held:
         assert is_held and export_run(load_run(saved, device="cpu"), "safetensors", tmp_path / "new", 1)["verified"]
     assert not gone.exists() and all(folder.is_dir() for folder in [*kept, held]) and linked.is_symlink()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
