@@ -1,4 +1,4 @@
-"""Kinds of weights, the best weights of each kind, and their names in files. Imports no torch.
+"""Kinds of weights, the best weights of each kind, and the file of weights that an option names. Imports no torch.
 
 A new kind, e.g. another average, is an entry of KINDS and of `build_averages` in optim/ema.py. Names of files, entries
 of checkpoints, records and reports follow.
@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import get_value
+from distribuuuu.config.errors import did_you_mean
 
 RAW = "raw"
+# Value of an option that selects the weights published by timm or torchvision instead of a file.
+PUBLISHED = "pretrained"
+# File names of weights in a model's repository on the Hugging Face Hub, in the order of preference.
+HUB_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -92,3 +98,47 @@ def kind_of(path: str | os.PathLike) -> str:
 def best_state_dict(content: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict of a checkpoint, of the first kind of weights that it has."""
     return next(content[kind.tensors] for kind in KINDS.values() if content.get(kind.tensors))
+
+
+def find_weights_file(path: str, ema: bool = True) -> Path:
+    """Return the weights file at `path`, in the folder of a run there, or in one that huggingface_hub has downloaded.
+
+    Of a run, these are the best weights; with `ema`, those of an average if there are some.
+    The folder holds `model.safetensors` or `pytorch_model.bin`, or it is a repository of the Hub's cache with them in
+    `snapshots/REVISION`; of several revisions, the one that `refs/main` names is used.
+
+    Raises:
+        ConfigError: there is no such file; the message has no key.
+    """
+    found = Path(path).expanduser()
+    if found.is_file():
+        return found
+    if not found.is_dir():
+        beside = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
+        raise ConfigError(f"no such file or folder: {path}{did_you_mean(found.name, [*beside, PUBLISHED])}")
+    snapshot = _find_snapshot(found)
+    for folder in (found, snapshot) if snapshot else (found,):
+        if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
+            return best
+        for name in HUB_NAMES:
+            if (folder / name).is_file():
+                return folder / name
+    has = ", ".join(sorted(entry.name for entry in found.iterdir())[:5]) or "nothing"
+    raise ConfigError(
+        f"{path} is a folder without {', '.join((KINDS[RAW].file_name, *HUB_NAMES))}; it has {has}; name the file"
+    )
+
+
+def _find_snapshot(repository: Path) -> Path | None:
+    """Return the folder of the revision to use of a repository in the Hub's cache; None: it is no such repository."""
+    revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())
+    try:
+        main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):  # missing or damaged
+        main = ""
+    if chosen := [folder for folder in revisions if folder.name == main]:
+        return chosen[0]
+    if len(revisions) > 1:
+        names = ", ".join(folder.name for folder in revisions[:5])
+        raise ConfigError(f"{repository} holds several revisions; name one of {repository}/snapshots: {names}")
+    return revisions[0] if revisions else None

@@ -161,12 +161,9 @@ class CheckpointManager:
         if superseded and (job := self._job) and job.path == superseded:
             job.is_superseded.set()
         self._writer.join()
-        self._raise_if_lost()
-        return self._job.bests if self._job else {}
-
-    def _raise_if_lost(self) -> None:
         if isinstance(self._problem, OutDirLost):
             raise self._problem
+        return self._job.bests if self._job else {}
 
     def wait(self) -> None:
         """Return on every process when the last save is on disk.
@@ -179,7 +176,8 @@ class CheckpointManager:
             if error := self._writer.join(LAST_RETRIES_S):
                 newest = next(reversed(self.list()), "none")
                 problem = f"the last checkpoint could not be written: {error}; the newest one is {newest}"
-            self._raise_if_lost()
+            if isinstance(self._problem, OutDirLost):
+                raise self._problem
         if problem := dist.broadcast_object(problem):
             raise CheckpointError(problem)
 

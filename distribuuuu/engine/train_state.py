@@ -104,7 +104,14 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
         return {
-            **self._metadata(),
+            "epoch": self.epoch - 1,
+            "best_metric": self.best_metric,
+            "seed": self.seed,
+            "num_rollbacks": self.num_rollbacks,
+            "classes": list(self.classes),
+            "arch": self.arch,
+            "config": self.config,
+            "global_batch": self.global_batch,
             **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
             **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
             **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
@@ -116,18 +123,6 @@ class TrainState:
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
-        }
-
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch - 1,
-            "best_metric": self.best_metric,
-            "seed": self.seed,
-            "num_rollbacks": self.num_rollbacks,
-            "classes": list(self.classes),
-            "arch": self.arch,
-            "config": self.config,
-            "global_batch": self.global_batch,
         }
 
     def load_weights(self, content: dict[str, Any], path: str | os.PathLike) -> None:

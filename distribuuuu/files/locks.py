@@ -104,9 +104,6 @@ def is_at(file: IO, path: Path) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------- description of the holder
-
-
 def describe_process() -> dict[str, Any]:
     """Return host, pid, the start of this process in clock ticks since boot, and the time now."""
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

@@ -62,6 +62,6 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
-        return True
+    except PermissionError:  # of another user
+        pass
     return True
