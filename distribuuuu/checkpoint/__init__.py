@@ -5,6 +5,4 @@
 - background_writer.py, snapshot.py: the thread that writes, with retries; the copy of a state that it writes
 - io.py: write a file atomically; read a file and verify it
 - load.py: the entries of a checkpoint and their valid values; load weights and optimizer state
-
-To add a kind of weights or an entry of a checkpoint, see best_weights.py and load.py.
 """

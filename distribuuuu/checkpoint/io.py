@@ -75,7 +75,6 @@ class _Sink:
         self._file = file
         self._is_abandoned = is_abandoned
         self.failure: tuple[int, str] | None = None
-        self.was_abandoned = False
 
     def write(self, data: bytes) -> int:
         """Write all of the data."""
@@ -83,7 +82,6 @@ class _Sink:
         try:
             while left:
                 if self._is_abandoned():
-                    self.was_abandoned = True
                     raise OSError(errno.ECANCELED, "abandoned")
                 left = left[self._file.write(left) :]
         except OSError as error:
@@ -103,7 +101,7 @@ def _write(sink: _Sink, content: dict[str, Any]) -> None:
     except (RuntimeError, OSError):
         if sink.failure is None:
             raise
-    raise _AbandonedError if sink.was_abandoned else OSError(*sink.failure)
+    raise _AbandonedError if sink.failure[0] == errno.ECANCELED else OSError(*sink.failure)
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:

@@ -52,8 +52,7 @@ class SaveJob:
     Attributes:
         path: the file.
         content: its content.
-        bests: content of the files of best weights to write before, by kind of weights. A run that is killed in between
-            repeats the epoch, and writes the same ones.
+        bests: best weights to write before, by kind: a run that is killed in between repeats the epoch and writes them.
         first: called before anything is written.
         superseded: the checkpoint to remove after: that of the steps of an epoch, after the one of its evaluation.
         is_superseded: to be set to abandon the write of the checkpoint.

@@ -7,7 +7,6 @@ A checkpoint is a dict:
 - `state_dict`, `optimizer`, `optimizer_names`: weights, optimizer state, names of its parameters by group.
 - `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
 - `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
-  So for any other average in `checkpoint.best_weights.KINDS`.
 - `scaler`: state of the gradient scaler; empty without one.
 - `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
   `global_batch`. Files of best weights also have `weights`: "raw" or "ema".

@@ -33,7 +33,7 @@ def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
         is_inherited: child processes that inherit the file hold the lock too, and may live longer.
 
     Returns:
-        Whether the lock is held; False: by another process; None: the file system has no locks.
+        Whether it is locked; False: another process holds the lock; None: the file system has no locks.
 
     Raises:
         OSError: the file system failed.
@@ -69,11 +69,7 @@ def lock_file(descriptor: int, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def try_lock_folder(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder for the length of the block; yield as `try_lock`.
-
-    Raises:
-        OSError: the folder cannot be opened.
-    """
+    """Hold the lock of a folder for the length of the block; yield what `try_lock` returns, or raise as it does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield try_lock(descriptor)

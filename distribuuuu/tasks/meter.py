@@ -98,8 +98,7 @@ class Meter:
             logits, targets = (gather_rows(torch.cat(parts)) for parts in zip(*scores, strict=True))
             values |= {name: metric.value(logits, targets) for name, metric in self._score_metrics.items()}
         # The two divisions round differently; both are kept, so that recorded results stay bitwise the same.
-        divisor = num or math.nan
-        mean_loss = loss.item() / divisor if self._score_metrics else loss.item() * (1 / divisor)
+        mean_loss = loss.item() / (num or math.nan) if self._score_metrics else loss.item() * (1 / (num or math.nan))
         return {"count": int(num), "loss": mean_loss, **{name: values[name] for name in self._names}}
 
     def _split(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
