@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 SERVER = """
 import sys, time
+from pathlib import Path
 from support.range_server import RangeServer
 with RangeServer(Path(sys.argv[1])) as server:
     server.latency_s, server.failures = float(sys.argv[2]), float(sys.argv[3])

@@ -312,6 +312,7 @@ def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypa
 
 DYING = """
 import multiprocessing, os, runpy, signal, sys
+from distribuuuu.data.samples import Samples
 make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
 
 def make_or_die(self, where):

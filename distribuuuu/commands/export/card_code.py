@@ -57,6 +57,8 @@ transform = v2.Compose([
 
 import numpy as np
 import torch
+from PIL import Image$image_ops
+from torchvision.transforms import v2
 
 extra = {"metadata.json": ""}
 model = torch.export.load("model.pt2", extra_files=extra).module()
@@ -67,6 +69,7 @@ transform = v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.Cent
 
 import numpy as np
 import onnxruntime
+from PIL import Image$image_ops
 
 session = onnxruntime.InferenceSession("model.onnx")
 classes = json.loads(session.get_modelmeta().custom_metadata_map["label_names"])""",
