@@ -1,10 +1,12 @@
-"""The end of a process: a checkpoint that is being written is completed first."""
+"""The end of a process: with its parent, and after a checkpoint that is being written."""
 
+import multiprocessing
 import os
 import threading
 
 import pytest
 
+from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import WRITER_NAME, end_process
 
 
@@ -20,3 +22,12 @@ def test_a_checkpoint_writer_is_waited_for_even_if_it_is_only_about_to_start(mon
     monkeypatch.setattr(os, "_exit", statuses.append)
     end_process(7)
     assert written == [True] and statuses == [7]
+
+
+def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch):
+    for parent, status in ((os.getpid(), 0), (1, 1)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        child = multiprocessing.get_context("fork").Process(target=die_with_parent)
+        child.start()
+        child.join()
+        assert child.exitcode == status
