@@ -53,8 +53,9 @@ Lines = Iterator[tuple[str, str, str, bool | None]]  # check, what was seen, wha
 
 def train(folder: Path, name: str, words: str = "", flags: str = "", **env: str) -> subprocess.CompletedProcess:
     """Train in folder/name; return the finished command with its output."""
+    # One thread, as in the runs that are killed: compiled kernels of the CPU add in an order that depends on it.
     done = subprocess.run(command_of(folder, name, words, flags), capture_output=True, text=True,
-                          env={**os.environ, **env}, timeout=HANGS_AFTER_S)  # fmt: skip
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=HANGS_AFTER_S)  # fmt: skip
     if done.returncode:
         print(f"      | exit status {done.returncode}: {name}", *done.stderr.splitlines()[-8:], sep="\n      | ")
     return done

@@ -112,6 +112,8 @@ def parse_command(command: str) -> None:
         return
     assert program == "distribuuuu" or (ROOT / program).exists(), f"no such file: {program}"
     assert not name or name in find_commands(), f"no such command: {name}"
+    if name == "test" and len(args) % 2 and not args[0].startswith("-") and not args[0].isupper():
+        args = ["OUT_DIR", *args]  # a run, which is not there
     if name in ("train", "test", "time"):
         parse_args("", [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
     elif name:
@@ -260,10 +262,10 @@ SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD
 TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
 RUN = {
     ("README.md", "train --cfg shapes"): "",
-    ("README.md", "test OUT_DIR"): None,
+    ("README.md", "test exp/"): None,
     ("README.md", "train TRAIN.DATASET my_images"): TINY,
     ("docs/cli.md", "train --cfg shapes"): "",
-    ("docs/cli.md", "test OUT_DIR"): None,
+    ("docs/cli.md", "test r"): None,
     ("docs/cli.md", "--help"): None,
     ("docs/configuration.md", "--dump-config"): None,
     ("docs/configuration.md", "--help-config"): None,

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -121,6 +123,8 @@ def parse_args(
     flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
     run_config = None
+    if not train:
+        overrides = expand_run(overrides)
     if not flags.cfg and not train and flags.help_config is None:
         run_config = find_run_config(overrides)
     if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
@@ -144,6 +148,24 @@ def parse_args(
     with ending_with_reader():
         print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
     return None, flags
+
+
+def expand_run(words: list[str]) -> list[str]:
+    """Return KEY VALUE arguments for the words of an evaluation, whose first one may name a run instead.
+
+    Raises:
+        ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one.
+    """
+    is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0]) and not os.path.exists(words[0])
+    if len(words) % 2 == 0 or is_key:
+        return words
+    run, name = Path(words[0]), get_cfg().CFG_DEST
+    folder = next((folder for folder in (run, *run.parents[:2]) if (folder / name).is_file()), None)
+    if folder is None or not (run == folder or run.is_file()):
+        found = f"{run / name} does not exist" if run.is_dir() else f"no such file or folder: {run}"
+        raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
+    weights = [] if run == folder else ["MODEL.WEIGHTS", str(run)]
+    return ["OUT_DIR", str(folder), *weights, *words[1:]]
 
 
 def find_run_config(overrides: Sequence[str]) -> str | None:
@@ -179,7 +201,7 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
     parser = CommandParser(
         prog=prog,
         description=description,
-        usage="%(prog)s [--cfg FILE] [--nproc N] [KEY VALUE ...]",
+        usage=f"%(prog)s {'' if train else '[RUN] '}[--cfg FILE] [--nproc N] [KEY VALUE ...]",
         epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4",
     )
     add = parser.add_argument

@@ -5,10 +5,10 @@ from distribuuuu.config import Config
 
 SUMMARY = "evaluate a run, a checkpoint or published weights"
 SYNONYMS = ("eval", "evaluate", "val", "validate")
-_DESCRIPTION = """Evaluate MODEL.WEIGHTS, else the best weights of the run in OUT_DIR, else
+_DESCRIPTION = """Evaluate a run by its OUT_DIR or a checkpoint below it; or MODEL.WEIGHTS, or
 published weights (MODEL.PRETRAINED True).
 
-  %(prog)s OUT_DIR exp/r50
+  %(prog)s exp/r50
   %(prog)s --cfg imagenet/resnet50 MODEL.WEIGHTS resnet50.pth
 """
 

@@ -207,3 +207,22 @@ def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path
     assert "TOPK: 1 " in capsys.readouterr().out
     parse_args("", ["OUT_DIR", str(out), "--dump-config"], train=True)  # a training run starts from the defaults
     assert "ARCH: resnet18\n" in capsys.readouterr().out
+
+
+def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, image_folder):
+    run = tmp_path / "exp" / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
+    (run / "best.pth.tar").touch()
+    (run / "config.yaml").write_text(f"MODEL: {{ARCH: resnet8, NUM_CLASSES: 3}}\nTRAIN: {{DATASET: {image_folder}}}")
+    for words, weights in (([run], None), ([run, "TEST.BATCH_SIZE", 3], None),
+                           ([run / "checkpoints" / "ckpt_ep_001.pth.tar"], "ckpt_ep_001.pth.tar")):  # fmt: skip
+        cfg, _ = parse_args("", [str(word) for word in words], train=False)
+        assert (cfg.OUT_DIR, cfg.MODEL.ARCH) == (str(run), "resnet8")
+        assert (cfg.MODEL.WEIGHTS or "").rpartition("/")[2] == (weights or "")
+    for word, said in ((tmp_path / "exp", "config.yaml does not exist"), (tmp_path / "none", "no such file or folder")):
+        with pytest.raises(ConfigError, match=f"^RUN: .*{said}.*; expected the OUT_DIR of a run"):
+            parse_args("", [str(word)], train=False)
+    for key in ("TRAIN.TOPK", "TRAIN.TOPKK"):  # an option without its value is no run
+        with pytest.raises(ConfigError, match=f"^(?!RUN).*{key}"):
+            parse_args("", [key], train=False)

@@ -141,16 +141,26 @@ def remove_pack(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Delete the side files of a pack that has its index."""
+    """Delete the side files of a pack that has its index; raises ConfigError as `_remove_files`."""
     for path in folder.glob("shard-*.part"):
-        path.unlink()
+        _remove(path)
 
 
 def _remove_files(folder: Path, keep: Container[str] = ()) -> None:
-    """Delete the files of a pack, except those of the shards with the stems `keep`."""
+    """Delete the files of a pack, except those of the shards with the stems `keep`.
+
+    Raises:
+        ConfigError: one of them is a folder, which packing has not made.
+    """
     for path in folder.iterdir():
         if _OWN_FILES.fullmatch(path.name) and path.stem not in keep:
-            path.unlink()
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        raise ConfigError(f"{path}: got a folder; expected a file of the pack; fix: remove it")
+    path.unlink()
 
 
 def find_changed_shard(folder: Path, num_source: int, stamp: Callable[[int], tuple[int, ...]]) -> str | None:

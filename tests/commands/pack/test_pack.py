@@ -601,6 +601,11 @@ def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder,
     assert "packing is not finished: run the same" in problems_of(several)["TRAIN.SPLIT"]
 
 
+def test_a_folder_in_place_of_a_file_of_a_pack_is_an_error(folder, tmp_path):
+    (tmp_path / "train" / "shard-00000.part").mkdir(parents=True)
+    assert "shard-00000.part: got a folder; expected a file" in message_of(pack, tmp_path, *source(folder))
+
+
 # -------------------------------------------------------------------------------- the command line
 
 WRONG = {
