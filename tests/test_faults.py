@@ -46,14 +46,6 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
 
 
 @pytest.mark.slow
-def test_a_nan_before_the_first_checkpoint_does_not_suggest_a_rollback(image_folder, tmp_path):
-    overrides = ("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback")
-    done = train_failing_model(image_folder, tmp_path / "out", *overrides)
-    assert done.returncode == 2 and "in epoch 1, by step 4; there is no checkpoint; fix: lower" in done.stderr
-    assert "CHECKPOINT.EVERY_STEPS" in done.stderr and "ON_NAN rollback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_a_rollback_resumes_from_the_last_finite_checkpoint_with_another_seed(image_folder, tmp_path):
     out_dir = tmp_path / "out"
     done = train_failing_model(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
@@ -69,17 +61,21 @@ def test_a_rollback_resumes_from_the_last_finite_checkpoint_with_another_seed(im
 
 
 @pytest.mark.slow
-def test_the_number_of_rollbacks_is_limited(image_folder, tmp_path):
-    overrides = (*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("MODEL.ARCH", "exploding", "MODEL.KWARGS.step", 2, "TRAIN.PRINT_FREQ", 4, "TRAIN.ON_NAN", "rollback"),
+         ("in epoch 1, by step 4; there is no checkpoint; fix: lower", "CHECKPOINT.EVERY_STEPS")),
+        ((*EXPLODING, "TRAIN.ON_NAN", "rollback", "TRAIN.MAX_ROLLBACKS", 0), ("raise TRAIN.MAX_ROLLBACKS",)),
+        (("--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6), ("set TRAIN.ON_NAN rollback",)),
+    ],
+    ids=["no checkpoint", "no rollback left", "two processes"],
+)  # fmt: skip
+def test_a_nan_without_a_rollback_stops_the_run_with_one_message(image_folder, tmp_path, overrides, words):
     done = train_failing_model(image_folder, tmp_path / "out", *overrides)
-    assert done.returncode == 2 and "the training loss is nan" in done.stderr
-    assert "raise TRAIN.MAX_ROLLBACKS" in done.stderr and "ON_NAN rollback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_two_processes_stop_at_a_nan_with_one_message(image_folder, tmp_path):
-    done = train_failing_model(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
     assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
+    assert all(word in done.stderr for word in words)
+    assert ("ON_NAN rollback" in done.stderr) == ("set TRAIN.ON_NAN rollback" in words)
 
 
 # Enough for the log and the records, not for a checkpoint.

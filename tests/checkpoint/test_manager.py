@@ -55,19 +55,16 @@ def test_the_newest_is_found_by_number_not_by_name(tmp_path):
     assert folder.find_latest().name == "ckpt_ep_1000_step_000003.pth.tar"
 
 
-def test_what_is_kept(tmp_path):
-    folder = CheckpointManager(tmp_path, keep_last=2, keep_every=3)
-    for epoch in range(1, 8):
+@pytest.mark.parametrize(
+    ("keep", "saved", "kept"), [((2, 3), (1, 2, 3, 4, 5, 6, 7), (3, 6, 7)), ((1, 0), (9, 2), (2, 9))]
+)
+def test_the_newest_and_every_kth_checkpoint_are_kept(tmp_path, keep, saved, kept):
+    """The one just written too, beside newer numbers."""
+    folder = CheckpointManager(tmp_path, *keep)
+    for epoch in saved:
         folder.save(make_state(epoch=epoch), new_bests=["raw"] * (epoch == 2))
-    assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in (3, 6, 7)]
+    assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in kept]
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 1
-
-
-def test_the_one_just_written_is_kept_even_when_newer_numbers_lie_about(tmp_path):
-    folder = CheckpointManager(tmp_path, keep_last=1)
-    folder.save(make_state(epoch=9))
-    folder.save(make_state(epoch=2))
-    assert checkpoint_name(2, 0) in [path.name for path in folder.list()]
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -172,17 +172,8 @@ def test_a_group_of_one_trains_like_a_process_without_a_group(run, small_cfg, ki
     ids=["sgd, batch norm", "lamb", "bf16"],
 )
 def test_fsdp_goes_with_other_options(small_cfg, tmp_path, words, tolerance):
-    words = (
-        "TRAIN.GLOBAL_BATCH_SIZE",
-        12,
-        "EMA.HALF_LIFE",
-        40,
-        "MODEL.CHANNELS_LAST",
-        True,
-        "OPTIM.BASE_LR",
-        0.05,
-        *words,
-    )
+    words = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "EMA.HALF_LIFE", 40, "MODEL.CHANNELS_LAST", True, "OPTIM.BASE_LR", 0.05,
+             *words)  # fmt: skip
     kinds = {"ddp": (), "fsdp": ("DIST.SHARD", "fsdp", "MODEL.ACT_CHECKPOINT", True)}
     for kind, more in kinds.items():
         on_processes(2, train_model, small_cfg(*words, *more, "OUT_DIR", tmp_path / kind))
@@ -353,10 +344,7 @@ def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
         (("DIST.SHARD", "zero1", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*lamb needs all gradients"),
         (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*work with MODEL.COMPILE"),
         (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
-        (
-            ("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"),
-            "MODEL.COMPILE .*; fix: set it to default",
-        ),
+        (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"), "MODEL.COMPILE .*; fix: set it to default"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "max-autotune"), "MODEL.COMPILE .*; fix: set it to default"),
     ],
 )
