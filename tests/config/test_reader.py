@@ -11,7 +11,7 @@ from distribuuuu.commands.arguments import dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.explain import read_comments
-from distribuuuu.config.foreign_names import BY_NAME, MISSING
+from distribuuuu.config.foreign_names import BY_NAME, MISSING, suggest_keys
 from distribuuuu.config.options import OPEN_SECTIONS
 
 
@@ -327,3 +327,9 @@ def test_the_evaluation_folder_follows_the_training_folder_unless_it_is_set(of_f
     assert load_cfg(write(cfg.dump())) == cfg
     if of_file == ("/x", DEFAULT_FOLDER) and of_words == (None, None):
         assert list(cfg.origins)[0] == "TRAIN.DATASET", "the first origin names the config's file"
+
+
+def test_at_most_three_options_are_suggested_those_of_the_section_first():
+    known = [key for key, _ in iter_options(get_cfg())]
+    found = suggest_keys("OPTIM.NAMES", known)
+    assert found[0] == "OPTIM.NAME" and len(found) == 3 < sum(key.endswith(".NAME") for key in known)
