@@ -17,8 +17,6 @@ from support.saved_runs import torch_predict
 
 from distribuuuu import load_run
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.scan.duplicates import find_groups
-from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import load_cfg
 from distribuuuu.data.decode import DEFAULTS, open_lazy_image
 from distribuuuu.data.loader import build_images, build_loader
@@ -113,8 +111,12 @@ def test_an_onnx_file_answers_as_the_run_on_clothing10(clothing_run, tmp_path):
 
 
 def check(root: Path) -> dict:
-    scan = scan_images(command_module("doctor.layout").open_folder(root), DEFAULTS, 2, lambda num: None)
-    return command_module("doctor.findings").examine(scan, find_groups(scan, DEFAULTS), DEFAULTS)
+    scan = command_module("scan.scan").scan_images(
+        command_module("doctor.layout").open_folder(root), DEFAULTS, 2, lambda num: None
+    )
+    return command_module("doctor.findings").examine(
+        scan, command_module("scan.duplicates").find_groups(scan, DEFAULTS), DEFAULTS
+    )
 
 
 def test_clothing10_has_no_findings(clothing):

@@ -11,10 +11,10 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fuzz_checkpoints
-import fuzz_readback
 import numpy as np
 import pytest
 import torch
@@ -39,6 +39,13 @@ from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.results import read_results
 from distribuuuu.trainer import train_model
+
+
+@pytest.fixture
+def fuzz_readback() -> ModuleType:
+    """Return the fuzzer, which reads the files of all commands; skip the test where one of them has been deleted."""
+    return pytest.importorskip("fuzz_readback")
+
 
 CPU = torch.device("cpu")
 
@@ -344,13 +351,13 @@ def test_a_checkpoint_of_ours_is_resumable_as_it_is_written(tmp_path):
 # ------------------------------------------------------------------------------- the other files
 
 
-def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path):
+def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path, fuzz_readback):
     counts, violations = fuzz_readback.fuzz(tmp_path, number=150, seed=5)
     assert not violations, "\n".join(violations)
     assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
 
 
-def test_random_values_in_the_config_of_an_export_are_read_or_config_errors(tmp_path):
+def test_random_values_in_the_config_of_an_export_are_read_or_config_errors(tmp_path, fuzz_readback):
     counts, violations = fuzz_readback.fuzz_exports(tmp_path, number=100, seed=5)
     assert not violations, "\n".join(violations)
     assert len(counts) == 2 and all(verdicts["refused"] and verdicts["read"] for verdicts in counts.values())
@@ -443,7 +450,7 @@ def test_odd_words_are_refused_with_their_key(key, word):
         load_cfg(None, [key, word])
 
 
-def test_an_accuracy_of_others_above_all_images_has_no_interval(tmp_path):
+def test_an_accuracy_of_others_above_all_images_has_no_interval(tmp_path, fuzz_readback):
     record = json.loads(next(iter(sorted(fuzz_readback.RESULTS.rglob("*.json")))).read_text())
     text = json.dumps(record)
     for value in {metric for metric in fractions_in(record) if 1 < metric < 100}:
@@ -499,7 +506,7 @@ def test_a_crafted_header_of_a_pack_is_refused(tmp_path, header):
         read_index(tmp_path)
 
 
-def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path):
+def test_images_that_the_index_of_a_pack_cannot_mean_are_refused(tmp_path, fuzz_readback):
     fuzz_readback.pack(tmp_path / "train", "raw")
     meta, columns = read_arrays(tmp_path / "train" / "index.bin", "packed images", 1)
     changes = {"label": 2, "shard": 9, "offset": 10**12, "length": -1, "height": 5}

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 # What only optional commands use; it is deleted with the last of them.
 SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "measure")]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
-# Tests of the house, of the list of commands and of the pages.
-ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/test_docs.py")
+# Tests of the house and of the list of commands.
+ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/config/test_run_files.py")
 
 
 def copy_project(target: Path) -> Path:
@@ -41,23 +41,20 @@ def run(root: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def find_tests(root: Path, words) -> list[str]:
-    """Return the test files that name one of the words in quotes or as a module; only they can need what is deleted."""
-    pattern = re.compile(
-        "|".join(rf"""["' ]{word}["' ]|commands\.{word}\b|{word}_net|{word}_dataset""" for word in words)
-    )
+    """Return the test files that import a module of one of the commands; only they can need what is deleted."""
+    pattern = re.compile(rf"""commands\.({"|".join(words)})\b|command_module\("({"|".join(words)})\b""")
     files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.name != "test_deletion.py"]
-    named = [str(path.relative_to(root)) for path in files if pattern.search(path.read_text())]
-    return list(dict.fromkeys([*ALWAYS, *named]))
+    return [str(path.relative_to(root)) for path in files if pattern.search(path.read_text())]
 
 
-def check_rest(root: Path, deleted) -> None:
+def check_rest(root: Path, deleted, *more: str) -> None:
     """Check the list of commands, that all tests can be collected, and the tests that may have used what is deleted."""
     listed = run(root, "-m", "distribuuuu", "--help")
     names = re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE)
     assert names[:2] == ["train", "test"] and not {*names} & {*deleted}, listed
     collected = run(root, "-m", "pytest", "-n", "0", "-q", "--collect-only", "-m", "")
     assert collected.returncode == 0, collected.stdout[-3000:]
-    done = run(root, "-m", "pytest", "-n", "0", "-q", *find_tests(root, deleted))
+    done = run(root, "-m", "pytest", "-n", "0", "-q", *ALWAYS, *more, *find_tests(root, deleted))
     assert done.returncode == 0, done.stdout[-5000:]
 
 
@@ -71,4 +68,4 @@ def test_a_command_can_be_deleted_with_its_tests_and_its_page(name, tmp_path):
 def test_all_optional_commands_can_be_deleted(tmp_path):
     root = copy_project(tmp_path / "copy")
     delete(root, [path for paths in OPTIONAL_COMMANDS.values() for path in paths] + SHARED)
-    check_rest(root, list(OPTIONAL_COMMANDS))
+    check_rest(root, list(OPTIONAL_COMMANDS), "tests/test_docs.py")

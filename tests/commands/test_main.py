@@ -76,7 +76,7 @@ def test_the_version(capsys):
         (["train_net.py", "--cfg", "x"], "did you mean train?"),
         (["test-net"], "did you mean test?"),
         (["evaluate"], "did you mean test?"),
-        (["xyzzy"], "expected one of train, test, "),
+        (["xyzzy"], "expected one of train, test"),
         (["--verison"], "did you mean --version?"),
         (["--cfg", "x.yaml"], "did you mean distribuuuu train --cfg ...?"),
         (["OUT_DIR", "x"], "no such command: OUT_DIR"),
