@@ -428,6 +428,15 @@ def test_the_page_of_the_python_api_describes_its_functions():
             assert name == "__version__" or f"distribuuuu.{name}" in page, name
 
 
+def test_the_names_that_stay_can_be_imported():
+    page = (ROOT / "docs" / "python_api.md").read_text().partition("## Names that stay")[2]
+    rows = re.findall(r"^\| `(distribuuuu[\w.]*)` \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 9
+    for module, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
 # --------------------------------------------------------------------------------------- figures
 
 
