@@ -150,10 +150,15 @@ PARSE_WITH = {
 }
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}:{command[:60]}" for page, command in COMMANDS])
-def test_every_command_is_accepted_by_its_tool(page, command, monkeypatch, capsys):
+@pytest.mark.parametrize("page", dict.fromkeys(page if page.endswith(".md") else "headers" for page, _ in COMMANDS))
+def test_every_command_is_accepted_by_its_tool(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    parse_command(command)
+    for where, command in COMMANDS:
+        if page in (where, "headers") and where.endswith(".md") == (page != "headers"):
+            try:
+                parse_command(command)
+            except (ConfigError, AssertionError, SystemExit) as error:
+                pytest.fail(f"{where}: {command}: {error}")
 
 
 @pytest.mark.parametrize(

@@ -160,18 +160,18 @@ def test_several_processes_of_the_module(launcher, image_folder, tmp_path):
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_texts_are_wrapped_once(name, columns, capsys, monkeypatch):
+def test_help_texts_are_wrapped_once(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        commands.start_command(name, f"distribuuuu {name}", ["--help"])
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: distribuuuu {name} ")
-    description = text.partition("\n\n")[2].partition("\n\n")[0]
-    lines = description.splitlines()
-    assert max(map(len, lines)) <= columns and not any(line.startswith(" ") for line in lines), description
-    for line, following in zip(lines, lines[1:], strict=False):  # the next word did not fit
-        assert len(f"{line} {following.split()[0]}") > columns - 2, description
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            commands.start_command(name, f"distribuuuu {name}", ["--help"])
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: distribuuuu {name} ")
+        description = text.partition("\n\n")[2].partition("\n\n")[0]
+        lines = description.splitlines()
+        assert max(map(len, lines)) <= columns and not any(line.startswith(" ") for line in lines), description
+        for line, following in zip(lines, lines[1:], strict=False):  # the next word did not fit
+            assert len(f"{line} {following.split()[0]}") > columns - 2, description
 
 
 @pytest.mark.parametrize(
