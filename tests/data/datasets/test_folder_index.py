@@ -325,7 +325,10 @@ def test_a_split_of_several_folders_has_a_file_of_its_own(root):
 
 
 def open_slowly(root: Path, record: Path) -> list[str]:
-    """Open an index while every scan takes a while and leaves a line."""
+    """Open an index at the same time as two other processes, while every scan takes a while and leaves a line."""
+    record.with_name(f"{os.getpid()}.ready").touch()
+    while len(list(record.parent.glob("*.ready"))) < 3:
+        time.sleep(0.01)
     scan_folder = folder_index.scan_folder
 
     def scan_slowly(folder, now_ns):
