@@ -79,6 +79,8 @@ def run_guarded(run: Callable[[], int]) -> int:
     # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
     # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch prints a stack trace in C++ for each request to a store whose host has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if was_launched():  # a killed launcher leaves no process behind
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above

@@ -158,6 +158,8 @@ class Watchdog(threading.Thread):
                 return
             self._num_main_writes = json.loads(main_state)["num_writes"]
             self._obey(**json.loads(order))
+            if self.state.has_left:  # the store may end at any time
+                return
             self._wake.wait(self.period_s / (4 if self.state.failure else 1))  # an order is near
             self._wake.clear()
         if self._is_leaving:
@@ -215,6 +217,8 @@ class Watchdog(threading.Thread):
             self._is_culprit = True
             if self.rank == 0:  # is the last one; others wait for its end
                 self._end_threads()
+            else:
+                self._leave()
         elif end:
             message = end["message"]
             if end["stacks"]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from distribuuuu.launch.detect import has_lost_launcher
 from distribuuuu.launch.ports import LOOPBACK
 
 logger = logging.getLogger(__name__)
@@ -135,17 +136,18 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         """Check the processes until the run is over or has to end."""
-        next_check = 0.0
+        next_check = time.monotonic()
         try:
             while not self._is_over.is_set():
                 is_broken = self._collect_broken(timeout_s=min(0.2, self.period_s))
                 if is_broken or time.monotonic() > min(next_check, self._cause_wait_ends):
-                    is_counted = time.monotonic() > next_check
-                    next_check = time.monotonic() + self.period_s if is_counted else next_check
+                    is_counted = (now := time.monotonic()) > next_check
+                    next_check = max(next_check + self.period_s, now) if is_counted else next_check
                     self._check(is_counted)
         except Exception as error:  # a bug of the watchdog must not end a healthy run
             self._is_closed = True
-            logger.warning("watchdog disabled: %s in its monitor", repr(error), exc_info=True)
+            if not has_lost_launcher():  # and with it the store; a signal ends this process
+                logger.warning("watchdog disabled: %s in its monitor", repr(error), exc_info=True)
         if self._is_closed:
             with contextlib.suppress(RuntimeError):
                 self._order(self._peers, {"over": True})
@@ -229,6 +231,9 @@ class Monitor(threading.Thread):
         first = [peer for peer in present if peer.rank != 0 and not (peer is culprit and culprit.state.failure)]
         self._order(first, {"end": end})
         self._wait_until(self._are_gone, first)
+        if culprit.rank and culprit.state.failure:  # before the store, which rank 0 may host, ends
+            self._order([culprit], {"end": end})
+            self._wait_until(lambda peers: peers[0].state.has_left or self._are_gone(peers), [culprit])
         self._order(self._peers[:1], {"end": end})  # a culprit on another rank prints its error when rank 0 has exited
 
     def _describe(self, culprit: _Peer, limit: tuple[float, str] | None, is_silent: bool) -> str:

@@ -241,7 +241,7 @@ def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
 
 def test_the_first_step_may_take_longer_than_the_others(image_folder, tmp_path):
     """It compiles models, and weights may be fetched before it."""
-    words = ("MODEL.KWARGS.seconds", 9, "MODEL.KWARGS.step", 1, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 3)
+    words = ("MODEL.KWARGS.seconds", 12, "MODEL.KWARGS.step", 1, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 3)
     with started(image_folder, tmp_path / "out", "MODEL.ARCH", "sleepy", *words, "OPTIM.MAX_EPOCH", 1) as run:
         assert run.wait(RUN_S) == 0, run.last_lines()
     words += ("DIST.STARTUP_TIMEOUT_S", 4)
