@@ -158,8 +158,9 @@ def expand_run(words: list[str]) -> list[str]:
     Raises:
         ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one.
     """
-    is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0]) and not os.path.exists(words[0])
-    if len(words) % 2 == 0 or is_key:
+    is_path = words and os.path.exists(words[0])
+    is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0])
+    if not is_path and (is_key or len(words) % 2 == 0):
         return words
     run, name = Path(words[0]), get_cfg().CFG_DEST
     folder = next((folder for folder in (run, *run.parents[:2]) if (folder / name).is_file()), None)

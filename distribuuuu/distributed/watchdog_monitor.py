@@ -42,7 +42,7 @@ LAST_STEP = "{last step}"
 
 @dataclass
 class State:
-    """What a process writes to the store.
+    """State of a process, which it writes to the store.
 
     Attributes:
         host: name of its machine.

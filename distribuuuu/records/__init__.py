@@ -1,4 +1,4 @@
-"""What every run writes.
+"""Records that every run writes.
 
 - run_log.py: train.log, test.log and the terminal; log_table.py: one row per epoch; step_timing.py: time per step.
 - metric_writers.py: metrics.jsonl and TensorBoard; results.py: results.json and test_results.json.

@@ -223,6 +223,8 @@ def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, 
     for word, said in ((tmp_path / "exp", "config.yaml does not exist"), (tmp_path / "none", "no such file or folder")):
         with pytest.raises(ConfigError, match=f"^RUN: .*{said}.*; expected the OUT_DIR of a run"):
             parse_args("", [str(word)], train=False)
+    with pytest.raises(ConfigError, match="'TEST.BATCH_SIZE' has no value"):  # named, not the run
+        parse_args("", [str(run), "TEST.BATCH_SIZE"], train=False)
     for key in ("TRAIN.TOPK", "TRAIN.TOPKK"):  # an option without its value is no run
         with pytest.raises(ConfigError, match=f"^(?!RUN).*{key}"):
             parse_args("", [key], train=False)

@@ -1,4 +1,4 @@
-"""Watchdog: healthy runs, strangers, network, stalls. Runs of a command that it ends are tested in test_stop.py."""
+"""Watchdog: healthy runs, unknown connections, stalls. Runs that it ends: test_graceful_stop.py."""
 
 import ctypes
 import json
@@ -170,7 +170,7 @@ def test_a_death_of_rank_0_is_logged_by_the_last_process(group, caplog):
     assert caplog.messages == ["process 0 on here died after epoch 2, step 14; the others stop"]
 
 
-# ------------------------------------------------------------------------------------------ strangers and errors
+# ------------------------------------------------------------------------------- unknown connections and errors
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\n", b"[" * 200_000])

@@ -46,7 +46,7 @@ def test_the_start_logs_what_reaches_the_model(options, lines, small_cfg):
 
 
 def test_a_recipe_is_the_same_for_images_in_folders():
-    """What DATA.NAME imagefolder would change in a recipe is written out in it."""
+    """A recipe states each value that DATA.NAME imagefolder would change."""
     folder = get_dataset("imagefolder")
     for path in map(str, RECIPES):
         own, cfg = get_dataset(load_cfg(path).DATA.NAME), load_cfg(path, ["DATA.NAME", "imagefolder"])

@@ -1,4 +1,4 @@
-"""What a config does, measured on the objects that it builds: an option that is set but not used does not pass."""
+"""Measurements of the objects that a config builds: an option that is set but not used does not pass."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

@@ -32,7 +32,7 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.trainer import train_step
 
-# Pairs of blocks per comparison, and the length of a block in those of time_net.
+# Pairs of blocks per comparison, and the length of a block in those of measure/timing.py.
 PAIRS, BLOCKS = 7, 2
 # Gain from which an option is worth its place in a command line.
 MIN_GAIN = 0.02

@@ -179,7 +179,7 @@ def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, mo
 
 @pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])
 def test_images_outside_of_the_recorded_folder_are_not_shown(run, data, tmp_path, capsys, monkeypatch, kind):
-    """The predictions of a stranger name private images of the reader."""
+    """Predictions made by others name private images of the reader."""
     private, folder = tmp_path / "private", tmp_path / "theirs"
     shutil.copytree(data / "val" / "ant", private)
     name = sorted(private.iterdir())[0].name
