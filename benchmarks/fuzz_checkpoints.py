@@ -70,6 +70,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     from safetensors.torch import save_file
 
     state = make_state()
+    (folder / "ours").mkdir()
     checkpoints = CheckpointManager(folder / "ours")
     ours = checkpoints.save(state, new_bests=["raw"])
     optimizer = state.optimizer.state_dict()

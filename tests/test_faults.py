@@ -240,5 +240,6 @@ def test_records_that_could_not_be_written_are_written_with_the_next(tmp_path, c
     records.append({"n": 2})
     assert caplog.text.count("CANNOT BE WRITTEN") == 1
     (tmp_path / "folder").unlink()
+    (tmp_path / "folder").mkdir()
     records.append({"n": 3})
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -207,7 +207,7 @@ class CheckpointManager:
             problem = f"the weights are not finite (first {name}): {job.path.name} was not written"
             logger.error("%s", problem)
             return CheckpointError(problem)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # OUT_DIR is created by its lock only: another folder in its place is found
         for kind, weights in job.bests.items():
             write_atomically(self.bests[kind], weights)
         if write_atomically(job.path, job.content, job.is_superseded.is_set):
@@ -298,9 +298,11 @@ class CheckpointManager:
 
     def list(self) -> list[Path]:
         """Return the checkpoints ordered by epoch and step as numbers: 1000 is after 999."""
-        if not self.folder.is_dir():
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):  # it may be deleted at any time
             return []
-        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=position_of)
+        return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=position_of)
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

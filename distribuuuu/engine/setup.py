@@ -168,7 +168,8 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: Fin
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
     describe_training(cfg, training.state, train_loader, val_loader)
     prepare_out_dir(cfg, checkpoints, latest)
-    log, stop = open_log(cfg, training.task, training.state, train_loader), StopRequest(cfg.CHECKPOINT.MAX_HOURS)
+    log = open_log(cfg, training.task, training.state, train_loader, find_loss)
+    stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
 
 
@@ -321,7 +322,7 @@ def load_weights(cfg, state: TrainState) -> None:
         logger.info("initial weights: %s", path)
 
 
-def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> RunLog:
+def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss: FindLoss = lambda: None) -> RunLog:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     log = RunLog(
         cfg.OUT_DIR,
@@ -334,6 +335,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> RunLog:
         epoch=state.epoch,
         step=state.step,
         timing=state.timing,
+        find_loss=find_loss,
     )
     if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))

@@ -22,22 +22,29 @@ RETRY_S = 60.0
 _MAX_POSITION = 1 << 31
 
 
+# Creates a folder of this run that was deleted; returns why the run must not write to it, None if it may.
+FindLoss = Callable[[], str | None]
+
+
 class RecordFile:
     """A JSON Lines file. Lines that cannot be written are kept in memory and written with the next one.
 
     Args:
-        path: the file; created again, with its folder, if it is deleted.
+        path: the file; created again if it is deleted.
+        find_loss: called before each write.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, find_loss: FindLoss = lambda: None):
         self.path = path
+        self._find_loss = find_loss
         self._unwritten: list[str] = []
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record as a line."""
         self._unwritten.append(json.dumps(record) + "\n")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if loss := self._find_loss():
+                raise OSError(loss)
             self._write("".join(self._unwritten).encode())
         except OSError as error:
             if len(self._unwritten) == 1:
@@ -63,10 +70,12 @@ class EventFile:
     Args:
         folder: folder of the event files.
         purge_step: TensorBoard hides events of earlier starts from this step on.
+        find_loss: called before each file is created.
     """
 
-    def __init__(self, folder: Path, purge_step: int):
+    def __init__(self, folder: Path, purge_step: int, find_loss: FindLoss = lambda: None):
         self.folder = folder
+        self._find_loss = find_loss
         self._writer: Any = None
         self._retry_at = 0.0
         threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
@@ -92,6 +101,8 @@ class EventFile:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
+                if loss := self._find_loss():
+                    raise OSError(loss)
                 self._writer = SummaryWriter(self.folder, purge_step=purge_step)
             if method:
                 getattr(self._writer, method)(*arguments)

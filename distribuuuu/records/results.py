@@ -199,10 +199,9 @@ def _find_best(last: dict, progress: Progress, kind: str, previous: dict) -> dic
 
 
 def write_json(path: Path, record: dict) -> bool:
-    """Write a JSON file atomically, creating its folder; log a warning and return False if that fails."""
+    """Write a JSON file atomically; log a warning and return False if that fails."""
     text = json.dumps(replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)
     except OSError as error:

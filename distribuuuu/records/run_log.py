@@ -19,7 +19,7 @@ from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
-from distribuuuu.records.metric_writers import EventFile, RecordFile, drop_records_after
+from distribuuuu.records.metric_writers import EventFile, FindLoss, RecordFile, drop_records_after
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
 
 logger = logging.getLogger("distribuuuu")
@@ -184,6 +184,7 @@ class RunLog:
         images_per_step: images per step of all processes.
         epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: timing of the steps; None: a new one.
+        find_loss: called before files are written or created; see `FindLoss`.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class RunLog:
         epoch: int = 0,
         step: int = 0,
         timing: StepTiming | None = None,
+        find_loss: FindLoss = lambda: None,
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self.num_epochs = num_epochs
@@ -213,6 +215,7 @@ class RunLog:
         self._events: EventFile | None = None
         self._has_warned = False
         self._timing = timing or StepTiming()
+        self._find_loss = find_loss
         self.rewind(epoch, step)
 
     def rewind(self, epoch: int, step: int) -> None:
@@ -228,10 +231,11 @@ class RunLog:
             return
         path = self._out_dir / run_files.METRICS
         drop_records_after(path, epoch, step)
-        self._records = RecordFile(path)
+        self._records = RecordFile(path, self._find_loss)
         if self._shows_curves:
             self._close_events()
-            self._events = EventFile(self._out_dir / run_files.TENSORBOARD, purge_step=self._first_position + 1)
+            folder, purge_step = self._out_dir / run_files.TENSORBOARD, self._first_position + 1
+            self._events = EventFile(folder, purge_step, self._find_loss)
 
     @property
     def has_tensorboard(self) -> bool:

@@ -114,7 +114,8 @@ def test_connections_at_the_first_exchange_cost_less_and_give_the_same_results()
         [float(number.replace(",", "")) for number in re.findall(r"([\d,.]+) \([\d,]+\)", line)]
         for line in done.stdout.splitlines()[2:]
     )
-    assert len(eager) == 4 and lazy[0] < eager[0] / 2 and lazy[1] < eager[1] - 4
+    # Two groups with 5 peers: eager reads 5 x 6 addresses for each of them, more than 2 kB, and opens 10 sockets.
+    assert len(eager) == 4 and lazy[0] < eager[0] - 2000 and lazy[1] < eager[1] - 4
     assert lazy[2] < eager[2] and lazy[3] < eager[3], "after collectives"
 
 

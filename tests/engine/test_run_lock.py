@@ -27,6 +27,7 @@ from distribuuuu.engine.run_lock import OutDirLocked, describe_holder, lock_out_
 from distribuuuu.engine.setup import open_run
 from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
+from distribuuuu.records.metric_writers import RecordFile
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -192,7 +193,10 @@ def test_a_folder_that_can_only_be_this_runs_is_used_on(tmp_path, cause, caplog)
             shutil.copytree(elsewhere, out_dir)
         elif cause == "replaced by a link":
             out_dir.symlink_to(elsewhere)
+        for number in range(2):  # a record before the next checkpoint must not make the folder look like another run's
+            RecordFile(out_dir / "metrics.jsonl", find_loss).append({"number": number})
         folder.save(make_state(epoch=2))
+        assert len((out_dir / "metrics.jsonl").read_text().splitlines()) == 2
         assert folder.list()[-1].name == "ckpt_ep_002.pth.tar" and is_locked_for_others(out_dir)
         assert ("was moved, deleted or replaced" in caplog.text) == (cause != "replaced by a link")
     assert not (tmp_path / "out.1").exists()

@@ -60,7 +60,9 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
 
 @pytest.fixture
 def cfg(small_cfg):
-    return small_cfg("OPTIM.MAX_EPOCH", 3, "TEST.INTERPOLATION", "bicubic")
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 3, "TEST.INTERPOLATION", "bicubic")
+    Path(cfg.OUT_DIR).mkdir()
+    return cfg
 
 
 @pytest.fixture
