@@ -263,6 +263,7 @@ class Clock:
         self.now = 1000.0
         monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
         self.warnings: list[str] = []
+        out_dir.mkdir(exist_ok=True)
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.warnings.append(record.getMessage())
         monkeypatch.setattr(log.logger, "handlers", [handler])
