@@ -17,6 +17,7 @@ from step import CLASSES, MemoryLoader, build_memory_run
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.trainer import train_epoch
 
@@ -35,7 +36,7 @@ class Training:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
         labels = torch.arange(args.batch, device=device) % CLASSES
-        self.loader = MemoryLoader((images, labels), BatchPlan(args.batch, 1, 1), device)
+        self.loader = MemoryLoader(Batch(images, labels), BatchPlan(args.batch, 1, 1), device)
         self.loader.num_steps = args.steps
         self.run = build_memory_run(self.cfg, self.loader)
         self.state, self.saving = self.run.state, self.run.checkpoints

@@ -51,6 +51,7 @@ from step import build_memory_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import Config, ConfigError, load_cfg
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.data.loader import build_loader
@@ -80,7 +81,7 @@ class MemoryLoader:
 
     def __init__(self, batches: Batches, num_classes: int):
         images = batches.batch[0]
-        self.batch = batches.batch
+        self.batch = Batch(*batches.batch)
         self.num_steps = len(batches)
         self.plan = BatchPlan(len(images), 1, 1)
         self.device = images.device
@@ -135,7 +136,8 @@ def build_ours(ours: Run) -> Contestant:
 
     parameters = list(state.model.parameters())
     buckets = sum(parameter.numel() * parameter.element_size() for parameter in parameters) * dist.is_distributed()
-    return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), *ours.train_loader.batch], buckets)
+    images, labels, *_ = ours.train_loader.batch
+    return Contestant(run, state.optimizer, [*parameters, *state.model.buffers(), images, labels], buckets)
 
 
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:

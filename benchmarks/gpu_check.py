@@ -12,6 +12,7 @@ GPU, what applies runs on the CPU, and the rest is skipped.
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -114,7 +115,8 @@ def check_batches(folder: Path) -> Lines:
             words = command_of(folder, "batches", f"DATA.CROP {crop} DATA.LOADER {kind} TRAIN.WORKERS 0")[2:]
             loaders.append(build_loader(load_cfg(None, words), Launch("check"), device, train=True))
         pairs = zip(*(loader.batches_from(5, 1, 0) for loader in loaders), strict=False)
-        largest = max((mine - others).abs().max().item() for (mine, _), (others, _) in (next(pairs) for _ in range(5)))
+        first = ((mine.images, others.images) for mine, others in itertools.islice(pairs, 5))
+        largest = max((mine - others).abs().max().item() for mine, others in first)
         check = f"batches of the host and the device, DATA.CROP {crop}"
         yield check, f"pixels differ by {largest:.2g}", f"at most {PIXEL_TOLERANCE}", largest <= PIXEL_TOLERANCE
 

@@ -38,6 +38,7 @@ from torch import nn
 
 from distribuuuu import trainer
 from distribuuuu.config import load_cfg
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
@@ -71,7 +72,7 @@ class MemoryLoader:
 
     num_steps = STEPS
 
-    def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], plan: BatchPlan, device: torch.device):
+    def __init__(self, batch: Batch, plan: BatchPlan, device: torch.device):
         self.batch = batch
         self.plan = plan
         self.device = device
@@ -115,7 +116,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.arange(batch_size, device=device) % CLASSES
     has_features = cfg.EMA.HALF_LIFE > 0
-    loader = MemoryLoader((images, labels), BatchPlan(batch_size, 1 + has_features, dist.world_size()), device)
+    loader = MemoryLoader(Batch(images, labels), BatchPlan(batch_size, 1 + has_features, dist.world_size()), device)
     run, criterion = build_memory_run(cfg, loader), build_loss(cfg)
     model, state = run.model, run.state
     average = copy.deepcopy(state.model)
@@ -151,7 +152,7 @@ def step_of(run: Run) -> list[tuple[Any, str, Callable]]:
     logits, loss = torch.zeros(len(labels), CLASSES, device=labels.device), torch.ones((), device=labels.device)
     return [
         (run, "model", SimpleNamespace(train=nothing)),
-        (run.task, "train_step", lambda model, images, labels, key: StepOutput(loss, logits, labels)),
+        (run.task, "train_step", lambda model, batch, key: StepOutput(loss, logits, labels)),
         (run.state.precision, "backward", nothing),
         (run.state.optimizer, "step", nothing),
         (run.state.optimizer, "zero_grad", nothing),
@@ -198,7 +199,7 @@ def run_bare(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Call
     model.train()
     for step in range(STEPS):
         set_cosine_lr(optimizer, step)
-        images, labels = next(batches)
+        images, labels, *_ = next(batches)
         optimizer.zero_grad()
         loss = criterion(model(images), labels)
         loss.backward()
@@ -226,7 +227,7 @@ def run_bare_features(
             model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext(),
             contextlib.nullcontext(),
         ):
-            images, labels = next(batches)
+            images, labels, *_ = next(batches)
             with no_sync:
                 with torch.autocast(images.device.type, torch.bfloat16):
                     logits = model(images)

@@ -1,8 +1,9 @@
 """Training and evaluation of a model: read `train_model` from top to bottom for a whole run."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from distribuuuu.checkpoint.best_weights import RAW, kind_of
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TEST_LOG, TRAIN_LOG
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, build_loader, build_loaders
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
@@ -24,7 +26,7 @@ from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.run_description import describe_end, describe_images, describe_model
-from distribuuuu.engine.run_objects import Run, expected_passes, is_evaluated
+from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is_evaluated
 from distribuuuu.engine.setup import Training, build_run, build_test_model, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
@@ -87,7 +89,7 @@ def train_epoch(run: Run) -> None:
     num_steps, print_freq = loader.num_steps, cfg.TRAIN.PRINT_FREQ
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     loader.expect(expected_passes(run))
-    run.model.train()
+    begin_epoch(run)
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for step in run.log.steps(epoch, state.step):
@@ -97,7 +99,7 @@ def train_epoch(run: Run) -> None:
         state.finish_step(num_steps)
         is_last = state.step == num_steps
         if state.step % print_freq == 0 or is_last:
-            run.log.train(epoch, state.step, lr, check_finite(state.meter.read()), loader.pop_data_time())
+            run.log.train(epoch, state.step, lr, check_finite(state.read_metrics()), loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
         if run.checkpoints.is_due(state.step) and not is_last:
@@ -105,28 +107,55 @@ def train_epoch(run: Run) -> None:
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
-def train_step(training: Training, batches: Iterator, step: int) -> None:
-    """Update the weights with the gradients of one global batch."""
-    compute_gradients(training, batches, step)
-    training.state.precision.step(training.state.optimizer, training.clip)
+def train_step(training: Training, batches: Iterator[Batch], step: int) -> None:
+    """Update the weights with one global batch, by default with its gradients; see `Task.update`."""
+    task, state = training.task, training.state
+    micro_batches: Iterable[tuple[StepKey, Batch]] = read_micro_batches(training, batches, step)
+    if task.gradient_passes > 1:
+        micro_batches = list(micro_batches)
+    is_skipped = True
+
+    def apply_gradients() -> None:
+        nonlocal is_skipped
+        is_skipped = False
+        state.precision.step(state.optimizer, training.clip)
+
+    task.update(functools.partial(compute_gradients, training, micro_batches), apply_gradients)
+    state.num_skipped += is_skipped
+    for _ in micro_batches:  # if the task has not computed gradients, the next step still gets its own images
+        pass
 
 
-def compute_gradients(training: Training, batches: Iterator, step: int, all_reduce: bool = True) -> None:
+def read_micro_batches(training: Training, batches: Iterator[Batch], step: int) -> Iterator[tuple[StepKey, Batch]]:
+    """Yield the key and the images of each micro-batch of a global batch, mixed."""
+    state = training.state
+    for micro in range(training.train_loader.plan.accum_steps):
+        key = StepKey(state.stream_seed, state.epoch, step, micro)
+        yield key, training.task.prepare_batch(next(batches), key)
+
+
+def compute_gradients(
+    training: Training, micro_batches: Iterable[tuple[StepKey, Batch]], all_reduce: bool = True, in_metrics: bool = True
+) -> None:
     """Compute the gradients of a global batch, micro-batch by micro-batch.
 
     They are averaged over the processes with the last micro-batch; without `all_reduce`, each process keeps its own.
     """
-    task, state, plan = training.task, training.state, training.train_loader.plan
+    task, state, accum_steps = training.task, training.state, training.train_loader.plan.accum_steps
     state.optimizer.zero_grad()
-    for micro in range(plan.accum_steps):
-        images, targets = next(batches)
-        key = StepKey(state.stream_seed, state.epoch, step, micro)
-        seed_step(derive_seed(*key, dist.rank()), images.device)
-        is_last = micro + 1 == plan.accum_steps
+    key = None
+    for key, batch in micro_batches:
+        seed_step(derive_seed(*key, dist.rank()), task.device)
+        is_last = key.micro + 1 == accum_steps
         with without_gradient_sync(training.model, not (is_last and all_reduce)):
-            output = task.train_step(training.model, images, targets, key)
-            state.precision.backward(output.loss if plan.accum_steps == 1 else output.loss / plan.accum_steps)
-        state.meter.update(output)
+            output = task.train_step(training.model, batch, key)
+            state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
+        if in_metrics:
+            state.meter.update(output)
+    if key is None:
+        raise TypeError(
+            f"{type(task).__name__}: the images of this step are gone; fix: set gradient_passes to 2 or more"
+        )
 
 
 @explain_out_of_memory("the evaluation", batch="test")

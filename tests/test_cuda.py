@@ -37,7 +37,6 @@ from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch, train_model, train_step
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
@@ -58,7 +57,7 @@ def host_batches(num: int, pinned: bool = True) -> list[tuple]:
 def read_all(loader: Loader, timeline: Timeline) -> list[int]:
     """Read every batch like a step; return, for each copy, how many operations of the main stream precede it."""
     after = []
-    for images, targets in loader:
+    for images, targets, *_ in loader:
         assert images.is_cuda and targets.is_cuda and images.dtype is torch.float32
         (images * 2).sum() + targets.sum()
         after.append(loader._stream.seen.get(timeline.main, 0))
@@ -253,12 +252,13 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     state.averages["ema"].model.to(device)
     state.averages["ema"].pair_with(state.model)
     state.optimizer = build_optimizer(cfg, state.model)
-    task.prepare_training(loader.plan)
+    task.prepare_training(loader.plan, loader.images, loader.num_steps)
     checks = iter(range(1, num + 1))
     train_epoch(Run(
         cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg), loader,
         checkpoints=SimpleNamespace(is_due=lambda step: False),
-        log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None),
+        log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None,
+                            set_stage=lambda *stage: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
     ))  # fmt: skip
     return state
@@ -344,7 +344,7 @@ def test_a_prediction_is_read_while_the_device_computes_the_next_one(small_cfg, 
         def start(images: torch.Tensor) -> Callable[[], list]:
             with torch.inference_mode():
                 logits = model(images)
-            return start_selection(StepOutput(logits.sum(), logits, torch.zeros(4).long()), selection, 2)
+            return start_selection(logits, selection, 2)
 
         chunks = [torch.zeros(4, 3, 16, 16, device=CUDA) for _ in range(3)]
         monkeypatch.setattr(loaded_run, "select_classes", lambda given, *tensors: [tensor + 0 for tensor in tensors])

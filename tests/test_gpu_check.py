@@ -46,7 +46,7 @@ def test_wrong_pixels_fail(monkeypatch, tmp_path):
             self.loader = loader
 
         def batches_from(self, *position):
-            return ((images.roll(1, 3), labels) for images, labels in self.loader.batches_from(*position))
+            return (batch._replace(images=batch.images.roll(1, 3)) for batch in self.loader.batches_from(*position))
 
     def build_shifted(cfg, *args, **words):
         loader = build(cfg, *args, **words)

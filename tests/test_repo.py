@@ -111,7 +111,7 @@ def test_files_and_functions_are_short():
     assert statistics.median(lengths.values()) <= 12
 
 
-MAX_CORE_LINES = 19_300
+MAX_CORE_LINES = 20_100
 
 
 def test_the_core_does_not_grow():

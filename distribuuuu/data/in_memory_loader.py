@@ -10,7 +10,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samplers import MicroBatchSampler
-from distribuuuu.data.samples import Batch, Samples, as_targets
+from distribuuuu.data.samples import HostBatch, Samples, as_targets
 from distribuuuu.data.seeding import BatchRNG
 from distribuuuu.data.transforms import BatchTransform
 from distribuuuu.launch.host import copy_to_device
@@ -110,7 +110,7 @@ class DeviceLoader:
         self._images = samples.images
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[HostBatch]:
         pixels = self._images.same_size
         transform = self._samples.transform if isinstance(self._samples.transform, BatchTransform) else None
         for keys in self._sampler:

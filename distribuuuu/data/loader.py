@@ -16,6 +16,7 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
@@ -23,7 +24,7 @@ from distribuuuu.data.decode import LazyImage, build_decode_options
 from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceLoader
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
-from distribuuuu.data.samples import Batch, Samples
+from distribuuuu.data.samples import HostBatch, Samples
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
@@ -52,7 +53,7 @@ class Loader:
         self,
         samples: Samples,
         sampler: EvalSampler | ResumableDistributedSampler,
-        batches: Iterable[Batch],
+        batches: Iterable[HostBatch],
         normalize: Normalizer,
         notes: Sequence[str] = (),
     ):
@@ -79,10 +80,8 @@ class Loader:
         """The largest number of batches of any process."""
         return self.sampler.max_num_batches
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (float32 (N, 3, H, W), targets) on the device.
-
-        The targets are int64 (N,), or for a multilabel set float32 (N, classes).
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches on the device.
 
         Raises:
             BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
@@ -112,7 +111,7 @@ class Loader:
                 logger.warning("broken image (%d so far), substituted: %s", self.num_broken, message)
             yield pixels, labels
 
-    def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
         """Normalize a batch on the device; from the host to CUDA on a side stream, concurrently with the last step.
 
         Pixels that are on CUDA come from the current stream, so they stay on it. The host first waits for the step
@@ -121,18 +120,18 @@ class Loader:
         """
         pixels, labels = batch
         if not self._stream:
-            return self._normalize(pixels), copy_to_device(labels, self.device)
+            return Batch(self._normalize(pixels), copy_to_device(labels, self.device))
         current = torch.cuda.current_stream(self.device)
         self._queued.synchronize()
         self._queued.record(current)
         if pixels.device.type == "cuda":
-            return self._normalize(pixels), copy_to_device(labels, self.device)
+            return Batch(self._normalize(pixels), copy_to_device(labels, self.device))
         with torch.cuda.stream(self._stream):
             moved = self._normalize(pixels), copy_to_device(labels, self.device)
         current.wait_stream(self._stream)
         for tensor in moved:  # allocated on the side stream, used on the current one
             tensor.record_stream(current)
-        return moved
+        return Batch(*moved)
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images of this loader: float32 (num, 3, H, W) on the device."""
@@ -167,7 +166,7 @@ class TrainLoader(Loader):
         """Steps per epoch."""
         return self.sampler.num_steps
 
-    def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[Batch]:
         """Return an iterator over this process's micro-batches, starting at a step of an epoch."""
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
@@ -179,8 +178,8 @@ class TrainLoader(Loader):
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
         """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images."""
         num_steps = -(-num // self.plan.global_batch)
-        for images, _ in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
-            yield images
+        for batch in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
+            yield batch.images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W)."""

@@ -17,7 +17,7 @@ from distribuuuu.data.transforms import Transform
 MAX_SUBSTITUTES = 20
 
 # Images (N, 3, H, W), targets, and a message for each broken image; None for the images if one could not be read.
-Batch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
+HostBatch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
 # From an image (H, W, 3) and a shape (N, H, W, 3) to uninitialized memory for a batch.
 Allocate = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -58,7 +58,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, keys: Sequence[SampleKey], allocate: Allocate = torch.Tensor.new_empty) -> Batch:
+    def batch(self, keys: Sequence[SampleKey], allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
         """Return the batch of some keys.
 
         The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into

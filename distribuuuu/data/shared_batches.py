@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distribuuuu.data.samplers import BatchKeys
-from distribuuuu.data.samples import Batch, Samples
+from distribuuuu.data.samples import HostBatch, Samples
 
 # By number, which is the same in a forked process.
 _MEMORIES: "weakref.WeakValueDictionary[int, BatchMemory]" = weakref.WeakValueDictionary()
@@ -79,7 +79,7 @@ class _Returned:
         return _receive, (self.memory, self.slot, self.shape, self.batch)
 
 
-def _receive(number: int, slot: int, shape: tuple[int, ...] | None, batch: tuple) -> Batch:
+def _receive(number: int, slot: int, shape: tuple[int, ...] | None, batch: tuple) -> HostBatch:
     """Return a batch whose slot becomes free when no tensor refers to its images any more."""
     memory = _MEMORIES[number]
     if shape is None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
-from distribuuuu.data.samples import Batch, Samples
+from distribuuuu.data.samples import HostBatch, Samples
 from distribuuuu.data.shared_batches import BatchMemory
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
@@ -130,7 +130,7 @@ class Workers:
         self.expected: Iterable[Pass] = ()
         self.stream: Stream | None = None
 
-    def read(self, current: Pass) -> Iterator[Batch]:
+    def read(self, current: Pass) -> Iterator[HostBatch]:
         """Yield the batches of a pass. If passes are read in turn, some batches are made again."""
         expected, self.expected, sources = self.expected, (), self._sources
         with _failures_explained(self.pool.processes):
@@ -154,7 +154,7 @@ class WorkerBatches:
     def __init__(self, workers: Workers, source: Pass):
         self.workers, self._source = workers, source
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[HostBatch]:
         return self.workers.read(Pass(self._source.samples, copy.copy(self._source.sampler)))
 
 
@@ -177,7 +177,7 @@ class Pool:
         """Start a batch."""
         self._submitted.append(task)
 
-    def take(self) -> Batch:
+    def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
         return _make_batch(self._submitted.popleft(), self._pin_memory)
 
@@ -186,7 +186,7 @@ class Pool:
         self._submitted.clear()
 
 
-def _make_batch(task: Task, pin_memory: bool) -> Batch:
+def _make_batch(task: Task, pin_memory: bool) -> HostBatch:
     samples, keys = task
     images, targets, broken = samples.batch(keys)
     if pin_memory and images is not None:
@@ -225,7 +225,7 @@ class ThreadPool(Pool):
         """Let a thread make a batch."""
         self._submitted.append(self._threads.submit(_make_batch, task, self._pin_memory))
 
-    def take(self) -> Batch:
+    def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
         return self._submitted.popleft().result()
 
@@ -265,7 +265,7 @@ class ProcessPool(Pool):
         )
         with _without_sigchld_handler():
             running: Any = iter(self._batches)
-        self._running: Iterator[Batch] | None = None
+        self._running: Iterator[HostBatch] | None = None
         self.processes = list(running._workers)
         if thread := getattr(running, "_pin_memory_thread", None):
             threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self.processes)
@@ -273,7 +273,7 @@ class ProcessPool(Pool):
         # send them, so they are shut down before either.
         atexit.register(weakref.finalize(self, running._shutdown_workers))
 
-    def take(self) -> Batch:
+    def take(self) -> HostBatch:
         """Wait for the oldest batch and return it; the batches submitted before are sent to the workers here."""
         if self._running is None:
             self._running = iter(self._batches)  # always the same object

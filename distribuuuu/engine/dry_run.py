@@ -6,10 +6,11 @@ import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -67,13 +68,13 @@ def dry_run_training(
     model.train()
     images = images[:MAX_IMAGES]
     with _restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
-        logits = model(images)
-        _check_logits(cfg, logits, len(images), num_outputs)
-        logits.sum().backward()
+        output = model(images)
+        _check_output(cfg, output, len(images), num_outputs)
+        _sum_of(output).backward()
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
             model.eval()
-            model(images[:1]).sum().backward()  # adds to the gradients of training
+            _sum_of(model(images[:1])).backward()  # adds to the gradients of training
             unused = _without_gradient(model)
     if unused:
         names = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
@@ -89,7 +90,7 @@ def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor, num_outputs:
     """Run a forward pass of evaluation images (N, 3, H, W); arguments and errors as for `dry_run_training`."""
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
-        _check_logits(cfg, model(images), len(images), num_outputs)
+        _check_output(cfg, model(images), len(images), num_outputs)
 
 
 @contextlib.contextmanager
@@ -122,10 +123,15 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
         raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
 
 
-def _check_logits(cfg, logits: object, num_images: int, num_outputs: int | None) -> None:
+def _sum_of(output: Any) -> torch.Tensor:
+    """Return the sum () of all values of an output that have a gradient."""
+    tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+
+
+def _check_output(cfg, logits: object, num_images: int, num_outputs: int | None) -> None:
     expected = (num_images, num_outputs)
-    is_any = num_outputs is None and isinstance(logits, torch.Tensor) and len(logits) == num_images
-    if is_any or (isinstance(logits, torch.Tensor) and logits.shape == expected):
+    if num_outputs is None or (isinstance(logits, torch.Tensor) and logits.shape == expected):
         return
     if isinstance(logits, torch.Tensor):
         message = f"{cfg.MODEL.ARCH}: model output has shape {tuple(logits.shape)}; expected logits {expected}"

@@ -1,5 +1,6 @@
 """Evaluation of every image exactly once, on any number of processes and with any batch size."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from distribuuuu.config.errors import counted
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader
 from distribuuuu.data.normalize import pad_batch
 from distribuuuu.distributed.ddp import broadcast_buffers
@@ -19,7 +21,7 @@ from distribuuuu.tasks.meter import Meter
 class PaddedBatches:
     """An evaluation loader padded to the same number of batches on every process.
 
-    The padding is a batch of one zero image with targets None. A sharded model needs it, because all processes take
+    The padding is a batch of one zero image. A sharded model needs it, because all processes take
     part in each forward pass.
     """
 
@@ -30,10 +32,10 @@ class PaddedBatches:
     def __len__(self) -> int:
         return self.max_num_batches
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def __iter__(self) -> Iterator[Batch]:
         yield from self._loader
         for _ in range(len(self._loader), self.max_num_batches):
-            yield self._loader.zero_images(1), None
+            yield Batch(self._loader.zero_images(1), self._loader.zero_targets(1))
 
 
 class PaddedModel(nn.Module):
@@ -78,16 +80,17 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = 
         RuntimeError: the number of evaluated images is not the size of the data set.
     """
     broadcast_buffers(model)
+    model = task.begin_evaluation(model)
     model.eval()
     meter = Meter(task.eval_metrics, len(task.classes), loader.device)
     # Other CPU kernels round differently for each number of images, and gain nothing from padding.
     pads, most = loader.device.type == "cuda" or model._compiled_call_impl is not None, 0
-    with inference(model):
-        for images, targets in progress(PaddedBatches(loader) if is_sharded(model) else loader):
-            most = max(most, len(images))
-            called = PaddedModel(model, most) if pads and len(images) < most else model
-            output = task.eval_step(called, images, loader.zero_targets(1) if targets is None else targets)
-            if targets is not None:
+    with contextlib.nullcontext() if task.eval_gradients else inference(model):
+        for number, batch in enumerate(progress(PaddedBatches(loader) if is_sharded(model) else loader)):
+            most = max(most, len(batch.images))
+            called = PaddedModel(model, most) if pads and len(batch.images) < most else model
+            output = task.eval_step(called, batch)
+            if number < len(loader):
                 meter.update(output)
     result = meter.read()
     if result["count"] != len(loader.images):

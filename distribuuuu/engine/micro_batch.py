@@ -229,8 +229,8 @@ def evaluate_batch(run: Run) -> None:
     recorder = build_recorder(run.cfg, run.task, run.state.model, run.val_loader)
     run.state.model.eval()
     with inference(run.state.model):
-        for images, targets in itertools.islice(run.val_loader, 1):
-            (recorder or run.task).eval_step(run.state.model, images, targets)
+        for batch in itertools.islice(run.val_loader, 1):
+            (recorder or run.task).eval_step(run.state.model, batch)
         if recorder:
             recorder.finish(run.state.model)
 

@@ -11,6 +11,7 @@ from distribuuuu.config import Config
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.workers import Pass
 from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.task_state import ChangeFinder, is_built_in
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.records.run_log import RunLog
 from distribuuuu.tasks.base import Task
@@ -43,6 +44,15 @@ class Run(Training):
     checkpoints: CheckpointManager
     log: RunLog
     stop: StopRequest
+
+
+def begin_epoch(run: Run) -> None:
+    """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
+    task, state = run.task, run.state
+    run.log.set_stage(state.epoch, task.begin_epoch(state.epoch))
+    task.train_mode(run.model)
+    if not state.changes and not is_built_in(task):
+        state.changes = ChangeFinder(task)
 
 
 def is_evaluated(cfg: Config, epoch: int) -> bool:

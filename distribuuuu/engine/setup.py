@@ -153,7 +153,10 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     task = build_task(cfg, loader.images.classes, loader.device, precision)
     state = build_state(cfg, task, loader, precision, pretrained=latest is None)
     restore(cfg, state, latest)
-    task.prepare_training(loader.plan)
+    task.state = state
+    task.prepare_training(loader.plan, loader.images, loader.num_steps)
+    state.task = task
+    state.load_task()
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         compile_model(evaluated, cfg.MODEL.COMPILE)

@@ -10,7 +10,8 @@ A checkpoint is a dict:
 - `scaler`: state of the gradient scaler; empty without one.
 - `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
   `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
-- `meter`: for each process, its sums since the last row of metrics.
+- `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
+- `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
 - `checkpoints`: names of the checkpoints that the run wrote and keeps.
 
@@ -35,10 +36,12 @@ from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import full_state_dict
+from distribuuuu.engine.task_state import ChangeFinder, gather_state, restore_state
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib
 from distribuuuu.records.step_timing import StepTiming
+from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.meter import Meter
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class TrainState:
         step: number of steps since.
         config: every option by its key, e.g. "MODEL.ARCH".
         averages: averages of the weights by kind, e.g. "ema".
+        task: the task, whose state is saved; None: none.
         evaluated_at: the epoch and the step of the last evaluation; None before the first one.
     """
 
@@ -67,6 +71,8 @@ class TrainState:
     epoch: int = 0
     step: int = 0
     num_rollbacks: int = 0
+    num_skipped: int = 0
+    task: Task | None = None
     precision: Precision = field(default_factory=Precision)
     averages: dict[str, Ema] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +85,9 @@ class TrainState:
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
         self._peak_before = 0.0
+        self._task_content: tuple[Any, Any] | None = None
+        # For a task of the user.
+        self.changes: ChangeFinder | None = None
 
     @property
     def seconds(self) -> float:
@@ -102,6 +111,8 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
+        if self.changes:
+            self.changes.warn_once()
         return {
             "epoch": self.epoch - 1,
             "best_metric": self.best_metric,
@@ -122,6 +133,8 @@ class TrainState:
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
+            "num_skipped": self.num_skipped,
+            "task": gather_state(self.task),
         }
 
     def load_weights(self, content: dict[str, Any], path: str | os.PathLike) -> None:
@@ -165,6 +178,9 @@ class TrainState:
         self.timing.load_state_dict(content.get("timing", {}))
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self._load_meter(content.get("meter", []))
+        self.num_skipped = int(content.get("num_skipped", 0))
+        self._task_content = content.get("task"), path
+        self.load_task()
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
@@ -177,6 +193,22 @@ class TrainState:
         for kind, best in self.bests.items():
             best.value = float(content.get(KINDS[kind].value, 0.0))
             best.epoch = int(content.get(KINDS[kind].epoch, -1))
+
+    def load_task(self) -> None:
+        """Restore the state of the task from the checkpoint that was loaded last, if there was one.
+
+        Raises:
+            CheckpointError: its names or shapes differ.
+        """
+        if self.task and self._task_content and (warning := restore_state(self.task, *self._task_content)):
+            logger.warning("%s", warning)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.
+
+        Every process must call it.
+        """
+        return self.meter.read() | ({"skipped_steps": self.num_skipped} if self.num_skipped else {})
 
     def reset_row(self) -> None:
         """Start a new row of metrics, without the steps before."""

@@ -136,6 +136,6 @@ class ChunkLoader(Loader):
         """Yield each chunk: its positions, its images float32 (N, 3, H, W), and the causes of broken ones."""
         batches = iter(self)
         for span in self.sampler.spans:
-            parts = [images for images, _ in itertools.islice(batches, self.sampler.num_batches(span))]
+            parts = [batch.images for batch in itertools.islice(batches, self.sampler.num_batches(span))]
             images = torch.cat(parts) if len(parts) > 1 else parts[0]
             yield span, images, {index: self._causes.pop(index) for index in span if index in self._causes}

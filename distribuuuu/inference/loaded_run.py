@@ -33,7 +33,7 @@ from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.results import FILE_NAME, read_results
 from distribuuuu.tasks.base import Task, build_task
-from distribuuuu.tasks.metrics import StepOutput
+from distribuuuu.tasks.metrics import rank_classes
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class LoadedRun:
         set_backends(self.cfg, self.device)
         # The algorithm must not depend on measurements of the process.
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-        if self.task.num_outputs != len(self.classes):
-            reason = "whose model has no output per class; nothing to predict"
+        if not self.task.has_scores:
+            reason = "whose model has no score for each class; fix: define predict_step in the task"
             raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
         if self.state_dict is not None:
@@ -232,7 +232,7 @@ class LoadedRun:
         loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
         self.build()  # after the workers have been forked: the model may be on a GPU
         started = (
-            (span, start_selection(self.compute_output(pixels), selection, self.cfg.TRAIN.TOPK), causes)
+            (span, start_selection(self.compute_scores(pixels), selection, self.cfg.TRAIN.TOPK), causes)
             for span, pixels, causes in loader.chunks()
         )
         for span, finish, causes in one_behind(started, self.device):
@@ -247,12 +247,10 @@ class LoadedRun:
             yield predictions
 
     @explain_out_of_memory("the prediction", batch="test")
-    def compute_output(self, images: torch.Tensor) -> StepOutput:
-        """Return the output of the evaluation step of the task for normalized images (N, 3, H, W) on the device."""
-        num, classes = len(images), len(self.classes)
-        shape, dtype = ((num, classes), torch.float32) if self.task.multilabel else ((num,), torch.int64)
+    def compute_scores(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the scores (N, classes) of normalized images (N, 3, H, W) on the device, see `Task.predict_step`."""
         with inference(self.model):
-            return self.task.eval_step(self.model, images, torch.zeros(shape, dtype=dtype, device=images.device))
+            return self.task.predict_step(self.model, images)
 
 
 def choose_selection(multilabel: bool, topk: int | None, threshold: float | None) -> Selection:
@@ -275,12 +273,12 @@ def choose_selection(multilabel: bool, topk: int | None, threshold: float | None
 
 
 def start_selection(
-    output: StepOutput, selection: Selection, eval_topk: int
+    scores: torch.Tensor, selection: Selection, eval_topk: int
 ) -> Callable[[], list[tuple[list[int], list[float]]]]:
-    """Start to copy an output from the device; return the function that waits for it, see `select_classes`."""
-    copied = [output.logits]
+    """Start to copy scores from the device; return the function that waits for it, see `select_classes`."""
+    copied = [scores]
     if selection.topk is not None:
-        copied.append(output.ranked(min(eval_topk, output.logits.shape[1]))[:, :1])
+        copied.append(rank_classes(scores, eval_topk)[:, :1])
     wait = copy_to_host(copied)
     return lambda: select_classes(selection, *wait())
 

@@ -72,6 +72,7 @@ class Recorder:
     ):
         self._task, self.classes = task, task.classes
         self._num_images, self._indices, self._repeats, self._layout = num_images, indices, repeats, layout
+        self._batch: Any = None
         self._waiting: tuple[torch.Tensor, ...] = ()
         self._parts: list[dict[str, torch.Tensor]] = []
         self._fits = True  # whether all outputs had one column for each class
@@ -79,12 +80,13 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def eval_step(self, model: torch.nn.Module, images: torch.Tensor, targets: torch.Tensor) -> Any:
+    def eval_step(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return the output of the task, and record it."""
         if not self._repeats:
-            output = self._task.eval_step(model, images, targets)
+            output = self._task.eval_step(model, batch)
             self._keep(output)
             return output
+        self._batch, images, targets = batch, batch.images, batch.targets
         chunked = getattr(model, "unpadded", model)  # a chunk has its own size
         waiting = self._waiting or (images[:0], targets[:0])
         joined = [torch.cat(pair) for pair in zip(waiting, (images, targets), strict=True)]
@@ -92,13 +94,14 @@ class Recorder:
         for start in range(0, num - num % _CHUNK, _CHUNK):
             self._evaluate(chunked, joined[0][start : start + _CHUNK], joined[1][start : start + _CHUNK])
         self._waiting = tuple(tensor[num - num % _CHUNK :].clone() for tensor in joined)
-        return self._task.eval_step(model, images, targets)
+        return self._task.eval_step(model, batch)
 
     def _evaluate(self, model: torch.nn.Module, images: torch.Tensor, targets: torch.Tensor, num: int = _CHUNK) -> None:
         if not self._parts:  # a compiled model is compiled for the size of a chunk
             begin_start_up()
         # A copy has the same alignment in memory for every batch size.
-        self._keep(self._task.eval_step(model, images.clone(memory_format=self._layout), targets), num)
+        copied = self._batch._replace(images=images.clone(memory_format=self._layout), targets=targets, index=None)
+        self._keep(self._task.eval_step(model, copied), num)
 
     @torch.no_grad()
     def finish(self, model: torch.nn.Module) -> None:
@@ -159,10 +162,13 @@ def build_recorder(cfg, task: Any, model: torch.nn.Module, loader: Any) -> Recor
     if cfg.TEST.SAVE_PREDICTIONS and num_images > MAX_IMAGES:
         logger.info("%s is not written for more than %s images", FILE_NAME, f"{MAX_IMAGES:,}")
     saves = cfg.TEST.SAVE_PREDICTIONS and 0 < num_images <= MAX_IMAGES
-    if not saves or task.num_outputs != len(task.classes) or cfg.TEST.LABELS == "imagenet_real":
+    if saves and not task.has_scores:
+        logger.info("%s is not written: %s has no score for each class", FILE_NAME, type(task).__name__)
+    if not saves or not task.has_scores or cfg.TEST.LABELS == "imagenet_real":
         return None
     layout = torch.channels_last if cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
-    return Recorder(task, num_images, loader.sampler.indices, is_cpu and not is_sharded(model), layout)
+    repeats = is_cpu and not is_sharded(model) and not task.eval_gradients
+    return Recorder(task, num_images, loader.sampler.indices, repeats, layout)
 
 
 @contextlib.contextmanager

@@ -214,6 +214,7 @@ class RunLog:
         self._records: RecordFile | None = None
         self._events: EventFile | None = None
         self._has_warned = False
+        self._stage: str | None = None
         self._timing = timing or StepTiming()
         self._find_loss = find_loss
         self.rewind(epoch, step)
@@ -302,6 +303,12 @@ class RunLog:
         """Show a text and the last evaluation at the end of the bar."""
         self._bar.set_postfix_str(", ".join(filter(None, (text, self._evaluation))), refresh=False)
 
+    def set_stage(self, epoch: int, stage: str | None) -> None:
+        """Set the stage of the training, which is logged when it changes and is part of each record."""
+        if stage != self._stage:
+            logger.info("epoch %d: stage %s", epoch + 1, stage)
+        self._stage = stage
+
     def show_step(self, epoch: int, step: int, lr: float) -> None:
         """Log a step without metrics: the first one of a start, then one every LOG_INTERVAL_S seconds.
 
@@ -380,7 +387,9 @@ class RunLog:
         values = {labels.get(name, name): value for name, value in values.items()}
         if self._records:
             time_s = round(time.time(), 3)
-            self._records.append({"kind": kind, "epoch": epoch + 1, "step": step, **values, "time": time_s})
+            stage = {} if self._stage is None else {"stage": self._stage}
+            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
+            self._records.append(record)
         if self._events:
             for name, value in values.items():
                 if name in ("count", "eta_s"):  # no curves

@@ -4,14 +4,17 @@ A task computes one micro-batch; the loop in trainer.py does everything else. A 
 `@TASKS.register("name")`, in a file of this package or in a separate script. TASK.NAME selects it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import TASKS, dataset_class
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.metrics import Metric, StepOutput, build_metrics
 
@@ -37,11 +40,18 @@ class Task:
     Attributes:
         settings: TASK.KWARGS.
         train_metrics, eval_metrics: metrics by name; the first evaluation metric selects the best checkpoint.
+        state: the `TrainState` of the run, e.g. with the averages of the weights; None outside of a training.
     """
 
     # Names of metrics if TRAIN.METRICS or TEST.METRICS is empty.
     default_metrics: Sequence[str] = ("top1", "topk")
     multilabel = False
+    # How often `update` computes the gradients of a global batch, at most. With more than 1, its images are kept.
+    gradient_passes = 1
+    # Whether `eval_step` computes gradients, e.g. to adapt the model to the batch.
+    eval_gradients = False
+    # Attributes that change in training, but do not belong to `state_dict`: they do not influence later steps.
+    transient: Sequence[str] = ()
 
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         self.cfg = cfg
@@ -49,13 +59,19 @@ class Task:
         self.device = device
         self.autocast = precision.autocast
         self.settings = dict(cfg.TASK.KWARGS)
+        self.state: Any = None
         self.train_metrics = self.build_metrics("TRAIN.METRICS", cfg.TRAIN.METRICS)
         self.eval_metrics = self.build_metrics("TEST.METRICS", cfg.TEST.METRICS)
 
     @property
     def num_outputs(self) -> int | None:
-        """Columns of the model's output, checked before training; None: any number."""
+        """Columns of the model's output, checked before training; None: any output, e.g. a tuple or a dict."""
         return len(self.classes)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether `predict_step` returns a score for each class."""
+        return self.num_outputs == len(self.classes) or type(self).predict_step is not Task.predict_step
 
     def build_metrics(self, key: str, names: Sequence[str]) -> dict[str, Metric]:
         """Return the metrics of an option by name; `default_metrics` if the option is empty.
@@ -77,32 +93,102 @@ class Task:
         """Return the model to train: that of MODEL.ARCH, unchanged or adapted, e.g. with another head."""
         return model
 
-    def prepare_training(self, plan: BatchPlan) -> None:
+    def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the objects that only training needs, e.g. losses; called on every process before the first step.
 
         Args:
             plan: the split of a global batch into processes and micro-batches.
+            images: the training set.
+            num_steps: steps per epoch.
 
         Raises:
             ConfigError: the task does not support the config.
         """
 
-    def train_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, key: StepKey) -> StepOutput:
+    def begin_epoch(self, epoch: int) -> str | None:
+        """Prepare for the steps of an epoch, from 0, also for those that are left after a resume.
+
+        Returns:
+            The name of the stage of the training, which is logged and recorded; None: there are no stages.
+        """
+
+    def train_mode(self, model: nn.Module) -> None:
+        """Put the model into training mode; a task may keep parts in evaluation mode, e.g. batch norm layers."""
+        model.train()
+
+    def prepare_batch(self, batch: Batch, key: StepKey) -> Batch:
+        """Return a micro-batch as `train_step` gets it, e.g. mixed; called once, with random numbers from `key` only.
+
+        The images may be changed in place.
+        """
+        return batch
+
+    def update(self, compute_gradients: Callable[..., None], apply_gradients: Callable[[], None]) -> None:
+        """Update the weights with a global batch; without `apply_gradients`, the step is counted as skipped.
+
+        Args:
+            compute_gradients: replaces the gradients of the weights by those of the global batch; with float16, they
+                are scaled. `in_metrics=False` keeps this pass out of the logged metrics. `all_reduce=False` leaves each
+                process its own gradients.
+            apply_gradients: unscales and clips the gradients, and takes the step of the optimizer.
+        """
+        compute_gradients()
+        apply_gradients()
+
+    def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
         """Return the loss of a micro-batch and the inputs of the metrics, without synchronizing with the device.
 
         The global generators of torch are seeded for this micro-batch before the call.
 
         Args:
             model: the model in training mode, wrapped for several processes.
-            images: normalized, (N, 3, H, W), on the device; may be changed in place.
-            targets: targets of the data set: int64 (N,), or float32 (N, classes).
-            key: the position of the micro-batch.
+            batch: the micro-batch on the device.
+            key: its position.
         """
         raise TypeError(f"{type(self).__name__} defines no train_step")
 
-    def eval_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> StepOutput:
-        """Return the loss of a batch and the inputs of the metrics, without gradients; arguments as in `train_step`."""
+    def eval_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        """Return the loss of a batch and the inputs of the metrics, without gradients unless `eval_gradients`."""
         raise TypeError(f"{type(self).__name__} defines no eval_step")
+
+    def begin_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the model to evaluate, e.g. a copy that `eval_step` may change."""
+        return model
+
+    def predict_step(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Return the scores (N, classes) of images (N, C, H, W), e.g. logits: the largest one is the prediction.
+
+        TEST.FLIP averages those of each image and its mirror image.
+
+        Raises:
+            ConfigError: the output of the model has another form, and the task does not define this method.
+        """
+        with self.autocast():
+            scores = model(images)
+            if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
+                scores = (scores.clone() + model(images.flip(-1))) / 2
+        if not isinstance(scores, torch.Tensor) or scores.shape != (len(images), len(self.classes)):
+            raise ConfigError(f"TASK.NAME: got {task_name(self.cfg)}; expected a task with a score for each class;"
+                              f" fix: define {type(self).__name__}.predict_step")  # fmt: skip
+        return scores
+
+    def log_epoch(self, log: Any, model: nn.Module, batch: Batch | None) -> None:
+        """Log images and values after an evaluation, on every process; only the main process writes.
+
+        Args:
+            log: the `RunLog`.
+            model: the evaluated model.
+            batch: the first evaluation batch of this process; None: it has none.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the model: tensors, numbers and texts by name, also in containers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the names and the shapes are the same."""
+        if state:
+            raise TypeError(f"{type(self).__name__} defines no load_state_dict")
 
 
 def task_name(cfg) -> str:

@@ -1,17 +1,23 @@
 """Classification with one label or several labels per image."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.mixup import build_mixer
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import StepKey, Task
-from distribuuuu.tasks.losses import build_loss
+from distribuuuu.tasks.losses import Loss, build_loss, count_labels
 from distribuuuu.tasks.metrics import StepOutput, hard_labels
+
+# The names of the state of the loss begin with this.
+_LOSS = "criterion."
 
 
 @TASKS.register("classification")
@@ -22,33 +28,47 @@ class Classification(Task):
         super().__init__(cfg, classes, device, precision)
         self.eval_criterion = build_loss(cfg, train=False)
 
-    def prepare_training(self, plan: BatchPlan) -> None:
+    def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the mixer and the loss."""
         check_accumulation(self.cfg, plan)
         self.mix = build_mixer(self.cfg, plan)
         self.criterion = build_loss(self.cfg).to(self.device)
+        if type(self.criterion).prepare is not Loss.prepare:
+            self.criterion.prepare(count_labels(images))
 
-    def train_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, key: StepKey) -> StepOutput:
+    def begin_epoch(self, epoch: int) -> str | None:
+        """Prepare the loss for an epoch; return the name of its stage, if it has any."""
+        return self.criterion.begin_epoch(epoch)
+
+    def prepare_batch(self, batch: Batch, key: StepKey) -> Batch:
+        """Return a micro-batch, mixed by Mixup or CutMix."""
+        images, targets = self.mix(batch.images, batch.targets, *key)
+        return batch._replace(images=images, targets=targets)
+
+    def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
         """Return the training loss of a micro-batch and the inputs of the metrics."""
-        images, targets = self.mix(images, targets, *key)
         with self.autocast():
-            logits = model(images)
-        return StepOutput(self.compute_loss(images, logits, targets), logits.detach(), self.metric_targets(targets))
+            logits = model(batch.images)
+        loss = self.compute_loss(batch.images, logits, batch.targets)
+        return StepOutput(loss, logits.detach(), self.metric_targets(batch.targets))
 
     def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean training loss ()."""
         return self.criterion(logits, targets)
 
-    def eval_step(self, model: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> StepOutput:
-        """Return the evaluation loss of a batch and the inputs of the metrics.
+    def eval_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        """Return the evaluation loss of a batch and the inputs of the metrics."""
+        logits = self.predict_step(model, batch.images)
+        return StepOutput(self.eval_criterion(logits, batch.targets), logits, self.metric_targets(batch.targets))
 
-        TEST.FLIP averages the logits of each image and its mirror image.
-        """
-        with self.autocast():
-            logits = model(images)
-            if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
-                logits = (logits.clone() + model(images.flip(-1))) / 2
-        return StepOutput(self.eval_criterion(logits, targets), logits, self.metric_targets(targets))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss; a task that has more adds its own."""
+        return {f"{_LOSS}{name}": value for name, value in self.criterion.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the loss; other entries are left to the task."""
+        own = {name.removeprefix(_LOSS): value for name, value in state.items() if name.startswith(_LOSS)}
+        self.criterion.load_state_dict(own)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets in the form of `StepOutput.targets`."""

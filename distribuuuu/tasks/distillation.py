@@ -13,6 +13,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models import build_model
 from distribuuuu.tasks.classification import Classification
@@ -28,13 +29,13 @@ class Distillation(Classification):
     hard: the cross-entropy with the class that the teacher predicts (Touvron et al., arXiv 2012.12877).
     """
 
-    def prepare_training(self, plan: BatchPlan) -> None:
+    def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the mixer, the loss and the teacher, which stays in evaluation mode.
 
         Raises:
             ConfigError: see `build_teacher`.
         """
-        super().prepare_training(plan)
+        super().prepare_training(plan, images, num_steps)
         self.teacher = build_teacher(self.cfg, self.classes).to(self.device).eval().requires_grad_(False)
 
     def compute_loss(self, images: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

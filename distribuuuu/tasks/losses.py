@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.config.registry import LOSSES, dataset_class
+from distribuuuu.data.datasets.base import ImageDataset
 
 
 class Loss(nn.Module):
@@ -29,7 +30,18 @@ class Loss(nn.Module):
     def __init__(self, smoothing: float = 0.0, weights: Sequence[float] = ()):
         super().__init__()
         self.smoothing = smoothing
-        self.register_buffer("weights", torch.tensor(weights, dtype=torch.float32) if weights else None)
+        factors = torch.tensor(weights, dtype=torch.float32) if weights else None
+        self.register_buffer("weights", factors, persistent=False)  # as in the config, also after a resume
+
+    def prepare(self, class_counts: torch.Tensor) -> None:
+        """Prepare for the training set.
+
+        Args:
+            class_counts: images of each class, int64 (classes,); of several labels, the images that have each.
+        """
+
+    def begin_epoch(self, epoch: int) -> str | None:
+        """Prepare for an epoch, from 0; return the name of its stage, or None; see `Task.begin_epoch`."""
 
     @staticmethod
     def upcast(logits: torch.Tensor) -> torch.Tensor:
@@ -128,6 +140,15 @@ class Focal(Loss):
         if self.weights is not None:
             losses = losses * self.weights
         return losses.sum(dim=1).mean()
+
+
+def count_labels(images: ImageDataset) -> torch.Tensor:
+    """Return the number of images of each class: int64 (classes,)."""
+    if images.multilabel:
+        rows = (torch.as_tensor(images.label(index)) for index in range(len(images)))
+        return sum((row.ge(0.5).long() for row in rows), torch.zeros(len(images.classes), dtype=torch.int64))
+    labels = torch.tensor([int(images.label(index)) for index in range(len(images))], dtype=torch.int64)
+    return labels.bincount(minlength=len(images.classes))
 
 
 def build_loss(cfg, train: bool = True) -> Loss:

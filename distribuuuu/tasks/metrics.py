@@ -52,8 +52,13 @@ class StepOutput:
     def ranked(self, k: int) -> torch.Tensor:
         """Return the classes with the k largest logits, the largest first: int64 (N, k); computed once."""
         if k not in self._ranked:
-            self._ranked[k] = self.logits.topk(min(k, self.logits.shape[1])).indices
+            self._ranked[k] = rank_classes(self.logits, k)
         return self._ranked[k]
+
+
+def rank_classes(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the classes with the k largest scores (N, classes), the largest first: int64 (N, k)."""
+    return scores.topk(min(k, scores.shape[1])).indices
 
 
 def join(outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:

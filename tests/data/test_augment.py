@@ -391,5 +391,5 @@ def test_any_worker_and_the_device_loader_augment_alike(small_cfg, mix, crop):
 def test_the_preview_shows_the_images_as_they_are_augmented(small_cfg):
     words = ("AUG.POLICY", "randaugment", "AUG.ERASING", 1.0)
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
-    images, _ = next(loader.batches_from(3, 0, 0))
+    images, *_ = next(loader.batches_from(3, 0, 0))
     assert torch.equal(loader._normalize(loader.preview(3, 12)), images)

@@ -213,7 +213,7 @@ def mixed_images(cfg) -> dict[int, tuple[bytes, bytes]]:
     for step in range(2):
         for micro in range(plan.accum_steps):
             first = step * plan.global_batch + (micro * plan.world_size + launch.rank) * plan.micro_batch
-            for place, (image, target) in enumerate(zip(*mix(*next(batches), 3, 1, step, micro), strict=True)):
+            for place, (image, target) in enumerate(zip(*mix(*next(batches)[:2], 3, 1, step, micro), strict=True)):
                 found[first + place] = image.numpy().tobytes(), target.numpy().tobytes()
     return found
 

@@ -123,7 +123,7 @@ def test_batches_hold_the_classes_as_often_as_the_config_says(small_cfg, tmp_pat
     draw_folder(tmp_path, "train", {"ant": 30, "bee": 5, "cat": 1})
     cfg = small_cfg("TRAIN.DATASET", tmp_path, "DATA.SAMPLING", "balanced")
     loader = build_loader(cfg, detect_launch(), CPU, train=True)
-    batches = [batch for epoch in range(20) for _, batch in loader.batches_from(3, epoch, 0)]
+    batches = [batch for epoch in range(20) for _, batch, *_ in loader.batches_from(3, epoch, 0)]
     labels = Counter(torch.cat(batches).tolist())
     assert all(abs(labels[label] - 240) < 60 for label in range(3)) and loader.num_steps == 3
 
@@ -157,12 +157,12 @@ def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cf
     expected = None
     for way in WAYS:
         loader = build_loader(small_cfg(*GROWING, "DATA.CROP", crop, *augment, *way), ALONE, CPU, train=True)
-        epochs = [[images for images, _ in loader.batches_from(3, epoch, 0)] for epoch in (0, 2, 3, 5, 2)]
+        epochs = [[images for images, *_ in loader.batches_from(3, epoch, 0)] for epoch in (0, 2, 3, 5, 2)]
         assert [batches[0].shape[-2:] for batches in epochs] == [(side, side) for side in (8, 10, 12, 16, 10)], way
         expected = expected or epochs
         for one, other in zip(sum(expected, []), sum(epochs, []), strict=True):
             assert torch.equal(one, other), way
-        entered = [images for images, _ in loader.batches_from(3, 2, 2)]
+        entered = [images for images, *_ in loader.batches_from(3, 2, 2)]
         assert all(torch.equal(one, other) for one, other in zip(entered, epochs[1][2:], strict=True))
         assert loader.dummy_batch().shape == (12, 3, 16, 16)
     assert loader.preview(3, 5).shape == (5, 3, 8, 8)

@@ -19,6 +19,7 @@ from support.tiers import slow
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.config import load_cfg
+from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.results import hash_config, read_results
@@ -164,7 +165,7 @@ def identity_task(num_classes: int) -> SimpleNamespace:
     return SimpleNamespace(
         classes=[f"c{number}" for number in range(num_classes)],
         multilabel=False,
-        eval_step=lambda _, logits, targets: SimpleNamespace(logits=logits, targets=targets),
+        eval_step=lambda _, batch: SimpleNamespace(logits=batch.images, targets=batch.targets),
     )
 
 
@@ -172,7 +173,7 @@ def record(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]
     """Return the arrays of one process without a second evaluation, in two batches."""
     recorder = Recorder(identity_task(logits.shape[1]), len(logits), range(len(logits)))
     for part in (slice(0, 5), slice(5, None)):
-        recorder.eval_step(None, logits[part], targets[part])
+        recorder.eval_step(None, Batch(logits[part], targets[part]))
     return recorder.gather(CPU)
 
 
@@ -211,7 +212,7 @@ def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_pat
     recorder, generator = Recorder(identity_task(1000), 50_000, range(50_000)), torch.Generator().manual_seed(0)
     for _ in range(50):
         logits, targets = torch.randn(1000, 1000, generator=generator), torch.randint(1000, (1000,))
-        recorder.eval_step(None, logits, targets)
+        recorder.eval_step(None, Batch(logits, targets))
     arrays = recorder.gather(CPU)
     path = np.array([f"val/n{number % 1000:08d}/ILSVRC2012_val_{number:08d}.JPEG" for number in range(50_000)])
     write_npz(tmp_path / "predictions.npz", {"path": path, **arrays})
@@ -220,7 +221,7 @@ def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_pat
 
 def test_an_output_without_a_column_for_each_class_is_not_recorded():
     recorder = Recorder(identity_task(3), 4, range(4))
-    recorder.eval_step(None, torch.zeros(4, 5), torch.zeros(4).long())
+    recorder.eval_step(None, Batch(torch.zeros(4, 5), torch.zeros(4).long()))
     assert recorder.gather(CPU) is None
 
 

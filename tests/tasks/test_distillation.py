@@ -8,6 +8,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
@@ -51,7 +52,7 @@ def prepared(cfg, classes) -> Distillation:
     """Return the task of a config, ready for training."""
     device = torch.device("cpu")
     task = build_task(cfg, tuple(classes), device, Precision())
-    task.prepare_training(BatchPlan(4, 1, 1))
+    task.prepare_training(BatchPlan(4, 1, 1), Dummy(8, 4), num_steps=1)
     return task
 
 

@@ -17,6 +17,7 @@ from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, p
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.fsdp import inference
@@ -180,8 +181,8 @@ def _evaluate(run: Run, model: torch.nn.Module, limit_s: float, plan: BatchPlan)
     model.eval()
     ends = []
     with inference(model):
-        for images, targets in _timed(loader, ends, limit_s, loader.device):
-            run.task.eval_step(model, images, targets)
+        for batch in _timed(loader, ends, limit_s, loader.device):
+            run.task.eval_step(model, batch)
     num_batches = -(-len(loader.images) // (plan.world_size * cfg.TEST.BATCH_SIZE))
     return seconds + extrapolate(ends, num_batches, count_ahead(run))
 
@@ -202,7 +203,7 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     """
     cfg, loader, plan = run.cfg, run.train_loader, run.train_loader.plan
     on_gpu = loader.device.type == "cuda"
-    batches = itertools.repeat((loader.dummy_batch(), loader.zero_targets(plan.micro_batch)))
+    batches = itertools.repeat(Batch(loader.dummy_batch(), loader.zero_targets(plan.micro_batch)))
     run.model.train()
     model = plan.per_process / time_calls(lambda: train_step(run, batches, 0), loader.device).seconds
     speeds = {"model": model, "loader": None, "together": combined}

@@ -25,6 +25,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import copy_to_host
 from distribuuuu.records.run_log import progress
 from distribuuuu.records.significance import wilson_interval
+from distribuuuu.tasks.metrics import rank_classes
 
 # Neighbors, and the temperature of their votes (Wu et al., arXiv 1805.01978; the same in DINO, arXiv 2104.14294).
 NUM_NEIGHBORS, TEMPERATURE = 20, 0.07
@@ -104,10 +105,10 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
     def start(pixels: Tensor, causes: dict[int, str]) -> Callable[[], list[Tensor]]:
         for index, cause in causes.items():
             raise BadImageError(f"broken image: {images.describe(index)}: {cause}; fix: repair or remove it")
-        output = run.compute_output(pixels)
+        scores = run.compute_scores(pixels)
         features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
         inputs.clear()
-        predicted = output.ranked(run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
+        predicted = rank_classes(scores, run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
         return copy_to_host([F.normalize(features, dim=1), features.isfinite().all(), predicted])
 
     chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))

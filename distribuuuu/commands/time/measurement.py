@@ -18,6 +18,7 @@ from distribuuuu.commands.measure.timing import endless_batches, time_calls
 from distribuuuu.commands.time.time_report import format_report
 from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import GRAPH_MODES
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
@@ -30,7 +31,7 @@ from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.records.environment import local_peak_bytes
-from distribuuuu.trainer import compute_gradients, train_step
+from distribuuuu.trainer import compute_gradients, read_micro_batches, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class Step:
 
     def backward(self, batches: Iterator, all_reduce: bool = True) -> None:
         """Compute the gradients of a step, with or without their all-reduce."""
-        compute_gradients(self.training, self._mark_steps(batches), 0, all_reduce)
+        parts = read_micro_batches(self.training, self._mark_steps(batches), 0)
+        compute_gradients(self.training, parts, all_reduce=all_reduce)
 
     def update(self, batches: Iterator) -> None:
         """Run a complete training step."""
@@ -121,14 +123,14 @@ class Step:
     def evaluate(self, images: torch.Tensor, targets: torch.Tensor) -> None:
         """Run a step of the evaluation."""
         self._mark_step_begin()
-        self.task.eval_step(self.state.model, images, targets)
+        self.task.eval_step(self.state.model, Batch(images, targets))
 
 
 @explain_out_of_memory("measuring the steps")
 def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
     """Return the seconds and the images/s of each part, and the memory in bytes. A collective."""
     plan, device = loader.plan, step.device
-    in_memory = itertools.repeat((step.images, step.labels))
+    in_memory = itertools.repeat(Batch(step.images, step.labels))
 
     def time_part(call: Callable[[], object], num_images: int = plan.global_batch) -> dict:
         return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], num_images)

@@ -67,7 +67,7 @@ def turned_run(photographs, tmp_path_factory):
         content, model = torch.load(path), load_run(out, device="cpu").model
         loader = build_loader(cfg, Launch("alone"), torch.device("cpu"), train=False)
         with torch.inference_mode():
-            logits = torch.cat([model(images) for images, _ in loader])
+            logits = torch.cat([model(images) for images, *_ in loader])
         # Each class is an answer about as often as the others, so that a mistake changes some of them.
         weights, scale = content["state_dict"], 4 / logits.std(0)
         weights["fc.weight"] *= scale[:, None]

@@ -135,15 +135,15 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
     folder = odd_images(tmp_path)
     settings = ("TRAIN.DATASET", str(tmp_path), "TEST.DATASET", str(tmp_path), "TEST.BATCH_SIZE", "64", *options)
     loaded = load_run(shapes_run, overrides=settings)
-    ((images, labels),) = build_loader(loaded.cfg, Launch("alone"), CPU, train=False)
+    (batch,) = build_loader(loaded.cfg, Launch("alone"), CPU, train=False)
     with torch.inference_mode():
-        logits = loaded.task.eval_step(loaded.model, images, labels).logits
+        logits = loaded.task.predict_step(loaded.model, batch.images)
     expected = logits.double().softmax(1)
     predictions = loaded.predict(folder / "val", topk=10)
     assert len(predictions) == 10
     for prediction, row in zip(predictions, expected, strict=True):
         assert prediction.probabilities == tuple(row[loaded.classes.index(label)].item() for label in prediction.labels)
-    assert torch.equal(torch.stack([loaded.transform(prediction.image) for prediction in predictions]), images)
+    assert torch.equal(torch.stack([loaded.transform(prediction.image) for prediction in predictions]), batch.images)
 
 
 @pytest.mark.real_data

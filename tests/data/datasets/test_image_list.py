@@ -212,7 +212,7 @@ def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp
     (tmp_path / "images/ant/000.jpg").write_bytes(b"no image")
     words = ("MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", "TRAIN.BATCH_SIZE", 4)
     loader = build_loader(small_cfg(*words_of(tmp_path, *words)), ALONE, CPU, train=True)
-    ((images, targets),) = loader.batches_from(seed=5, epoch=0, first_step=0)
+    ((images, targets, *_),) = loader.batches_from(seed=5, epoch=0, first_step=0)
     assert loader.num_broken >= 1 and len(images) == 4 and targets.tolist() == [[0, 1]] * 4
 
 
