@@ -68,7 +68,7 @@ def test_erasing_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set
              "TRAIN.BATCH_SIZE", 6, "AUG.ERASING", 0.5, "AUG.ERASING_MODE", mode, *resizing)  # fmt: skip
     host = batches_of(small_cfg(*words), train=True)
     plain = batches_of(small_cfg(*words, "AUG.ERASING", 0), train=True)
-    changed = [(a != b).flatten(1).any(1) for (a, _), (b, _) in zip(host, plain, strict=True)]
+    changed = [(a != b).flatten(1).any(1) for (a, *_), (b, *_) in zip(host, plain, strict=True)]
     assert 0.25 < float(torch.cat(changed).float().mean()) < 0.75
     if pixel_set != "sizes":
         monkeypatch.setattr(resident.Samples, "batch", None)  # no image is made alone

@@ -25,7 +25,7 @@ WAYS = [("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread")
 
 
 def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_image(small_cfg):
-    expected, labels = first_batches(small_cfg("DATA.REPEATS", 3), 1)[0]
+    expected, labels, *_ = first_batches(small_cfg("DATA.REPEATS", 3), 1)[0]
     assert labels.tolist() == labels[:4].tolist() * 3
     assert not any(torch.equal(expected[one], expected[one + 4]) for one in range(8))
     for way in WAYS:
@@ -55,14 +55,14 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(small_cfg):
 
 
 def test_images_are_normalized_as_usual(small_cfg):
-    images, labels = next(iter(build_loader(small_cfg(), ALONE, CPU, train=False)))
+    images, labels, *_ = next(iter(build_loader(small_cfg(), ALONE, CPU, train=False)))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
     pixels = CenterCrop(18, 16)(open_lazy_image(folder[0][0], "auto"), SampleRNG(0, 0)).float() / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     torch.testing.assert_close(images[0], (pixels - mean) / std, atol=1e-5, rtol=1e-5)
     assert labels.tolist() == [folder[index][1] for index in range(16)]
     words = ("DATA.MEAN", [0, 0, 0], "DATA.STD", [1, 1, 1])
-    images, _ = next(iter(build_loader(small_cfg(*words), ALONE, CPU, train=False)))
+    images, *_ = next(iter(build_loader(small_cfg(*words), ALONE, CPU, train=False)))
     torch.testing.assert_close(images[0], pixels, atol=1e-5, rtol=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_dummy_input_honours_sizes_and_classes(small_cfg):
     for words in (("MODEL.DUMMY_INPUT", True), ("DATA.NAME", "dummy")):
         cfg = small_cfg(*words, "MODEL.NUM_CLASSES", 7, "TRAIN.DATASET", "/nowhere")
         assert find_run_problems(cfg, train=True) == []
-        images, labels = first_batches(cfg, 1)[0]
+        images, labels, *_ = first_batches(cfg, 1)[0]
         assert images.shape == (12, 3, 16, 16) and labels.max() < 7
 
 

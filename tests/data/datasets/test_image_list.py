@@ -198,11 +198,11 @@ def test_packs_refuse(root, tmp_path):
 def test_workers_and_the_device_make_the_same_batches(cfg_of, words, train):
     mine, theirs = batches_of(cfg_of(), train), batches_of(cfg_of(*words), train)
     assert_same_batches(mine, theirs)
-    assert all(targets.dtype == torch.float32 and targets.shape == (len(images), 3) for images, targets in theirs)
+    assert all(targets.dtype == torch.float32 and targets.shape == (len(images), 3) for images, targets, *_ in theirs)
     assert build_loader(cfg_of(*words), ALONE, CPU, train).images.multilabel
     if not train:
         expected = torch.tensor([[0.0, 0, 1], [0, 0, 0], [0, 1, 1]]).repeat(13, 1)[:37]
-        assert torch.equal(torch.cat([targets for _, targets in theirs]), expected)
+        assert torch.equal(torch.cat([targets for _, targets, *_ in theirs]), expected)
 
 
 def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp_path):
