@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
@@ -182,10 +183,14 @@ class TrainLoader(Loader):
             yield batch.images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
-        """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W)."""
+        """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W).
+
+        Broken ones are left out; the first step reports them.
+        """
         self.sampler.set_position(seed, epoch=0, first_step=0)
         samples = [self.samples[key] for key in next(iter(self.sampler))[:num]]
-        return torch.stack([sample.pixels for sample in samples if sample.pixels is not None]).cpu()
+        read = [sample.pixels for sample in samples if sample.pixels is not None]
+        return torch.stack(read).cpu() if read else torch.empty(0)
 
 
 @overload
@@ -270,11 +275,13 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterat
     yield from (f"{key}: {note}" for note in (broken, unknown) if note)
     if train and len(images.classes) == 1:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
-    if not train and not images.multilabel:
-        present = set(map(images.label, range(len(images))))
-        if missing := [name for label, name in enumerate(images.classes) if label not in present]:
-            named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
+    if train or images.multilabel:
+        return
+    labels = [images.label(index) for index in range(len(images))]
+    present = set(labels) if all(isinstance(label, Integral) for label in labels) else range(len(images.classes))
+    if missing := [name for label, name in enumerate(images.classes) if label not in present]:
+        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
 
 
 def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:

@@ -86,7 +86,7 @@ def start_workers(
 
 
 # The samples and the keys of a batch to make.
-Task = tuple[Samples, BatchKeys]
+BatchRequest = tuple[Samples, BatchKeys]
 
 
 class Stream:
@@ -100,14 +100,14 @@ class Stream:
         self.pending: deque[tuple[Pass, int]] = deque()
         self._batches = self._list_batches(passes, first)
 
-    def start(self, num: int) -> Iterator[Task]:
-        """Yield the tasks of the next batches, until `num` of them are pending."""
-        for place, task in itertools.islice(self._batches, num - len(self.pending)):
+    def start(self, num: int) -> Iterator[BatchRequest]:
+        """Yield the requests of the next batches, until `num` of them are pending."""
+        for place, request in itertools.islice(self._batches, num - len(self.pending)):
             self.pending.append(place)
-            yield task
+            yield request
 
     @staticmethod
-    def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], Task]]:
+    def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], BatchRequest]]:
         for samples, sampler, end in passes:
             scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
             for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
@@ -140,8 +140,8 @@ class Workers:
                     self.pool.clear()
                     passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
                     stream = Stream(passes, position)
-                for task in stream.start(1 + self.pool.num_ahead):
-                    self.pool.submit(task)
+                for request in stream.start(1 + self.pool.num_ahead):
+                    self.pool.submit(request)
                 batch = self.pool.take()
                 stream.pending.popleft()
                 self.stream = stream
@@ -173,9 +173,9 @@ class Pool:
         self._pin_memory = pin_memory
         self._submitted: deque[Any] = deque()
 
-    def submit(self, task: Task) -> None:
+    def submit(self, request: BatchRequest) -> None:
         """Start a batch."""
-        self._submitted.append(task)
+        self._submitted.append(request)
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
@@ -186,8 +186,8 @@ class Pool:
         self._submitted.clear()
 
 
-def _make_batch(task: Task, pin_memory: bool) -> HostBatch:
-    samples, keys = task
+def _make_batch(request: BatchRequest, pin_memory: bool) -> HostBatch:
+    samples, keys = request
     images, targets, broken = samples.batch(keys)
     if pin_memory and images is not None:
         images, targets = images.pin_memory(), targets.pin_memory()
@@ -221,9 +221,9 @@ class ThreadPool(Pool):
         started.wait()
         torch.set_num_threads(num_threads)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
-        self._submitted.append(self._threads.submit(_make_batch, task, self._pin_memory))
+        self._submitted.append(self._threads.submit(_make_batch, request, self._pin_memory))
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
@@ -290,7 +290,7 @@ class ProcessPool(Pool):
 class _Sender:
     """The batch sampler: of each batch submitted the number of its samples, its keys, and a slot of the memory."""
 
-    def __init__(self, submitted: deque[Task], sources: Sequence[Samples], memory: BatchMemory | None):
+    def __init__(self, submitted: deque[BatchRequest], sources: Sequence[Samples], memory: BatchMemory | None):
         self._submitted, self._sources, self._memory = submitted, sources, memory
 
     def __iter__(self) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from distribuuuu.data.augment import (
     pca_noise,
 )
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.loader import build_loader
+from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
@@ -393,3 +393,12 @@ def test_the_preview_shows_the_images_as_they_are_augmented(small_cfg):
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
     images, *_ = next(loader.batches_from(3, 0, 0))
     assert torch.equal(loader._normalize(loader.preview(3, 12)), images)
+
+
+def test_a_preview_of_unreadable_images_is_empty_and_the_first_step_names_the_cause(small_cfg, monkeypatch):
+    loader = build_loader(small_cfg(), ALONE, CPU, train=True)
+    assert len(loader.preview(3, 0)) == 0
+    monkeypatch.setattr(type(loader.images), "read", lambda self, index: b"text")
+    assert len(loader.preview(3, 12)) == 0
+    with pytest.raises(BadImageError, match=r"^broken image: .*\.jpg: ValueError: not an image"):
+        next(loader.batches_from(3, 0, 0))

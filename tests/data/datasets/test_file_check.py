@@ -8,6 +8,7 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +18,9 @@ from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets import file_check
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.loader import BadImageError, build_loader, find_notes
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import test_model as evaluate_run
@@ -281,6 +283,19 @@ def test_classes_without_evaluation_images_are_reported(root, tmp_path):
     (root / "val/bee").rmdir()
     assert load(root).notes == ["TEST.DATASET: no image of 1 of 3 classes: bee; they are not evaluated"]
     assert find_run_problems(load_cfg(None, small_options(root, tmp_path / "out")), train=True) == []
+
+
+class Boxes(ImageDataset):
+    """Images whose labels are arrays, for a task of its own."""
+
+    classes, labels = ("a", "b"), np.eye(2)
+
+    def label(self, index: int) -> np.ndarray:
+        return self.labels[index]
+
+
+def test_labels_that_are_arrays_are_not_counted(small_cfg):
+    assert list(find_notes(small_cfg(), Boxes(), detect_launch(), train=False)) == []
 
 
 def test_one_class_alone_and_classes_of_one_image_or_of_nearly_one_name(tmp_path):

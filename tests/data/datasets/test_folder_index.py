@@ -324,31 +324,35 @@ def test_a_split_of_several_folders_has_a_file_of_its_own(root):
     assert len(names) == 3 and {file.parent for file in names} == {root / ".distribuuuu"}
 
 
-def open_slowly(root: Path, record: Path) -> list[str]:
-    """Open an index at the same time as two other processes, while every scan takes a while and leaves a line."""
-    record.with_name(f"{os.getpid()}.ready").touch()
-    while len(list(record.parent.glob("*.ready"))) < 3:
-        time.sleep(0.01)
-    scan_folder = folder_index.scan_folder
+def open_at_once(root: Path, record: Path) -> list[str]:
+    """Open an index while two other processes do: a scan leaves a line, and ends when all of them look for its file.
+
+    One that looks after the scan may find that a folder changed less than two seconds before it, and scans again.
+    """
+    scan_folder, take_turn = folder_index.scan_folder, folder_index.take_turn
+
+    @contextlib.contextmanager
+    def announce(file):
+        record.with_name(f"{os.getpid()}.ready").touch()
+        with take_turn(file) as now_ns:
+            yield now_ns
 
     def scan_slowly(folder, now_ns):
         with open(record, "a") as file:
             file.write("scan\n")
-        time.sleep(0.5)
+        while len(list(record.parent.glob("*.ready"))) < 3:
+            time.sleep(0.01)
         return scan_folder(folder, now_ns)
 
-    folder_index.scan_folder = scan_slowly
-    try:
-        return files_of(open_(root))
-    finally:
-        folder_index.scan_folder = scan_folder
+    folder_index.scan_folder, folder_index.take_turn = scan_slowly, announce
+    return files_of(open_(root))
 
 
 @pytest.mark.parametrize("young", [False, True])
 def test_of_several_processes_one_scans(root, tmp_path, young):
     if young:
         os.utime(root / "train" / "a")
-    answers = on_processes(3, open_slowly, root, tmp_path / "record")
+    answers = on_processes(3, open_at_once, root, tmp_path / "record")
     assert (tmp_path / "record").read_text() == "scan\n"
     assert all(answer == answers[0] and len(answer) == 4 for answer in answers)
 
