@@ -1,6 +1,7 @@
 """distribuuuu: config-driven image-classification training.
 
-The Python API: `train`, `evaluate`, `predict`, `load_run`, and the exceptions `ConfigError` and `RunStopped`.
+The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, and the exceptions `ConfigError` and
+`RunStopped`.
 """
 
 import importlib
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "train": "distribuuuu.api",
     "evaluate": "distribuuuu.api",
+    "open_evaluation": "distribuuuu.api",
     "predict": "distribuuuu.api",
     "load_run": "distribuuuu.inference.load_run",
     "ConfigError": "distribuuuu.config",

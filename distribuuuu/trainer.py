@@ -6,35 +6,30 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 from distribuuuu.checkpoint.best_weights import RAW, kind_of
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
-from distribuuuu.config.run_files import TEST_LOG, TRAIN_LOG
+from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
-from distribuuuu.data.loader import Loader, build_loader, build_loaders
+from distribuuuu.data.loader import Loader, build_loaders
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import compile_model, without_gradient_sync
+from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.distributed.watchdog import marked
-from distribuuuu.engine.dry_run import dry_run_evaluation
-from distribuuuu.engine.evaluator import evaluate
+from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
-from distribuuuu.engine.run_description import describe_end, describe_images, describe_model
+from distribuuuu.engine.run_description import describe_end
 from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is_evaluated
-from distribuuuu.engine.setup import Training, build_run, build_test_model, find_weights, open_run
+from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr
-from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.predictions import recording
 from distribuuuu.records.run_log import evaluation_bar
-from distribuuuu.tasks.base import StepKey, Task, build_task
+from distribuuuu.tasks.base import StepKey
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
 
 logger = logging.getLogger(__name__)
@@ -238,27 +233,10 @@ def test_model(cfg) -> dict:
     Raises:
         ConfigError: there are no weights, or they do not match the model or the classes of the data.
     """
-    cfg = resolve_num_classes(cfg)
-    launch = detect_launch()
-    device = pick_device(launch.local_rank)
-    loader = build_loader(cfg, launch, device, train=False)
-    with open_run(cfg, launch, device, TEST_LOG):
-        task = build_task(cfg, loader.images.classes, device, build_precision(cfg, device))
-        weights = find_weights(cfg)
-        model = build_test_model(cfg, task, weights)
-        describe_model(cfg, model, loader)
-        describe_images(cfg, loader)
-        kind = kind_of(weights) if Path(weights).parent == Path(cfg.OUT_DIR) else RAW
-        with recording(cfg, task, model, loader, kind) as task:
-            result = evaluate_weights(cfg, task, model, loader)
-        write_test_results(cfg, task, model, weights, {kind: result})
+    weights = find_weights(cfg)
+    kind = kind_of(weights) if Path(weights).parent == Path(cfg.OUT_DIR) else RAW
+    with open_evaluation(cfg, weights) as run:
+        with recording(run.cfg, run.task, run.model, run.loader, kind) as task:
+            result = run.evaluate(task)
+        write_test_results(run.cfg, run.task, run.model, weights, {kind: result})
     return result
-
-
-@explain_out_of_memory("the evaluation", batch="test")
-def evaluate_weights(cfg, task: Task, model: torch.nn.Module, loader: Loader) -> dict:
-    """Return count, loss and metrics of a model, after a dry run with one image."""
-    dry_run_evaluation(cfg, model, loader.zero_images(1), task.num_outputs)
-    compile_model(model, cfg.MODEL.COMPILE)
-    bar = evaluation_bar(cfg.TEST.PRINT_FREQ)
-    return evaluate(task, model, loader, lambda batches: marked(bar(batches), "evaluation"))

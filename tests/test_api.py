@@ -16,12 +16,14 @@ import PIL.Image
 import pytest
 import torch
 from support.images import draw_folder
+from support.processes import on_processes
 from support.runs import ROOT, assert_same_run, newest, small_options
 from torch import nn
 
 import distribuuuu
 from distribuuuu import api
 from distribuuuu.api import TrainResult
+from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import MODELS
@@ -110,6 +112,53 @@ def test_a_training_returns_its_results_and_can_be_evaluated(options, tmp_path):
     loaded = types.SimpleNamespace(cfg=load_cfg(str(out / "config.yaml")), source=str(result.weights))
     assert distribuuuu.evaluate(loaded) == pytest.approx(expected, abs=1e-5)
     assert distribuuuu.evaluate(loaded.cfg, {"MODEL.WEIGHTS": result.weights}) == pytest.approx(expected, abs=1e-5)
+
+
+def average_of(out_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the average of the weights after both epochs of a run."""
+    one, other = (read_checkpoint(path)["state_dict"] for path in sorted((out_dir / "checkpoints").iterdir())[-2:])
+    return {key: (one[key] + other[key]) / 2 if one[key].is_floating_point() else one[key] for key in one}
+
+
+def evaluate_average(run: Path, out_dir: Path, recalibrate: int) -> tuple[dict, dict]:
+    """Evaluate an average after other weights, and twice; save it with its statistics."""
+    average = average_of(run)
+    with distribuuuu.open_evaluation(run, {"OUT_DIR": out_dir}) as opened:
+        opened.evaluate({key: torch.zeros_like(value) for key, value in average.items()})
+        results = [opened.evaluate(average, "soup", recalibrate) for _ in range(2)]
+        if GroupState.rank == 0:
+            torch.save(opened.model.state_dict(), out_dir / "soup.pth.tar")
+    return results
+
+
+@pytest.mark.parametrize("recalibrate", [0, 24])
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, recalibrate):
+    out = tmp_path / "soup"
+    results = on_processes(num, evaluate_average, finished_run, out, recalibrate)
+    expected = distribuuuu.evaluate(finished_run, {"MODEL.WEIGHTS": out / "soup.pth.tar", "OUT_DIR": tmp_path / "test"})
+    for first, second in results:
+        assert first == second == pytest.approx(expected, rel=1e-6) and first["count"] == 37
+    assert "validation of soup weights: top1 " in (out / "test.log").read_text()
+    assert {path.name for path in out.iterdir()} == {"soup.pth.tar", "test.log"}
+    saved, average = torch.load(out / "soup.pth.tar"), average_of(finished_run)
+    changed = {key for key, value in average.items() if not torch.equal(value, saved[key])}
+    assert bool(changed) == bool(recalibrate) and all("running_" in key for key in changed)
+
+
+def test_recomputed_statistics_are_those_of_precise_batch_norm(small_cfg):
+    words = ("OPTIM.MAX_EPOCH", 1, "MODEL.PRECISE_BN", 24)
+    result = distribuuuu.train(small_cfg(*words))
+    state = newest(result.out_dir)["state_dict"]
+    fresh = {key: torch.ones_like(value) if "running_" in key else value for key, value in state.items()}
+    with distribuuuu.open_evaluation(result) as run:
+        assert run.evaluate(fresh, recalibrate=24) == pytest.approx({**result.metrics, "count": 37}, rel=1e-6)
+        assert all(torch.equal(value, state[key]) for key, value in run.model.state_dict().items())
+        with pytest.raises(ConfigError, match="soup weights: .*fc.bias"):
+            run.evaluate({**state, "fc.bias": torch.zeros(5)}, kind="soup")
+    with pytest.raises(ConfigError, match="TEST.DATASET"), distribuuuu.open_evaluation(
+        result, {"TEST.DATASET": "no/such"}):  # fmt: skip
+        pass
 
 
 def test_a_finished_run_is_not_trained_again(options):

@@ -32,6 +32,7 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.engine import evaluator
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import test_model as evaluate_run
@@ -198,14 +199,15 @@ class Wrapped(torch.nn.Module):
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_each_model_that_trains_or_is_evaluated_is_compiled_once(small_cfg, monkeypatch, is_wrapped):
     compiled, evaluated = [], []
+    evaluate = evaluator.evaluate
     wrap = lambda model, *args, **options: Wrapped(model) if is_wrapped else model  # noqa: E731
     monkeypatch.setattr("distribuuuu.engine.setup.wrap_model", wrap)
-    for place in ("distribuuuu.engine.setup", "distribuuuu.trainer"):
-        monkeypatch.setattr(f"{place}.compile_model", lambda model, mode: compiled.append((model, mode)))
-    evaluate = trainer.evaluate
-    monkeypatch.setattr(
-        trainer, "evaluate", lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)
-    )
+    compile_model = lambda model, mode: compiled.append((model, mode))  # noqa: E731
+    monkeypatch.setattr("distribuuuu.engine.setup.compile_model", compile_model)
+    for module in (trainer, evaluator):
+        monkeypatch.setattr(
+            module, "evaluate", lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)
+        )
     cfg = small_cfg("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.COMPILE", "default")
     train_model(cfg)
     models = [model for model, _ in compiled]

@@ -2,19 +2,31 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch
-from distribuuuu.data.loader import Loader
+from distribuuuu.data.loader import Loader, build_loader
 from distribuuuu.data.normalize import pad_batch
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
-from distribuuuu.tasks.base import Task
+from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.watchdog import marked
+from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.run_description import describe_images, describe_model
+from distribuuuu.engine.setup import build_test_model, open_run
+from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.optim.precision import build_precision
+from distribuuuu.records.run_log import evaluation_bar
+from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
 
 
@@ -96,3 +108,43 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = 
     if result["count"] != len(loader.images):
         raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {len(loader.images):,}")
     return result
+
+
+@dataclass
+class Evaluation:
+    """The objects of an evaluation; the weights of `model` may be replaced between two calls of `evaluate`."""
+
+    cfg: Config
+    launch: Launch
+    loader: Loader
+    task: Task
+    model: nn.Module
+
+    @explain_out_of_memory("the evaluation", batch="test")
+    def evaluate(self, task: Task) -> dict[str, float]:
+        """Return count, loss and metrics of the model as it is."""
+        bar = evaluation_bar(self.cfg.TEST.PRINT_FREQ)
+        return evaluate(task, self.model, self.loader, lambda batches: marked(bar(batches), "evaluation"))
+
+
+@contextlib.contextmanager
+def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
+    """Open process group, OUT_DIR and log for the block, and build loader, task and model; on every process.
+
+    Args:
+        cfg: the config.
+        weights: a file, or 'pretrained'; empty: the weights are random.
+
+    Raises:
+        ConfigError: the data, the model or the weights contradict the config.
+    """
+    cfg = resolve_num_classes(cfg)
+    launch = detect_launch()
+    device = pick_device(launch.local_rank)
+    loader = build_loader(cfg, launch, device, train=False)
+    with open_run(cfg, launch, device, TEST_LOG):
+        task = build_task(cfg, loader.images.classes, device, build_precision(cfg, device))
+        model = build_test_model(cfg, task, weights, loader.zero_images(1))
+        describe_model(cfg, model, loader)
+        describe_images(cfg, loader)
+        yield Evaluation(cfg, launch, loader, task, model)

@@ -22,7 +22,9 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
 
 
-def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[Problem]:
+def find_run_problems(
+    cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False, needs_weights: bool = True
+) -> list[Problem]:
     """Return the problems of the paths, the data folders and the batch sizes; takes milliseconds.
 
     Args:
@@ -31,13 +33,14 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         nproc: the number of processes; None: that of the launcher.
         set_keys_only: report only options that were set, because the config has other problems: they may be the reason
             why a default does not fit.
+        needs_weights: an evaluation needs weights; False: the program gives them.
     """
     problems: list[Problem] = []
     given, cfg = cfg, _with_num_classes(cfg, _count_classes(cfg))
     if cfg is not given:
         known = find_problems(given)
         problems += [problem for problem in find_problems(cfg) if problem not in known]
-    found = list(_path_problems(cfg, train))
+    found = list(_path_problems(cfg, train, needs_weights))
     problems += [
         Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
     ]
@@ -89,7 +92,7 @@ def _count_classes(cfg: Config) -> int:
     return 0 if cfg.MODEL.NUM_CLASSES else dataset_class(cfg).count_classes(cfg)
 
 
-def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
+def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
@@ -103,7 +106,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
             yield key, f"{what}: {path}"
     if train:
         yield from _finetune_problems(cfg)
-    else:
+    elif needs_weights:
         yield from _weights_problems(cfg)
     if "torch" not in sys.modules:  # with torch imported, names are checked without the cached tables, later
         yield from _name_problems(cfg, train)

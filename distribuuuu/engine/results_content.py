@@ -15,6 +15,7 @@ from distribuuuu.engine.train_state import TrainState
 from distribuuuu.models import count_parameters
 from distribuuuu.records import results
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
+from distribuuuu.records.log_table import format_result
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import display_names
 
@@ -126,7 +127,6 @@ def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluati
     logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, size["resize"], size["crop"])
     for kind, result in evaluations.items():
         images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
-        values = " ".join(f"{label} {result[name]:.3f}" for name, label in display_names(task.eval_metrics).items())
-        logger.info("validation of %s: %s loss %.4f", images, values, result["loss"])
+        logger.info("validation of %s: %s", images, format_result(result, display_names(task.eval_metrics), 3))
     if dist.is_main():
         results.write_evaluation(cfg.OUT_DIR, metadata, weights, evaluations)

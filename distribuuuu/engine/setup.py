@@ -29,7 +29,7 @@ from distribuuuu.distributed.ddp import compile_model, wrap_model
 from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
-from distribuuuu.engine.dry_run import dry_run
+from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
@@ -246,14 +246,21 @@ def find_weights(cfg) -> str:
     return str(best)
 
 
-def build_test_model(cfg, task: Task, weights: str) -> nn.Module:
+@explain_out_of_memory("building the model", batch=None)
+def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
     """Return the model to evaluate, on the device; with TEST.LABELS, its logits are restricted to those of the labels.
+
+    Args:
+        cfg: the config.
+        task: the task.
+        weights: a file, or 'pretrained'; empty: the weights are random.
+        images: an evaluation batch for the dry run.
 
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.
     """
     model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
-    if weights != "pretrained":
+    if weights not in ("", "pretrained"):
         content = read_checkpoint(weights)
         load_state_dict(model, content["state_dict"], weights)
         if mismatch := find_class_mismatch(content, tuple(read_classes()) if cfg.TEST.LABELS else task.classes):
@@ -261,6 +268,8 @@ def build_test_model(cfg, task: Task, weights: str) -> nn.Module:
     if cfg.TEST.LABELS:
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
         select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)
+    dry_run_evaluation(cfg, model, images, task.num_outputs)
+    compile_model(model, cfg.MODEL.COMPILE)
     return model
 
 

@@ -31,6 +31,13 @@ def format_decimal(value: float, width: int, decimals: int = 4) -> str:
     return next((text for text in texts if len(text) <= width), f"{value:.0e}")
 
 
+def format_result(result: Mapping[str, float], labels: Mapping[str, str], decimals: int) -> str:
+    """Return the metrics of an evaluation by display name, further means, and the loss: 'top1 71.32 loss 0.8123'."""
+    metrics = [f"{label} {result[name]:.{decimals}f}" for name, label in labels.items()]
+    others = [name for name in result if name not in ("count", "loss", *labels)]
+    return " ".join([*metrics, *(f"{name} {format_decimal(result[name], 6)}" for name in (*others, "loss"))])
+
+
 def format_lr(lr: float) -> str:
     """Return a learning rate with two digits in at most 6 characters, e.g. '0.023' or '1.2e-4'."""
     return f"{lr:.2g}" if lr == 0 or lr >= 1e-3 else f"{lr:.1e}".replace("e-0", "e-")
