@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distribuuuu.checkpoint.best_weights import RAW, kind_of
@@ -11,7 +11,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
-from distribuuuu.data.loader import Loader, build_loaders
+from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
@@ -22,13 +22,12 @@ from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.run_description import describe_end
-from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is_evaluated
+from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is_evaluated, log_epoch, stoppable_bar
 from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.records.predictions import recording
-from distribuuuu.records.run_log import evaluation_bar
 from distribuuuu.tasks.base import StepKey
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
 
@@ -168,6 +167,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         is_last = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH and kind == list(state.models)[-1]
         with recording(cfg, run.task, model, run.val_loader, kind, state.epoch + 1, is_last) as task:
             results[kind] = evaluate(task, model, run.val_loader, stoppable_bar(run))
+    log_epoch(run)
     return results
 
 
@@ -177,12 +177,6 @@ def finish_epoch(run: Run, evaluations: dict[str, dict]) -> list[str]:
     new_bests = run.state.finish_epoch({kind: result[metric] for kind, result in evaluations.items()})
     run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
     return new_bests
-
-
-def stoppable_bar(run: Run) -> Callable[[Loader], Iterator]:
-    """Return a function that iterates over an evaluation loader, shows a bar, and stops when a stop is requested."""
-    bar, position = evaluation_bar(run.cfg.TEST.PRINT_FREQ), f"epoch {run.state.epoch + 1}, evaluation"
-    return lambda loader: run.stop.checked(bar(loader), loader.max_num_batches, position)
 
 
 @contextlib.contextmanager

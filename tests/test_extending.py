@@ -75,7 +75,7 @@ def run(project: Path, command: list[str], *options: str) -> subprocess.Complete
 
 def test_every_row_of_the_table_has_an_example():
     titles = {anchor_of(title) for title in SECTIONS}
-    assert len(LIMITS) == 9 and LIMITS.keys() <= titles
+    assert len(LIMITS) == 10 and LIMITS.keys() <= titles
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -96,6 +96,9 @@ def test_an_example_trains(project, title):
     if title == "A metric":
         assert "worst_class" in rows[-1] and "worst_class" in (project / "exp" / "results.json").read_text()
         assert "worst_class" in done.stderr
+    if title == "Quantities of a task":
+        assert "confidence" in rows[0] and {"confidence", "fc_norm"} <= rows[-1].keys() and "confidence" in done.stderr
+        assert "confidence" in (project / "exp" / "results.json").read_text()
     if title == "The gradient norm in the log":
         assert "step 0: gradient norm" in done.stderr
 

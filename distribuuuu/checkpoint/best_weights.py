@@ -62,8 +62,10 @@ class Best:
     value: float = 0.0
     epoch: int = -1
 
-    def __str__(self) -> str:
-        return f"{self.value:.2f} (epoch {self.epoch + 1 if self.epoch >= 0 else 'unknown'})"
+    def describe(self, metric: str) -> str:
+        """Return the value, a loss with four decimals, and the epoch, from 1: '98.40 (epoch 3)'."""
+        epoch = self.epoch + 1 if self.epoch >= 0 else "unknown"
+        return f"{self.value:.{4 if metric == 'loss' else 2}f} (epoch {epoch})"
 
     def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
         """Record an evaluation if it is the best; return whether it is."""

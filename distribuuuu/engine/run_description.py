@@ -113,7 +113,7 @@ def describe_end(run: Run, started: float) -> None:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
         if dist.is_main() and path.exists():
             command = shlex.join([*test, "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)])
-            logger.info("best %s%s: %s; weights: %s", name, label, best, path)
+            logger.info("best %s%s: %s; weights: %s", name, label, best.describe(metric), path)
             logger.info("to evaluate: %s", command)
     if state.seconds > time.perf_counter() - started:
         logger.info("time of all starts: %s", format_duration(state.seconds))

@@ -1,5 +1,6 @@
 """The objects of a training run."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -8,12 +9,16 @@ from torch import nn
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import Pass
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.fsdp import inference
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.task_state import ChangeFinder, is_built_in
 from distribuuuu.engine.train_state import TrainState
-from distribuuuu.records.run_log import RunLog
+from distribuuuu.records.run_log import RunLog, evaluation_bar
 from distribuuuu.tasks.base import Task
 
 
@@ -44,6 +49,7 @@ class Run(Training):
     checkpoints: CheckpointManager
     log: RunLog
     stop: StopRequest
+    first_batch: Batch | None = None  # of the evaluation, if the task logs it
 
 
 def begin_epoch(run: Run) -> None:
@@ -53,6 +59,31 @@ def begin_epoch(run: Run) -> None:
     task.train_mode(run.model)
     if not state.changes and not is_built_in(task):
         state.changes = ChangeFinder(task)
+
+
+def stoppable_bar(run: Run) -> Callable[[Loader], Iterator[Batch]]:
+    """Return a function that iterates over an evaluation loader, shows a bar, and stops when a stop is requested."""
+    bar, position = evaluation_bar(run.cfg.TEST.PRINT_FREQ), f"epoch {run.state.epoch + 1}, evaluation"
+    keeps_first = type(run.task).log_epoch is not Task.log_epoch and len(run.val_loader) > 0
+
+    def iterate(loader: Loader) -> Iterator[Batch]:
+        for number, batch in enumerate(run.stop.checked(bar(loader), loader.max_num_batches, position)):
+            if keeps_first and number == 0:
+                run.first_batch = batch
+            yield batch
+
+    return iterate
+
+
+def log_epoch(run: Run) -> None:
+    """Let the task log what it wants after an evaluation; every process must call it."""
+    task, state = run.task, run.state
+    if type(task).log_epoch is not Task.log_epoch:
+        run.stop.begin_phase("log_epoch")
+        seed_step(derive_seed(state.stream_seed, state.epoch, dist.rank()), task.device)
+        with contextlib.nullcontext() if task.eval_gradients else inference(state.model):
+            task.log_epoch(run.log, state.model, run.first_batch)
+        run.first_batch = None
 
 
 def is_evaluated(cfg: Config, epoch: int) -> bool:

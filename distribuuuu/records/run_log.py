@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from distribuuuu.config import run_files
+from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.log_table import build_tables, format_decimal, format_duration, format_lr, format_speed
+from distribuuuu.records.log_table import (
+    build_tables,
+    format_decimal,
+    format_duration,
+    format_lr,
+    format_result,
+    format_speed,
+)
 from distribuuuu.records.metric_writers import EventFile, FindLoss, RecordFile, drop_records_after
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
 
@@ -203,12 +210,13 @@ class RunLog:
         find_loss: FindLoss = lambda: None,
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
+        self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
         self.num_epochs = num_epochs
         self.num_steps = num_steps
         self._images_per_step = images_per_step
-        labels = list(train_metrics.values())
-        self._table, self._epochs = build_tables(_table_log, _epochs_log, num_epochs, num_steps, labels)
+        self._build_tables()
         self._evaluation = ""  # of the bar
+        self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._out_dir = Path(out_dir)
         self._shows_curves = tensorboard
         self._records: RecordFile | None = None
@@ -218,6 +226,10 @@ class RunLog:
         self._timing = timing or StepTiming()
         self._find_loss = find_loss
         self.rewind(epoch, step)
+
+    def _build_tables(self) -> None:
+        labels = (*self.train_metrics.values(), *self._means)
+        self._table, self._epochs = build_tables(_table_log, _epochs_log, self.num_epochs, self.num_steps, labels)
 
     def rewind(self, epoch: int, step: int) -> None:
         """Continue from an earlier position; remove the records after it."""
@@ -278,6 +290,10 @@ class RunLog:
         self._read_position = position
         self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
+        if means := tuple(name for name in metrics if name not in known):
+            self._means += means
+            self._build_tables()
         first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
         self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], self._cells(metrics, speed["wait"]))
@@ -287,13 +303,14 @@ class RunLog:
 
     def _cells(self, metrics: Mapping[str, float], wait: float) -> dict[str, str]:
         values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
+        values |= {name: format_decimal(metrics.get(name, 0.0), 6) for name in self._means}
         return {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{wait:.0%}"}
 
     def _add_epoch(self, epoch: int, lr: float, eta_s: float) -> None:
         """Log the means over the images of an epoch; after a resume, over those of this start."""
         count = sum(metrics["count"] for metrics, _, _ in self._readings)
-        names = ("loss", *self.train_metrics)
-        means = {name: sum(one["count"] * one[name] for one, _, _ in self._readings) / count for name in names}
+        names = ("loss", *self.train_metrics, *self._means)
+        means = {name: sum(one["count"] * one.get(name, 0.0) for one, _, _ in self._readings) / count for name in names}
         seconds = sum(elapsed for _, elapsed, _ in self._readings)
         cells = self._cells(means, min(1.0, sum(waited for _, _, waited in self._readings) / seconds))
         cells |= {"epoch": f"{epoch + 1}/{self.num_epochs}", "lr": format_lr(lr), "eta": format_duration(eta_s)}
@@ -366,21 +383,32 @@ class RunLog:
         for weights, metrics in results.items():
             kind, suffix = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")
             best = bests[weights]
-            self._write(kind, epoch, self.num_steps, {**metrics, f"best_{selecting}": best.value, "seconds": seconds})
-            values = " ".join(f"{label} {metrics[name]:.2f}" for name, label in self.eval_metrics.items())
-            loss = format_decimal(metrics["loss"], 6)
-            logger.info("validation, epoch %d%s: %s loss %s", epoch + 1, suffix, values, loss)
-            self._evaluation = f"val {values.split(' ')[1] if values else loss}"
-            best_texts.append(f"{suffix[2:]} {best}".lstrip())
+            logged = self._scalars.pop(epoch, {})
+            entries = {**logged, **metrics, f"best_{selecting}": best.value, "seconds": seconds}
+            self._write(kind, epoch, self.num_steps, entries)
+            values = format_result(metrics, self.eval_metrics, decimals=2)
+            logger.info("validation, epoch %d%s: %s", epoch + 1, suffix, values)
+            self._evaluation = f"val {values.split(' ')[1 if self.eval_metrics else -1]}"
+            best_texts.append(f"{suffix[2:]} {best.describe(selecting)}".lstrip())
         logger.info("best %s so far: %s", selecting, ", ".join(best_texts))
         self._shown_at = time.perf_counter()
 
-    def images(self, tag: str, pixels: torch.Tensor) -> None:
-        """Write uint8 (N, 3, H, W) to TensorBoard as a grid."""
+    def images(self, tag: str, pixels: torch.Tensor, epoch: int = -1) -> None:
+        """Write (N, 3, H, W), uint8 or float from 0 to 1, as a grid to TensorBoard after an epoch; -1: before all."""
         if self._events and len(pixels):
             from torchvision.utils import make_grid
 
-            self._events.image(tag, make_grid(pixels, nrow=8), 0)
+            self._events.image(tag, make_grid(pixels, nrow=8), (epoch + 1) * self.num_steps)
+
+    def scalars(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
+        """Add numbers by name to the record of the evaluation after an epoch, from 0, and to TensorBoard.
+
+        Raises:
+            ConfigError: a name is one that each record has.
+        """
+        if taken := values.keys() & {"kind", "epoch", "step", "stage", "time"}:
+            raise ConfigError(f"log.scalars: got {', '.join(sorted(taken))}; expected names that no record has")
+        self._scalars.setdefault(epoch, {}).update({name: float(value) for name, value in values.items()})
 
     def _write(self, kind: str, epoch: int, step: int, values: dict) -> None:
         labels = self.train_metrics if kind == "train" else self.eval_metrics

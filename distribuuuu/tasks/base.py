@@ -176,8 +176,9 @@ class Task:
         """Log images and values after an evaluation, on every process; only the main process writes.
 
         Args:
-            log: the `RunLog`.
-            model: the evaluated model.
+            log: the `RunLog`: `log.scalars({"name": value}, epoch)` and `log.images("name", pixels, epoch)`, with
+                `self.state.epoch`.
+            model: the model, evaluated, with the raw weights.
             batch: the first evaluation batch of this process; None: it has none.
         """
 

@@ -29,7 +29,7 @@ class StepOutput:
         loss: the mean loss ().
         logits: (N, classes), or what the metrics of the task compare with the targets; no gradient flows through it.
         targets: int64 labels (N,), or uint8 (N, classes) where an image has several labels.
-        sums: sums over the N images of further quantities, by name, for metrics of the class `Mean`.
+        sums: sums () over the N images of further quantities by name; their means are shown with the metrics.
     """
 
     loss: torch.Tensor
@@ -121,6 +121,8 @@ class ScoreMetric(Metric):
 
 class Mean(SumMetric):
     """Mean over the images of a quantity in `StepOutput.sums`; not a percentage.
+
+    It is shown without this metric too; with it, it can select the best checkpoint.
 
     Args:
         key: the name of the quantity in `StepOutput.sums`.

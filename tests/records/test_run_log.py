@@ -29,7 +29,7 @@ from distribuuuu.records import log_table
 from distribuuuu.records import run_log as log
 from distribuuuu.trainer import train_model
 
-METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0, "map": 50.0}
+METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
 LABELS = {"top1": "top1", "topk": "top5"}
 
 
@@ -99,6 +99,30 @@ def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
             run_log.train(epoch, 1, 0.1, METRICS, 0.0)
     headers = [number for number, line in enumerate(logged()) if "img/s" in line]
     assert headers == [0, 21, 42]
+
+
+def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, clock, logged):
+    run_log, more = open_log(tmp_path, num_steps=3), {**METRICS, "mask rate": 0.00512}
+    for step in run_log.steps(0, 0):
+        clock.now += 1.0
+        run_log.train(0, step + 1, 0.1, METRICS if step == 0 else more, 0.0)
+    run_log._add_epoch(0, 0.1, 1.0)
+    run_log.evaluation(0, {"raw": more}, {"raw": Best(50.0, 0)})
+    rows = [line.split() for line in logged() if line.startswith(("epoch", "  1/2"))]
+    assert [len(row) for row in rows] == [9, 9, 11, 10, 10, 10, 9], rows
+    assert rows[2][2:7] == ["loss", "top1", "top5", "mask", "rate"]
+    assert rows[3][5] == "0.0051" and rows[-1][4] == "0.0034"
+    assert "validation, epoch 1: top1 50.00 top5 90.00 mask rate 0.0051 loss 1.0000" in logged()
+    assert [record.get("mask rate") for record in map(json.loads, (tmp_path / "metrics.jsonl").open())] == [
+        None, 0.00512, 0.00512, 0.00512]  # fmt: skip
+
+
+def test_a_run_with_a_loss_only_names_it_once_with_its_decimals(tmp_path, clock, logged):
+    run_log = open_log(tmp_path, labels={})
+    list(run_log.steps(0, 1000))
+    run_log.evaluation(0, {"raw": {"count": 10, "loss": 0.01234}}, {"raw": Best(0.01234, 0)})
+    assert logged() == ["validation, epoch 1: loss 0.0123", "best loss so far: 0.0123 (epoch 1)"]
+    assert run_log._evaluation == "val 0.0123"
 
 
 def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):

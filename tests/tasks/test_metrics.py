@@ -124,6 +124,47 @@ def test_batches_with_different_columns_are_added_one_by_one():
     assert meter.read() == {"count": 12, "loss": 1.0, "top1": 75.0}
 
 
+def with_sums(size: int, seed: int, **sums: float) -> StepOutput:
+    return StepOutput(*batch(size, seed), {name: torch.tensor(value) for name, value in sums.items()})
+
+
+def test_sums_that_no_metric_shows_are_means():
+    metrics = build_metrics("TEST.METRICS", ("top1", "topk"), 7, 5, False) | {"mean": Mean("known")}
+    meter = Meter(metrics, 7, CPU)
+    with torch.inference_mode():  # as in an evaluation
+        meter.update(with_sums(3, 0, known=3.0, top1=9.0, top5=9.0, mean=9.0, rate=6.0))
+        meter._add_pending()
+        meter.update(with_sums(1, 1, known=1.0, rate=1.0, late=2.0))
+    first = meter.read()
+    assert list(first) == ["count", "loss", "top1", "topk", "mean", "rate", "late"]
+    assert (first["mean"], first["rate"], first["late"]) == (1.0, 7 / 4, 0.5)
+    empty = meter.read()
+    assert list(empty) == list(first) and np.isnan(empty["rate"])
+    for name, value in (("loss", torch.zeros(())), ("rates", torch.zeros(3))):
+        meter.update(StepOutput(*batch(3, 0), {name: value}))
+        with pytest.raises(ConfigError, match=rf"StepOutput.sums: got '{name}', shape \({'3,' * value.dim()}\)"):
+            meter.read()
+        meter.load_state_dict([])
+
+
+def read_sums() -> list[dict]:
+    with process_group(detect_launch(), CPU, 60):
+        meter, rank = classification_meter(3), dist.rank()
+        for number in range(rank):  # rank 0 has no images
+            meter.update(with_sums(2, number, rate=float(rank), **({"second": 1.0} if rank == 2 else {})))
+        rows = [meter.read()]
+        meter.update(with_sums(1, rank, rate=1.0 + rank))
+        states = dist.gather_objects(meter.state_dict())
+        meter.load_state_dict(states if rank == 1 else [])  # one process continues for all
+        return [*rows, meter.read()]
+
+
+def test_processes_agree_on_the_names_of_sums():
+    for first, second in on_processes(3, read_sums):
+        assert (first["count"], first["rate"], first["second"]) == (6, 5 / 6, 2 / 6)
+        assert (second["count"], second["rate"], second["second"]) == (3, 2.0, 0.0)
+
+
 def read_shares() -> tuple[dict, dict]:
     with process_group(detect_launch(), CPU, 60):
         labels, scores = classification_meter(3), multilabel_meter(4)
@@ -217,6 +258,8 @@ def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
     scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
     for make in (lambda: multilabel_meter(4), lambda: classification_meter(2, 4)):
         whole, before, after, anew = make(), make(), make(), make()
+        for meter in (whole, before, anew):
+            meter._add_others({"rate": torch.tensor(1 / 3 if meter is not anew else 0.0)})
         is_kept = limit > 120 or not whole._score_metrics
         add(after, torch.tensor(7.0), scores, applies)  # replaced by what is loaded
         for meter, parts in ((whole, (0, 30, 40)), (before, (0, 30))):
@@ -225,7 +268,7 @@ def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
         after.load_state_dict([before.state_dict()])
         for meter in (after, anew):
             add(meter, torch.tensor(30 / 7), scores[30:], applies[30:])
-        assert after.read() == (whole if is_kept else anew).read()
+        assert after.read() == (whole if is_kept else anew).read() and "rate" in before.read()
         after.load_state_dict([])
         assert after.read()["count"] == 0
 

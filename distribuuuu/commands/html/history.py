@@ -127,6 +127,12 @@ def list_metrics(records: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in last if name not in _NOT_METRICS and not name.startswith("best_")]
 
 
+def title_of(history: History, name: str) -> str:
+    """Return the title of the chart of a metric, which is a percentage, or of another mean."""
+    listed = history.results.get("evaluation", {}).get("metrics")
+    return f"{name} in percent" if listed is None or name in listed.values() else name
+
+
 def draw_curves(history: History) -> str:
     """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records."""
     marks = [Mark(history.position(*place), f"restart at epoch {place[0]}, step {place[1]}")
@@ -143,7 +149,7 @@ def draw_curves(history: History) -> str:
         return line_chart(title, [one for one in series if one.x], "epoch", marks=marks)
 
     metrics = list_metrics(next(iter(history.evaluations.values()), []))
-    charts = [chart("Loss", "loss"), *(chart(f"{name} in percent", name) for name in metrics)]
+    charts = [chart("Loss", "loss"), *(chart(title_of(history, name), name) for name in metrics)]
     charts.append(line_chart("Learning rate", [curve(history, history.train, "lr", "")], "epoch", marks=marks))
     speed = curve(history, history.train, "images_per_s", "")
     charts.append(line_chart("Throughput in images/s", [speed], "epoch", marks=marks))

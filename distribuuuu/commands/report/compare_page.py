@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from distribuuuu.commands.html.charts import line_chart
-from distribuuuu.commands.html.history import MAX_TEXT, curve, list_metrics
+from distribuuuu.commands.html.history import MAX_TEXT, curve, list_metrics, title_of
 from distribuuuu.commands.html.page import (
     Card,
     Column,
@@ -250,7 +250,7 @@ def _curves(comparison: Comparison) -> Section:
         itertools.chain.from_iterable(list_metrics(history.evaluations.get("eval", [])) for history in firsts.values())
     )
     charts = [chart("Training loss", "loss", "train"), chart("Validation loss", "loss", "eval")]
-    charts += [chart(f"Validation {name} in percent", name, "eval") for name in metrics]
+    charts += [chart(f"Validation {title_of(next(iter(firsts.values())), name)}", name, "eval") for name in metrics]
     charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
     if drawn := [text for text in charts if text]:
         parts.append(html.grid(drawn, "narrow"))

@@ -1,0 +1,105 @@
+"""What a task logs: sums as means, numbers and images after an evaluation."""
+
+import json
+
+import pytest
+import torch
+from support.images import draw_folder
+from support.processes import on_processes
+from support.runs import GROUP_NORM, records, small_options, timeless, train_and_stop
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.registry import TASKS
+from distribuuuu.tasks.classification import Classification
+from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import train_model
+
+BATCHES: list[torch.Tensor | None] = []
+
+
+class Logging(Classification):
+    """Logs the confidence of each image, and after an evaluation a random number and the first images."""
+
+    def train_step(self, model, batch, key):
+        return self.with_confidence(super().train_step(model, batch, key))
+
+    def eval_step(self, model, batch):
+        return self.with_confidence(super().eval_step(model, batch))
+
+    def with_confidence(self, output):
+        output.sums |= {"confidence": output.logits.float().softmax(1).amax(1).sum(), "top1": torch.zeros(())}
+        return output
+
+    def log_epoch(self, log, model, batch):
+        assert not model.training and torch.is_inference_mode_enabled()
+        BATCHES.append(batch)
+        log.scalars({"fc_norm": model.fc.weight.norm(), "noise": torch.rand(())}, self.state.epoch)
+        if batch is not None:
+            log.images("first", batch.images.sigmoid(), self.state.epoch)
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    """Register the task for the length of a test."""
+    monkeypatch.setattr(TASKS, "_table", dict(TASKS._table))
+    TASKS.register("logging")(Logging)
+    BATCHES.clear()
+
+
+LOGGING = ("TASK.NAME", "logging")
+
+
+def test_the_means_and_numbers_of_a_task_appear_everywhere(small_cfg, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    cfg, out = small_cfg(*LOGGING, "EMA.HALF_LIFE", 30, "LOG.TENSORBOARD", True), tmp_path / "out"
+    train_model(cfg)
+    rows = records(out)
+    assert [row["kind"] for row in rows] == [*["train"] * 4, "eval", "eval_ema"] * 2
+    assert all(1 / 3 < row["confidence"] < 1 and row["top1"] > 0 for row in rows)
+    assert ["fc_norm" in row for row in rows] == [*[False] * 4, True, False] * 2
+    last = json.loads((out / "results.json").read_text())["accuracy"]
+    assert last["raw"]["last"]["confidence"] == rows[-2]["confidence"] and "confidence" in last["ema"]["best"]
+    log = (out / "train.log").read_text()
+    assert " confidence " in log and f" confidence {rows[-2]['confidence']:.4f} loss " in log
+    evaluate_run(cfg)
+    assert json.loads((out / "test_results.json").read_text())["accuracy"]["ema"]["confidence"] == pytest.approx(
+        rows[-1]["confidence"])  # fmt: skip
+    assert f" confidence {rows[-1]['confidence']:.4f} loss " in (out / "test.log").read_text()
+    read = events.EventAccumulator(str(out / "tensorboard"))
+    read.Reload()
+    assert {"train/confidence", "eval/confidence", "eval/fc_norm"} <= set(read.Tags()["scalars"])
+    assert [image.step for image in read.Images("first")] == [4, 8]
+    assert [len(batch.images) for batch in BATCHES] == [16, 16]
+
+
+@pytest.mark.parametrize("place", [(0, 2), (0, 4), (1, 2)])
+def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
+    words = (*LOGGING, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1)
+    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    train_and_stop(small_cfg(*words), place, monkeypatch)
+    train_model(small_cfg(*words))
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+
+
+def train_and_list(cfg) -> list[int | None]:
+    train_model(cfg)
+    return [None if batch is None else len(batch.images) for batch in BATCHES]
+
+
+def test_processes_log_the_same_even_without_images(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 8, "bee": 8, "cat": 8})
+    draw_folder(tmp_path, "val", {"ant": 1})
+    shared = (*LOGGING, *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    seen, rows = [], []
+    for num in (1, 2):
+        seen += on_processes(num, train_and_list, load_cfg(None, small_options(tmp_path, tmp_path / str(num), *shared)))
+        rows.append([(row["confidence"], row["loss"], row.get("noise", 0.0)) for row in records(tmp_path / str(num))])
+    assert seen == [[1, 1], [1, 1], [None, None]]
+    for one, two in zip(*rows, strict=True):
+        assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_numbers_that_would_replace_those_of_the_record_are_refused(small_cfg, monkeypatch):
+    monkeypatch.setattr(Logging, "log_epoch", lambda self, log, model, batch: log.scalars({"epoch": 1.0}, 0))
+    with pytest.raises(ConfigError, match="log.scalars: got epoch; expected names that no record has"):
+        train_model(small_cfg(*LOGGING))
