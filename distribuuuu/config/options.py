@@ -324,6 +324,9 @@ _C.LOG = Section()
 _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 # Augmented training images in TensorBoard's image grid; 0: none.
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
+# Write the norms of each weight, its gradient (after clipping) and its update to metrics.jsonl and TensorBoard, with
+# each row of metrics. The step before a row takes the memory of a copy of the weights.
+_C.LOG.LAYER_NORMS = Option(False, hashed=False, neutral=True)
 
 _C.DIST = Section()
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,

@@ -101,9 +101,20 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
         nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         return
     grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    square = nn.utils.get_total_norm(grads, foreach=True).square().to(_mesh_device(sharded[0]))
-    dist.scaled_all_reduce([square], scale=1.0)
-    torch._foreach_mul_(grads, (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0).to(grads[0].device))
+    norm = whole_norms(nn.utils.get_total_norm(grads, foreach=True), sharded[0])
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
+
+
+def whole_norms(norms: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norms of whole tensors from those of this process's rows, if they are sharded like a parameter.
+
+    Every process must call it.
+    """
+    if not isinstance(parameter, DTensor):
+        return norms
+    squares = norms.square().to(_mesh_device(parameter))
+    dist.scaled_all_reduce([squares], scale=1.0)
+    return squares.sqrt()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,8 +4,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ from distribuuuu.launch.detect import Launch, is_restart
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.optim.ema import build_averages
-from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
+from distribuuuu.optim.optimizer import LayerNorms, build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
@@ -336,6 +337,11 @@ def load_weights(cfg, state: TrainState) -> None:
 
 def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss: FindLoss = lambda: None) -> RunLog:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
+    more_entries: Callable[[], dict[str, Any]] = dict
+    if cfg.LOG.LAYER_NORMS:
+        every, last = cfg.TRAIN.PRINT_FREQ, loader.num_steps
+        is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == last  # noqa: E731
+        more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
     log = RunLog(
         cfg.OUT_DIR,
         tensorboard=cfg.LOG.TENSORBOARD,
@@ -348,6 +354,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
         step=state.step,
         timing=state.timing,
         find_loss=find_loss,
+        more_entries=more_entries,
     )
     if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))

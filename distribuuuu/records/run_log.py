@@ -40,6 +40,8 @@ _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 # ANSI colors of the level names.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
+# Entries without a curve of their name, and the curves of each parameter in `layer_norms`.
+_NO_CURVES, _NORMS = ("count", "eta_s", "layer_norms"), ("weight", "gradient", "update")
 # Steps or seconds of a start before the data time is checked: over a few steps it is noise.
 _MIN_STEPS, _MIN_S = 50, 20.0
 # Seconds between two checks within an epoch; long enough that the first batches of an epoch hardly count.
@@ -192,6 +194,7 @@ class RunLog:
         epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: timing of the steps; None: a new one.
         find_loss: called before files are written or created; see `FindLoss`.
+        more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
     """
 
     def __init__(
@@ -208,6 +211,7 @@ class RunLog:
         step: int = 0,
         timing: StepTiming | None = None,
         find_loss: FindLoss = lambda: None,
+        more_entries: Callable[[], dict[str, Any]] = dict,
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
@@ -224,7 +228,7 @@ class RunLog:
         self._has_warned = False
         self._stage: str | None = None
         self._timing = timing or StepTiming()
-        self._find_loss = find_loss
+        self._find_loss, self._more_entries = find_loss, more_entries
         self.rewind(epoch, step)
 
     def _build_tables(self) -> None:
@@ -289,7 +293,7 @@ class RunLog:
         }
         self._read_position = position
         self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
-        self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self._more_entries()})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
             self._means += means
@@ -419,7 +423,8 @@ class RunLog:
             record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
             self._records.append(record)
         if self._events:
-            for name, value in values.items():
-                if name in ("count", "eta_s"):  # no curves
-                    continue
-                self._events.scalar(f"{kind}/{name}", value, epoch * self.num_steps + step)
+            curves = {f"{kind}/{name}": value for name, value in values.items() if name not in _NO_CURVES}
+            for name, norms in values.get("layer_norms", {}).items():
+                curves |= {f"{part}_norm/{name}": norm for part, norm in zip(_NORMS, norms, strict=True)}
+            for tag, value in curves.items():
+                self._events.scalar(tag, value, epoch * self.num_steps + step)
