@@ -93,9 +93,8 @@ def test_what_is_written_first_precedes_the_checkpoint_in_the_background(tmp_pat
     folder, seen = CheckpointManager(tmp_path), []
 
     def write_first() -> None:
-        seen.append(
-            (threading.current_thread() is threading.main_thread(), folder.list(), folder.bests["raw"].exists())
-        )
+        is_main = threading.current_thread() is threading.main_thread()
+        seen.append((is_main, folder.list(), folder.bests["raw"].exists()))
 
     folder.save_in_background(make_state(epoch=1), ["raw"], write_first)
     folder.finish()
@@ -216,9 +215,8 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
 
     path = CheckpointManager(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
     state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
-    with pytest.raises(
-        CheckpointError, match="groups of its optimizer differ, e.g. 2.weight instead of 1.weight: .*LR_MULT"
-    ):
+    said = "groups of its optimizer differ, e.g. 2.weight instead of 1.weight: .*LR_MULT"
+    with pytest.raises(CheckpointError, match=said):
         state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
     old = read_checkpoint(path)
     del old["optimizer_names"]  # as they were written before

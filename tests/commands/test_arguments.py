@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from support.commands import command_module
+from support.errors import problems_of
 from support.images import draw_folder
 from support.runs import ROOT, run_tool, small_options
 from support.tiers import slow
@@ -31,6 +32,7 @@ WRONG = {
     "unknown arguments of the model": (["MODEL.KWARGS.widht", 3], "did you mean width"),
     "a refused argument of the model": (["MODEL.KWARGS.norm", "bach"], "did you mean batch"),
     "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "fix: set it to"),
+    "two of different kinds": (["TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"], ("TRAIN.FOO", "no folder 'nowhere'")),
     "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file: /no/such.pth"),
     "an output folder that is a file": (["OUT_DIR", "/etc/hostname/x"], "/etc/hostname is a file"),
 }
@@ -41,7 +43,8 @@ def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path):
     words, said = WRONG[case]
     done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out"), *words)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert all(text in done.stderr for text in ((said,) if isinstance(said, str) else said))
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists(), "a run that cannot start leaves nothing behind"
 
 
@@ -79,28 +82,17 @@ def test_a_broken_image_in_a_worker(tmp_path):
     assert done.returncode == 2 and "b/003.jpg" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_two_mistakes_of_different_kinds_are_reported_together(image_folder, tmp_path):
-    words = [*small_options(image_folder, tmp_path / "out"), "TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"]
-    done = run_tool("train_net.py", *words)
-    assert "TRAIN.FOO" in done.stderr and "no folder 'nowhere'" in done.stderr
-
-
 def test_one_process_of_many_tells_the_mistake():
-    outputs = [
-        run_tool("train_net.py", "NO.KEY", 1, RANK=rank, WORLD_SIZE="2", MASTER_ADDR="x", MASTER_PORT="1").stderr
-        for rank in ("0", "1")
-    ]
+    start = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    outputs = [run_tool("train_net.py", "NO.KEY", 1, RANK=rank, **start).stderr for rank in ("0", "1")]
     assert "NO.KEY" in outputs[0] and outputs[1] == ""
 
 
-def test_the_resolved_config_can_be_dumped_and_run(tmp_path):
+def test_the_resolved_config_can_be_dumped_and_run_and_help_gives_default_and_meaning(tmp_path):
     done = run_tool("train_net.py", "--dump-config", "OPTIM.BASE_LR", 1)
     assert "BASE_LR: 1.0  # command line" in done.stdout
     (tmp_path / "a.yaml").write_text(done.stdout)
     assert run_tool("train_net.py", "--dump-config", "--cfg", tmp_path / "a.yaml").stdout.count("#") == 1
-
-
-def test_help_for_a_key_gives_default_and_meaning():
     done = run_tool("train_net.py", "--help-config", "OPTIM.BASE_LR")
     assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Base learning rate")
 
@@ -112,43 +104,30 @@ def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path):
     assert done.returncode == 2 and "cannot be written to" in done.stderr
 
 
-def problems_of(*words: object, train: bool = True) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args("", [str(word) for word in words], train)
-    return [str(problem) for problem in caught.value.problems]
+def parse(*words: object) -> None:
+    parse_args("", [str(word) for word in words], train=True)
 
 
-@pytest.mark.parametrize(
-    "words, meant",
-    [
-        (["--lr", "0.1"], "OPTIM.BASE_LR 0.1"),
-        (["--lr=0.1"], "OPTIM.BASE_LR 0.1"),
-        (["--epochs", "10"], "OPTIM.MAX_EPOCH 10"),
-        (["--batch-size", "64"], "TRAIN.BATCH_SIZE 64"),
-        (["--batch_size", "64"], "TRAIN.BATCH_SIZE 64"),
-        (["-b", "64"], "TRAIN.BATCH_SIZE 64"),
-        (["-j8"], "TRAIN.WORKERS 8"),
-        (["--data", "my images"], "TRAIN.DATASET 'my images'"),
+def test_a_flag_of_another_framework_is_answered_with_its_key():
+    for words, meant in [
+        (["--lr", "0.1"], "OPTIM.BASE_LR 0.1"), (["--lr=0.1"], "OPTIM.BASE_LR 0.1"),
+        (["--epochs", "10"], "OPTIM.MAX_EPOCH 10"), (["--batch-size", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["--batch_size", "64"], "TRAIN.BATCH_SIZE 64"), (["-b", "64"], "TRAIN.BATCH_SIZE 64"),
+        (["-j8"], "TRAIN.WORKERS 8"), (["--data", "my images"], "TRAIN.DATASET 'my images'"),
         (["--output", "exp/x"], "OUT_DIR exp/x"),
         (["--resume", "a.pth"], "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS a.pth"),
-        (["--wd", "1e-4"], "OPTIM.WEIGHT_DECAY 1e-4"),
-        (["--arch", "resnet50"], "MODEL.ARCH resnet50"),
-        (["--amp"], "TRAIN.AMP bf16"),
-        (["--config-file", "x.yaml"], "--cfg x.yaml"),
-        (["--cgf", "x.yaml"], "--cfg"),
-        (["--crop-ratio", "1"], "DATA.CROP_RATIO 1"),
-        (["--weigth-decay", "1"], "OPTIM.WEIGHT_DECAY 1"),
-    ],
-)
-def test_a_flag_of_another_framework_is_answered_with_its_key(words, meant):
-    problem = problems_of(*words, "--dump-config")[0]
-    assert re.match(r"command line: no such flag: --?[a-z]", problem)
-    assert f"; did you mean {meant}" in problem
+        (["--wd", "1e-4"], "OPTIM.WEIGHT_DECAY 1e-4"), (["--arch", "resnet50"], "MODEL.ARCH resnet50"),
+        (["--amp"], "TRAIN.AMP bf16"), (["--config-file", "x.yaml"], "--cfg x.yaml"), (["--cgf", "x.yaml"], "--cfg"),
+        (["--crop-ratio", "1"], "DATA.CROP_RATIO 1"), (["--weigth-decay", "1"], "OPTIM.WEIGHT_DECAY 1"),
+    ]:  # fmt: skip
+        problem = problems_of(parse, *words, "--dump-config")[0]
+        assert re.match(r"command line: no such flag: --?[a-z]", problem)
+        assert f"; did you mean {meant}" in problem
 
 
 def test_every_unknown_flag_and_every_other_problem_is_reported_at_once(tmp_path):
     words = ["--lr", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
-    problems = problems_of(*words, "--dump-config")
+    problems = problems_of(parse, *words, "--dump-config")
     assert [problem.split(";")[0] for problem in problems] == [
         "command line: no such flag: --lr",
         "command line: no such flag: --amp",

@@ -21,7 +21,6 @@ ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/config/tes
 
 
 def copy_project(target: Path) -> Path:
-    """Copy the project without its own data and caches."""
     shutil.copytree(ROOT, target, ignore=lambda folder, names: IGNORED(folder, names) if Path(folder) == ROOT else
                     {name for name in names if name == "__pycache__"})  # fmt: skip
     return target
@@ -33,7 +32,6 @@ def delete(root: Path, paths) -> None:
 
 
 def run(root: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run Python in the copy, with the package of the copy."""
     command = [sys.executable, *words]
     return subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True

@@ -2,13 +2,13 @@
 
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
 from support.commands import is_deleted
 from support.processes import free_port
-from support.runs import ROOT, small_options
+from support.runs import ROOT, run_python, small_options
+from support.tiers import pairwise
 
 from distribuuuu import __version__
 from distribuuuu.commands import main as commands
@@ -25,7 +25,6 @@ def skip_if_deleted(name: str) -> None:
 
 
 def output_of(capsys, *args: str) -> tuple[int | str | None, str, str]:
-    """Return the exit status, standard output and standard error of `distribuuuu ARGS`."""
     try:
         status = dispatch("distribuuuu", args)
     except SystemExit as left:  # --help
@@ -35,6 +34,7 @@ def output_of(capsys, *args: str) -> tuple[int | str | None, str, str]:
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",), ("help",)])
 def test_the_list_has_a_line_for_each_command(args, capsys):
+    assert output_of(capsys, "--version")[:2] == (0, f"distribuuuu {__version__}\n")
     status, out, _ = output_of(capsys, *args)
     assert status == 0 and out.startswith("usage: distribuuuu COMMAND")
     listed = dict(re.findall(r"^  (\w+) +(\S.+)$", out, re.MULTILINE))
@@ -43,17 +43,12 @@ def test_the_list_has_a_line_for_each_command(args, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_a_function(name):
+def test_each_command_has_a_function_and_a_help_text_of_80_columns(name, capsys, monkeypatch):
     assert callable(getattr(importlib.import_module(COMMANDS[name].module), name))
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_names_it_and_has_80_columns(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = output_of(capsys, name, "--help")
     assert status in (0, None) and out.startswith(f"usage: distribuuuu {name} ")
-    assert "%(prog)s" not in out
-    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert "%(prog)s" not in out and [line for line in out.splitlines() if len(line) > 80] == []
 
 
 def test_the_list_imports_nothing_that_takes_time():
@@ -61,43 +56,26 @@ def test_the_list_imports_nothing_that_takes_time():
         "import sys; sys.argv = ['distribuuuu']; from distribuuuu.commands.main import main; main();"
         "sys.exit(bool({'torch', 'numpy', 'yaml', 'argparse', 'distribuuuu.config'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
-def test_the_version(capsys):
-    assert output_of(capsys, "--version")[:2] == (0, f"distribuuuu {__version__}\n")
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    for args, said in [
+        (["trian"], "no such command: trian; did you mean train?"), (["TRAIN"], "did you mean train?"),
+        (["train_net.py", "--cfg", "x"], "did you mean train?"), (["test-net"], "did you mean test?"),
+        (["evaluate"], "did you mean test?"), (["xyzzy"], "expected one of train, test"),
+        (["--verison"], "did you mean --version?"), (["--cfg", "x.yaml"], "did you mean distribuuuu train --cfg ...?"),
+        (["OUT_DIR", "x"], "no such command: OUT_DIR"), ([""], "no such command: ; expected one of"),
+    ]:  # fmt: skip
+        status, out, err = output_of(capsys, *args)
+        assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["trian"], "no such command: trian; did you mean train?"),
-        (["TRAIN"], "did you mean train?"),
-        (["train_net.py", "--cfg", "x"], "did you mean train?"),
-        (["test-net"], "did you mean test?"),
-        (["evaluate"], "did you mean test?"),
-        (["xyzzy"], "expected one of train, test"),
-        (["--verison"], "did you mean --version?"),
-        (["--cfg", "x.yaml"], "did you mean distribuuuu train --cfg ...?"),
-        (["OUT_DIR", "x"], "no such command: OUT_DIR"),
-        ([""], "no such command: ; expected one of"),
-    ],
-)
-def test_an_unknown_command_is_answered_with_the_nearest(args, said, capsys):
-    status, out, err = output_of(capsys, *args)
-    assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
-
-
-@pytest.mark.parametrize(
-    "args, meant",
-    [
-        (["train", "--cgf", "x"], "--cfg"),
-        (["test", "--nprocs", "2"], "--nproc"),
-        (["time", "--help-confg"], "--help-config"),
-        (["pack", "out", "--fromat", "raw"], "--format"),
-        (["table", "--redme", "x"], "--readme"),
-    ],
-)
+@pytest.mark.parametrize("args, meant", [
+    (["train", "--cgf", "x"], "--cfg"), (["test", "--nprocs", "2"], "--nproc"),
+    (["time", "--help-confg"], "--help-config"), (["pack", "out", "--fromat", "raw"], "--format"),
+    (["table", "--redme", "x"], "--readme"),
+])  # fmt: skip
 def test_an_unknown_flag_is_answered_with_the_nearest(args, meant, capsys):
     skip_if_deleted(args[0])
     status, _, err = output_of(capsys, *args)
@@ -117,10 +95,8 @@ def test_errors_of_a_parser_are_config_errors():
     parser.add_argument("--topk", type=int)
     assert parser.parse_args(["a", "--topk", "3"]).topk == 3
     wrong = {
-        "--topk a": "invalid int value",
-        "--top 3": "no such flag: --top; did you mean --to",
-        "a b": "too many arg",
-    }
+        "--topk a": "invalid int value", "--top 3": "no such flag: --top; did you mean --to", "a b": "too many arg",
+    }  # fmt: skip
     for args, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
             parser.parse_args(args.split())
@@ -137,10 +113,7 @@ def test_the_scripts_start_commands(tool):
 
 
 def test_the_name_in_the_usage_text_is_how_it_was_started(monkeypatch, capsys):
-    for argv, prog in (
-        ("/venv/bin/distribuuuu", "distribuuuu"),
-        ("/x/distribuuuu/__main__.py", "python -m distribuuuu"),
-    ):
+    for argv, prog in (("/venv/bin/distribuuuu", "distribuuuu"), ("/x/__main__.py", "python -m distribuuuu")):
         monkeypatch.setattr(sys, "argv", [argv])
         monkeypatch.setattr(commands.signal, "signal", lambda *args: None)
         assert commands.main() == 0
@@ -154,7 +127,7 @@ def test_several_processes_of_the_module(launcher, image_folder, tmp_path):
     module = ["-m", "distribuuuu", "train"]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command = [*module, "--nproc", "2"] if launcher == "--nproc" else [*torchrun, *module]
-    done = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = run_python(*command, *words)
     assert done.returncode == 0, done.stderr
     assert f"launcher: {launcher}, process 0 of 2" in done.stderr
 
@@ -174,10 +147,9 @@ def test_help_texts_are_wrapped_once(columns, capsys, monkeypatch):
             assert len(f"{line} {following.split()[0]}") > columns - 2, description
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "test", "time", "plan", "pack", "predict", "export", "probe", "doctor", "sweep"]
-)
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("command, joined", pairwise(
+    ["train", "test", "time", "plan", "pack", "predict", "export", "probe", "doctor", "sweep"], [False, True]
+))  # fmt: skip
 def test_several_config_files_are_refused_since_the_last_one_alone_would_be_read(command, joined, capsys, tmp_path):
     files = [f"--cfg={tmp_path}/a.yaml", f"--cfg={tmp_path}/b.yaml"]
     words = files if joined else [part for file in files for part in file.split("=")]

@@ -26,7 +26,6 @@ class _Own:
 
 
 def fail(read) -> str:
-    """Return the text of the error that a function raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         read()
     return str(caught.value)

@@ -15,7 +15,6 @@ SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path) -> Path:
-    """A current folder outside the checkout."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -25,12 +24,12 @@ def write(path: str, text: str = "OUT_DIR: mine\n") -> None:
     Path(path).write_text(text)
 
 
-@pytest.mark.parametrize("name", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml",
-                                  "./configs/shapes/resnet14", "shapes//resnet14"])  # fmt: skip
-def test_a_shipped_config_is_found_by_its_name(name):
-    assert find_config(name) == SHIPPED
-    cfg = load_cfg(name)
-    assert cfg.DATA.NAME == "shapes" and config_name(cfg) == "shapes/resnet14"
+def test_a_shipped_config_is_found_by_its_name():
+    for name in ("shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml",
+                 "./configs/shapes/resnet14", "shapes//resnet14"):  # fmt: skip
+        assert find_config(name) == SHIPPED
+        cfg = load_cfg(name)
+        assert cfg.DATA.NAME == "shapes" and config_name(cfg) == "shapes/resnet14"
 
 
 @pytest.mark.parametrize("mine", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml"])
@@ -47,24 +46,25 @@ def test_the_file_itself_wins_over_one_in_configs_but_a_folder_does_not():
     assert load_cfg("shapes/resnet14.yaml").OUT_DIR == "mine"
 
 
-@pytest.mark.parametrize("path", ["../shapes/resnet14", "../configs/shapes/resnet14.yaml", "/shapes/resnet14.yaml",
-                                  "/configs/shapes/resnet14", "shapes", "resnet14", ""])  # fmt: skip
-def test_other_paths_stay_as_they_are(path):
-    assert find_config(path) == path
+def test_other_paths_stay_as_they_are():
+    for path in ("../shapes/resnet14", "../configs/shapes/resnet14.yaml", "/shapes/resnet14.yaml",
+                 "/configs/shapes/resnet14", "shapes", "resnet14", ""):  # fmt: skip
+        assert find_config(path) == path
     with pytest.raises(ConfigError, match="no such file"):  # beside the shipped configs
         load_cfg("../benchmarks/reported.yaml")
 
 
-@pytest.mark.parametrize("path, meant", [
-    ("shapes/resnet41", "shapes/resnet14.yaml"), ("imagnet/resnet50.yaml", "imagenet/resnet50.yaml"),
-    ("resnet50_a1", "imagenet/resnet50_a1.yaml?"), ("config/resnet18.yaml", "imagenet/resnet18.yaml?"),
-    ("imagenet/botnet5O", "imagenet/botnet50.yaml"), ("shapes", "shapes/resnet14.yaml?"),
-])  # fmt: skip
-def test_a_wrong_name_lists_the_nearest_configs(path, meant, monkeypatch):
-    assert suggest_configs(path).startswith(f"; did you mean {meant}")
-    assert str(ROOT) not in suggest_configs(path)
-    monkeypatch.chdir(ROOT)
-    assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
+def test_a_wrong_name_lists_the_nearest_configs(monkeypatch, tmp_path):
+    for path, meant in {
+        "shapes/resnet41": "shapes/resnet14.yaml", "imagnet/resnet50.yaml": "imagenet/resnet50.yaml",
+        "resnet50_a1": "imagenet/resnet50_a1.yaml?", "config/resnet18.yaml": "imagenet/resnet18.yaml?",
+        "imagenet/botnet5O": "imagenet/botnet50.yaml", "shapes": "shapes/resnet14.yaml?",
+    }.items():  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        assert suggest_configs(path).startswith(f"; did you mean {meant}")
+        assert str(ROOT) not in suggest_configs(path)
+        monkeypatch.chdir(ROOT)
+        assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
 
 
 def test_files_of_the_current_folder_are_suggested_too():

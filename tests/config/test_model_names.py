@@ -11,14 +11,7 @@ from support.runs import ROOT, run_tool, small_options
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg, model_names
-from distribuuuu.config.model_names import (
-    SOURCES,
-    NameTable,
-    find_model_problems,
-    find_reading_keywords,
-    keep_table,
-    load_table,
-)
+from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
 from distribuuuu.models import check_model
 from distribuuuu.models.constructor import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
@@ -55,25 +48,24 @@ UNKNOWN = ("resnet5O", "resnet50.a1_in1x", "timm/resnet5O", "timm/resnet50.a1_in
            "distribuuuu/vit")  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [*KNOWN, *UNKNOWN])
-def test_the_cached_names_give_the_answer_of_the_packages(arch):
+def test_the_cached_names_give_the_answer_of_the_packages():
     keep_all()
-    expected = []
-    try:
-        find_architecture(arch)
-    except ConfigError as error:
-        expected = [("MODEL.ARCH", str(error).removeprefix("MODEL.ARCH: "))]
-    assert problems_of(arch) == expected and bool(expected) == (arch in UNKNOWN)
+    for arch in (*KNOWN, *UNKNOWN):
+        expected = []
+        try:
+            find_architecture(arch)
+        except ConfigError as error:
+            expected = [("MODEL.ARCH", str(error).removeprefix("MODEL.ARCH: "))]
+        assert problems_of(arch) == expected and bool(expected) == (arch in UNKNOWN)
 
 
-@pytest.mark.parametrize("keyword", ["widht", "num_classes", "no_such"])
-def test_unknown_keywords_of_our_own_models_are_named_alike(keyword):
+def test_unknown_keywords_of_our_own_models_are_named_alike():
     keep_all()
-    cfg = load_cfg(None, ["MODEL.ARCH", "resnet14", f"MODEL.KWARGS.{keyword}", "3"])
-    with pytest.raises(ConfigError) as caught:
-        check_model(cfg)
-    ((key, message),) = problems_of("resnet14", width=3, **{keyword: 3})
-    assert str(caught.value) == f"{key} (command line): {message}"
+    for keyword in ("widht", "num_classes", "no_such"):
+        with pytest.raises(ConfigError) as caught:
+            check_model(load_cfg(None, ["MODEL.ARCH", "resnet14", f"MODEL.KWARGS.{keyword}", "3"]))
+        ((key, message),) = problems_of("resnet14", width=3, **{keyword: 3})
+        assert str(caught.value) == f"{key} (command line): {message}"
     assert problems_of("resnet50", anything=3) == []  # its function passes keywords on
 
 
@@ -87,23 +79,23 @@ READING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", READING)
 @pytest.mark.parametrize("section", ["MODEL", "DISTILL"])
-def test_keywords_that_read_files_or_the_network_are_refused(tmp_path, section, name):
+def test_keywords_that_read_files_or_the_network_are_refused(tmp_path, section):
     file = tmp_path / "a.yaml"
-    file.write_text(yaml.safe_dump({section: {"KWARGS": {name: READING[name], "width": 8}}}))
-    for given in ((str(file),), (None, [f"{section}.KWARGS", str({name: READING[name]})])):
-        with pytest.raises(ConfigError) as caught:
-            load_cfg(*given)
-        refused = [str(each) for each in caught.value.problems if each.key.startswith(f"{section}.KWARGS.{name}")]
-        assert len(refused) == 1 and ("instead" in refused[0] or "which no constructor may read" in refused[0])
+    for name, value in READING.items():
+        file.write_text(yaml.safe_dump({section: {"KWARGS": {name: value, "width": 8}}}))
+        for given in ((str(file),), (None, [f"{section}.KWARGS", str({name: value})])):
+            with pytest.raises(ConfigError) as caught:
+                load_cfg(*given)
+            refused = [str(each) for each in caught.value.problems if each.key.startswith(f"{section}.KWARGS.{name}")]
+            assert len(refused) == 1 and ("instead" in refused[0] or "which no constructor may read" in refused[0])
 
 
 def test_keywords_of_the_models_of_timm_and_torchvision_are_not_refused():
     """The defaults of every constructor, and values that look like the names of sources."""
     usual = {"drop_path_rate": 0.1, "weight_init": "jax", "init_weights": True, "pretrained_window_sizes": [0, 12],
              "grad_checkpointing": True, "norm_layer": "layernorm2d", "act_layer": "gelu"}  # fmt: skip
-    assert list(find_reading_keywords("MODEL.KWARGS", {**usual, "drop_path_rates": [0.1, 0.2]})) == []
+    assert list(model_names.find_reading_keywords("MODEL.KWARGS", {**usual, "drop_path_rates": [0.1, 0.2]})) == []
     own = {"num_classes", "pretrained", "weights", "checkpoint_path"}
     models = [module for name, module in sys.modules.items() if name.startswith(("timm.models", "torchvision.models"))]
     classes = {item for module in models for item in vars(module).values() if inspect.isclass(item)}
@@ -114,7 +106,8 @@ def test_keywords_of_the_models_of_timm_and_torchvision_are_not_refused():
         for name, parameter in inspect.signature(item.__init__).parameters.items()
         if parameter.default is not parameter.empty and name not in own
     ]
-    refused = [name for name, value in defaults if list(find_reading_keywords("", {name.partition(".")[2]: value}))]
+    refused = [name for name, value in defaults
+               if list(model_names.find_reading_keywords("", {name.partition(".")[2]: value}))]  # fmt: skip
     assert len(defaults) > 1000 and refused == []
 
 
@@ -163,9 +156,8 @@ def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):
 def test_wrong_names_and_keywords_that_read_files_are_reported_without_torch_and_all_at_once(image_folder, tmp_path):
     keep_all()
     with pytest.raises(ConfigError, match="unknown optimizer 'adamv'"):
-        build_optimizer(
-            load_cfg(None, ["OPTIM.NAME", "adamv"]), find_architecture("resnet8").constructor(num_classes=3)
-        )
+        model = find_architecture("resnet8").constructor(num_classes=3)
+        build_optimizer(load_cfg(None, ["OPTIM.NAME", "adamv"]), model)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "torch.py").write_text("raise SystemExit('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "none"), str(ROOT)])

@@ -1,9 +1,7 @@
 """Tables of names: discovered late, each name once, a typo answered with what is near."""
 
-import subprocess
-import sys
-
 import pytest
+from support.runs import run_python
 
 from distribuuuu.config.errors import near_matches
 from distribuuuu.config.registry import DATASETS, Registry, UnknownNameError
@@ -60,6 +58,6 @@ def test_near_matches_ignore_case():
 
 def test_the_names_of_the_data_sets_are_known_without_torch():
     code = "import sys, distribuuuu.config.registry as r; r.DATASETS.names(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert run_python("-c", code).returncode == 0
     assert DATASETS.names() == ["cifar10", "cifar100", "dummy", "fashion_mnist", "imagefolder", "list", "mnist",
                                 "multilabel", "packed", "shapes"]  # fmt: skip

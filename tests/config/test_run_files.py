@@ -8,13 +8,7 @@ from support.commands import is_deleted
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import run_files
-from distribuuuu.config.run_files import (
-    RUN_FILES,
-    find_name_problem,
-    find_parent_problem,
-    find_path_problem,
-    is_run_file,
-)
+from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_parent_problem, find_path_problem
 from distribuuuu.trainer import test_model as evaluate_model
 from distribuuuu.trainer import train_model
 
@@ -25,7 +19,7 @@ def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
     train_model(cfg)
     evaluate_model(cfg)
     found = {path.name for path in (tmp_path / "out").iterdir()} - {cfg.CFG_DEST}
-    assert [name for name in found if not is_run_file(name)] == [] and "checkpoints.1" in found
+    assert [name for name in found if not run_files.is_run_file(name)] == [] and "checkpoints.1" in found
     assert set(RUN_FILES) - found == {run_files.LOCK, run_files.STACKS}, (
         "written for the length of a run, and on a hang"
     )
@@ -61,8 +55,9 @@ def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [("predict", "run", "photos", "--out", "s3://bucket/a.csv"), ("report", "run", "--out", "gs://bucket/a.html"),
-     ("compare", "a", "b", "--out", "http://host/a.html"), ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
+    [("predict", "run", "photos", "--out", "s3://bucket/a.csv"),
+     ("report", "run", "--out", "gs://bucket/a.html"), ("compare", "a", "b", "--out", "http://host/a.html"),
+     ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
      ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
      ("pack", "/", "MODEL.DUMMY_INPUT", "True")],
 )  # fmt: skip

@@ -23,14 +23,11 @@ class New(Old):
         self.settings |= {"forward_sync_buffers": forward_sync_buffers, "batched_grad_copy": batched_grad_copy}
 
 
-@pytest.mark.parametrize(
-    "kind, device, expected",
-    [
-        (New, "cuda:0", {"forward_sync_buffers": False, "batched_grad_copy": True}),
-        (New, "cpu", {"forward_sync_buffers": False, "batched_grad_copy": False}),
-        (Old, "cuda:0", {"broadcast_buffers": False}),
-    ],
-)
+@pytest.mark.parametrize("kind, device, expected", [
+    (New, "cuda:0", {"forward_sync_buffers": False, "batched_grad_copy": True}),
+    (New, "cpu", {"forward_sync_buffers": False, "batched_grad_copy": False}),
+    (Old, "cuda:0", {"broadcast_buffers": False}),
+])  # fmt: skip
 def test_gradients_are_copied_together_on_cuda_where_torch_can(monkeypatch, kind, device, expected):
     monkeypatch.setattr(ddp, "DistributedDataParallel", kind)
     monkeypatch.setattr(ddp, "is_distributed", lambda: True)

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,36 +14,24 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from support.processes import free_port, on_processes
-from support.runs import ROOT, run_tool, small_options
+from support.runs import ROOT, run_python, run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed import process_group as group_module
-from distribuuuu.distributed.process_group import (
-    MissingProcessError,
-    _agree_on_start,
-    check_one_process_per_gpu,
-    create_store,
-    pick_device,
-    process_group,
-)
+from distribuuuu.distributed.process_group import MissingProcessError, create_store, pick_device, process_group
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.ports import find_port_owner, find_port_problem
 
 
-@pytest.mark.parametrize("visible, local_rank, index", [(8, 3, 3), (1, 3, 0), (2, 1, 1)])
-def test_a_process_takes_its_own_card_or_the_only_one_it_sees(monkeypatch, visible, local_rank, index):
+def test_a_process_takes_its_own_card_or_the_only_one_it_sees(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert pick_device(local_rank) == torch.device("cuda", index) == chosen[0]
-
-
-def test_more_processes_than_cards_are_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for visible, local_rank, index in ((8, 3, 3), (1, 3, 0), (2, 1, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert pick_device(local_rank) == torch.device("cuda", index) == chosen[-1]
     with pytest.raises(ConfigError, match="process 3 of this node has no GPU: 2 are visible"):
         pick_device(2)
 
@@ -148,16 +135,13 @@ def test_a_group_of_one_is_closed_after_an_error():
     assert on_processes(1, open_twice) == [["gloo", "gloo", "none"]]
 
 
-# ------------------------------------------------------------------------------------------ rendezvous
-
-
 def agree(store, world_size: int, seed: int) -> list[str]:
     """Return what each process takes for the name of this start; they come one after the other."""
     rng = random.Random(seed)
 
     def one(rank: int) -> str:
         time.sleep(rng.uniform(0, 0.3))
-        return _agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
+        return group_module._agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -169,13 +153,10 @@ def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
         names = agree(store, world_size, number)
         assert len(set(names)) == 1 and names[0] not in seen
         seen.add(names[0])
-
-
-def test_a_process_that_never_comes_is_an_error_in_time():
     store = torch_dist.HashStore()
     agree(store, 2, 0)  # an earlier start, of which process 1 left its name
     with pytest.raises(ConfigError, match="did not all join within 1 s"):
-        _agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+        group_module._agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
 
 
 def test_nothing_is_reported_when_the_last_process_joins_at_the_time_of_the_report(caplog):
@@ -206,16 +187,12 @@ def test_a_taken_port_names_its_owner():
     assert find_port_problem("localhost", port) is None and find_port_owner(port) == ""
 
 
-@pytest.mark.parametrize(
-    "words, kept",
-    [
+def test_the_processes_get_the_command_without_nproc():
+    for words, kept in [
         (["a.py", "--nproc", "2", "--cfg", "x"], ["a.py", "--cfg", "x"]),
-        (["a.py", "--cfg", "x", "--nproc=4"], ["a.py", "--cfg", "x"]),
-        (["a.py", "KEY", "2"], ["a.py", "KEY", "2"]),
-    ],
-)
-def test_the_processes_get_the_command_without_nproc(words, kept):
-    assert without_nproc(words) == kept
+        (["a.py", "--cfg", "x", "--nproc=4"], ["a.py", "--cfg", "x"]), (["a.py", "KEY", "2"], ["a.py", "KEY", "2"]),
+    ]:  # fmt: skip
+        assert without_nproc(words) == kept
 
 
 def test_signals_are_heard_while_the_main_thread_waits():
@@ -241,21 +218,18 @@ def test_signals_are_heard_while_the_main_thread_waits():
 
 @pytest.mark.slow
 def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
-    lines = (
-        "import os, signal",
-        "from distribuuuu.launch.signals import SignalState, exit_now, handled_by",
-        "try:",
-        "    with handled_by(exit_now):",
-        "        SignalState.is_ending = True",
-        "        raise ArithmeticError('the flux has run out')",
-        "finally:",
-        "    os.kill(os.getpid(), signal.SIGTERM)",
-    )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    code = """
+import os, signal
+from distribuuuu.launch.signals import SignalState, exit_now, handled_by
+try:
+    with handled_by(exit_now):
+        SignalState.is_ending = True
+        raise ArithmeticError('the flux has run out')
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = run_python("-c", code)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("ArithmeticError: the flux has run out")
-
-
-# ------------------------------------------------------------------------------------------ a process that never comes
 
 
 def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
@@ -311,7 +285,7 @@ def test_processes_on_one_gpu_are_refused_together():
 
     def check(rank: int, device: str) -> str | None:
         try:
-            check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
+            group_module.check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
         except ConfigError as error:
             return str(error)
         return None

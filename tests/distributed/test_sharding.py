@@ -42,11 +42,9 @@ needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a C
 SHARDED = ["zero1", pytest.param("fsdp", marks=needs_fsdp)]
 DROPS = ("MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2)
 KINDS = {
-    "ddp": (),
-    "zero1": ("DIST.SHARD", "zero1"),
-    "fsdp": ("DIST.SHARD", "fsdp"),
+    "ddp": (), "zero1": ("DIST.SHARD", "zero1"), "fsdp": ("DIST.SHARD", "fsdp"),
     "fsdp, recomputed, offloaded": ("DIST.SHARD", "fsdp", "MODEL.ACT_CHECKPOINT", True, "DIST.CPU_OFFLOAD", True),
-}
+}  # fmt: skip
 
 
 def assert_same_content(one: dict, other: dict, tolerance: float) -> None:
@@ -113,15 +111,10 @@ def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
 
 
 @needs_fsdp
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        slow(("ddp", 1), ("fsdp", 2)),
-        (("fsdp", 2), ("ddp", 1)),
-        slow(("zero1", 2), ("fsdp", 3)),
-        slow(("fsdp", 3), ("zero1", 2)),
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), [
+    slow(("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), slow(("zero1", 2), ("fsdp", 3)),
+    slow(("fsdp", 3), ("zero1", 2)),
+])  # fmt: skip
 def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, second):
     words = {num: ("TRAIN.BATCH_SIZE", 2 if num == 3 else 3) for num in (1, 2, 3)}
     on_processes(first[1], train_and_kill, small_cfg(*ALL_ON, *KINDS[first[0]], *words[first[1]]), (0, 3))
@@ -144,14 +137,10 @@ def train_and_name(cfg) -> tuple[str, str]:
     return type(made[0].model).__name__, type(made[0].state.optimizer).__name__
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "tolerance"),
-    [
-        ("ddp", ("DistributedDataParallel", "AdamW"), 0),
-        ("zero1", ("DistributedDataParallel", "PartitionedOptimizer"), 0),
-        pytest.param("fsdp", ("FSDPVisionTransformer", "AdamW"), 1e-6, marks=needs_fsdp),
-    ],
-)
+@pytest.mark.parametrize(("kind", "names", "tolerance"), [
+    ("ddp", ("DistributedDataParallel", "AdamW"), 0), ("zero1", ("DistributedDataParallel", "PartitionedOptimizer"), 0),
+    pytest.param("fsdp", ("FSDPVisionTransformer", "AdamW"), 1e-6, marks=needs_fsdp),
+])  # fmt: skip
 def test_a_group_of_one_trains_like_a_process_without_a_group(run, small_cfg, kind, names, tolerance):
     """The tolerance is that of the norm by which sharded gradients are clipped."""
     cfg = small_cfg(*ALL_ON, *KINDS[kind], "DIST.BACKEND", "gloo")
@@ -268,9 +257,8 @@ def skip_a_step() -> list[bool]:
     with process_group(detect_launch(), CPU, 60):
         torch.manual_seed(0)
         net = torch.nn.Linear(3, 3)
-        optimizer = PartitionedOptimizer(
-            [{"params": list(net.parameters())}], functools.partial(torch.optim.SGD, lr=0.1, fused=True)
-        )
+        build = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
+        optimizer = PartitionedOptimizer([{"params": list(net.parameters())}], build)
         scaler, changes = torch.amp.GradScaler("cpu"), []
         for factor in (float("inf"), 1.0):
             optimizer.zero_grad()
@@ -297,9 +285,8 @@ def exchange_odd_parameters() -> list[bool]:
             return [torch.nn.Parameter(value) for value in nets]
 
         own, others = make(dist.rank()), [make(0), make(1), make(2)]
-        optimizer = PartitionedOptimizer(
-            [{"params": own[:3]}, {"params": own[3:]}], functools.partial(torch.optim.SGD, lr=0.1)
-        )
+        groups = [{"params": own[:3]}, {"params": own[3:]}]
+        optimizer = PartitionedOptimizer(groups, functools.partial(torch.optim.SGD, lr=0.1))
         strides = [parameter.stride() for parameter in own]
         optimizer.step()  # without gradients
         assert [parameter.stride() for parameter in own] == strides
@@ -335,9 +322,8 @@ def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
         assert "OPTIM.NAME adamw, here it is sgd" in other
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_does_not_go_together_is_refused_before_the_start():
+    for words, message in [
         (("DIST.SHARD", "zero"), "DIST.SHARD .*got 'zero'; expected one of none, zero1, fsdp; did you mean zero1"),
         (("DIST.CPU_OFFLOAD", True), "DIST.CPU_OFFLOAD .*needs DIST.SHARD fsdp, but it is none"),
         (("DIST.SHARD", "fsdp", "OPTIM.NAME", "muon"), "OPTIM.NAME .*muon does not work .* or one of .*adamw"),
@@ -346,11 +332,9 @@ def test_the_optimizer_of_another_run_is_answered(small_cfg, kind):
         (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"), "MODEL.COMPILE .*; fix: set it to default"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "max-autotune"), "MODEL.COMPILE .*; fix: set it to default"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_before_the_start(words, message):
-    with pytest.raises(ConfigError, match=message):
-        load_cfg(None, [str(word) for word in words])
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_cfg(None, [str(word) for word in words])
 
 
 def shard_a_single_number(cfg) -> str:

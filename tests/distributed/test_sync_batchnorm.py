@@ -42,7 +42,6 @@ def make_layer(momentum: float | None) -> nn.BatchNorm2d:
 
 
 def run_layer(layer: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return output, gradients of images, weight and bias, and running statistics of a training pass."""
     out = layer(images)
     (out**3).sum().backward()
     statistics = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
@@ -230,7 +229,6 @@ def test_on_cuda_it_does_not_wait_for_the_device():
 
 
 def compile_layers(backend: str) -> list[list]:
-    """Return the results of two eager layers, and of two compiled ones."""
     with process_group(detect_launch(), CPU, 280):
         net = nn.Sequential(nn.Conv2d(3, 3, 3), convert_sync_batchnorm(nn.BatchNorm2d(3)), nn.ReLU(),
                             convert_sync_batchnorm(nn.BatchNorm2d(3))).train()  # fmt: skip

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as torch_dist
-from support.processes import on_processes
+from support.processes import on_processes, wait_for
 from support.runs import ROOT
 
 from distribuuuu.distributed import comm, watchdog, watchdog_monitor
@@ -29,8 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class CountingStore(torch_dist.HashStore):
-    """A store that counts the requests to it."""
-
     num_requests = 0
 
     def set(self, *args):
@@ -64,7 +62,6 @@ class Member:
         return json.loads(self.store.get(f"order {self.rank}"))
 
     def message(self) -> str:
-        """Wait for the order to end; exit, and return its message."""
         wait_for(lambda: "end" in self.order())
         self.connection.close()
         return self.order()["end"]["message"]
@@ -86,10 +83,8 @@ class Group:
 
     def watch(self, *ranks: int) -> list[Watchdog]:
         world_size = len(self.members)
-        dogs = [
-            Watchdog(Launch("test", rank, 0, world_size, "here"), self.store, self.limits, self.folder)
-            for rank in ranks
-        ]
+        launches = [Launch("test", rank, 0, world_size, "here") for rank in ranks]
+        dogs = [Watchdog(launch, self.store, self.limits, self.folder) for launch in launches]
         self.monitor.start()
         for dog in dogs:
             dog.connect("here", "127.0.0.1", self.monitor.port)
@@ -120,13 +115,6 @@ def group(tmp_path, monkeypatch):
         if made.monitor.is_alive():
             made.monitor.close()
         made.monitor._listener.close()
-
-
-def wait_for(condition, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("is_monitor_first", [False, True])
@@ -168,9 +156,6 @@ def test_a_death_of_rank_0_is_logged_by_the_last_process(group, caplog):
     for dog in dogs:
         dog.join(60)
     assert caplog.messages == ["process 0 on here died after epoch 2, step 14; the others stop"]
-
-
-# ------------------------------------------------------------------------------- unknown connections and errors
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\n", b"[" * 200_000])
@@ -221,9 +206,6 @@ def test_an_error_in_a_watchdog_ends_no_run(group, monkeypatch, caplog):
     dog.close()
 
 
-# ------------------------------------------------------------------------------------------ the network
-
-
 def test_the_monitor_listens_on_its_address_only(group):
     run = group(1)
     assert run.monitor._listener.getsockname()[0] == "127.0.0.1"
@@ -232,7 +214,7 @@ def test_the_monitor_listens_on_its_address_only(group):
             socket.create_connection((address, run.monitor.port), timeout=5)
 
 
-def test_rank_0_listens_where_the_others_reach_it(monkeypatch):
+def test_rank_0_listens_where_the_others_reach_it_and_both_ends_have_one_name(monkeypatch):
     ways = {"10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0", "172.16.0.9": ""}
     monkeypatch.setattr("distribuuuu.launch.ports.find_own_address", ways.__getitem__)
     assert choose_address("10.0.0.5", []) == "127.0.0.1", "all are on this machine"
@@ -240,9 +222,6 @@ def test_rank_0_listens_where_the_others_reach_it(monkeypatch):
     # The host name of the first machine means 127.0.1.1 there, as on Debian.
     assert choose_address("127.0.1.1", ["172.16.0.9", "", "10.0.0.6"]) == "10.0.0.5"
     assert choose_address("::1", ["fe80::6%eth0"]) == "fe80::5%eth0"
-
-
-def test_both_ends_of_a_connection_have_one_name():
     assert name_of(("::ffff:10.0.0.5", 7, 0, 0)) == name_of(("10.0.0.5", 7)) == "10.0.0.5:7"
     assert name_of(("fe80::5%eth0", 7, 0, 2)) == name_of(("fe80::5%eth1", 7, 0, 3))
 
@@ -253,10 +232,8 @@ def test_the_kernel_closes_a_connection_to_a_vanished_machine():
         keep_alive(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREACHABLE_S * 1000
-        idle, interval, count = (
-            connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
-            for name in ("IDLE", "INTVL", "CNT")
-        )
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
         assert idle + interval * count <= UNREACHABLE_S
 
 
@@ -295,9 +272,6 @@ def test_a_vanished_machine_is_noticed(tmp_path):
     assert "process 0 on here could not be reached" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------ silence and progress
-
-
 def hold_interpreter_lock(seconds: float, timeout_s: float, alarm_s: float) -> bool:
     """Hold the lock on every process; return whether the watchdog is alive afterwards."""
     watchdog_monitor.PERIOD_S, watchdog.ALARM_S = 0.02, alarm_s
@@ -322,14 +296,11 @@ def test_an_interpreter_lock_that_is_held_too_long_ends_the_process(capfd):
     assert "Timeout (0:00:03)!" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "starting, silent, event",
-    [
-        (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
-        (False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
-        (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
-    ],
-)
+@pytest.mark.parametrize("starting, silent, event", [
+    (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
+    (False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
+    (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
+])  # fmt: skip
 def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, starting, silent, event):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
     main, stuck = (run := group(2, 1, 2).start()).members
@@ -367,13 +338,8 @@ def test_a_silent_rank_0_is_named(group, monkeypatch, caplog, tmp_path):
     run.monitor._check = lambda is_counted: None
     (dog,) = run.watch(1)
     dog.join(60)
-    assert (
-        "process 0 on here has been silent for" in caplog.text
-        and "test_watchdog" in (tmp_path / "stacks" / "rank_1.txt").read_text()
-    )
-
-
-# ------------------------------------------------------------------------------------------ failures and ends
+    assert "process 0 on here has been silent for" in caplog.text
+    assert "test_watchdog" in (tmp_path / "stacks" / "rank_1.txt").read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

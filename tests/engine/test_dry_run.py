@@ -24,8 +24,6 @@ CPU = torch.device("cpu")
 
 
 class Skipping(Idle):
-    """A net that skips a layer in every second training pass."""
-
     num_passes = 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -36,8 +34,6 @@ class Skipping(Idle):
 
 
 class TwoHeads(Idle):
-    """A net that returns two outputs in training."""
-
     def forward(self, images: torch.Tensor):
         return (self.used(images), 0) if self.training else self.used(images)
 
@@ -81,9 +77,7 @@ def test_errors_of_a_step_are_reported(small_cfg, words, num, px, said):
       "TRAIN.IM_SIZE_START", 4, "TRAIN.IM_SIZE_EPOCHS", "[0, 5]"),
      r"TRAIN.IM_SIZE_START \(command line\), TRAIN.BATCH_SIZE .* torchvision/alexnet fails on .*\(2, 3, 4, 4\)"),
 ])  # fmt: skip
-def test_errors_of_an_evaluation_and_of_the_first_image_size_are_reported_before_the_first_epoch(
-    small_cfg, words, said
-):
+def test_errors_of_an_evaluation_and_of_the_first_image_size_are_reported_early(small_cfg, words, said):
     with pytest.raises(ConfigError, match=said):
         train_model(small_cfg(*words))
 

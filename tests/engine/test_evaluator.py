@@ -86,7 +86,6 @@ def compiled(monkeypatch) -> Iterator[list[str]]:
 
 
 def evaluate_once(cfg, recorded: bool = False) -> tuple[dict, Recorder | None]:
-    """Return the result of an evaluation of a new model, and its recorder."""
     torch.manual_seed(1)
     loader = build_loader(cfg, Launch("alone"), CPU, train=False)
     task, model = build_task(cfg, loader.images.classes, CPU, Precision()), build_model(cfg, False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.images import draw_folder
-from support.processes import ends, free_port
+from support.processes import ends, free_port, wait_for
 from support.runs import FAILING_MODELS, TRAIN_NET, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -140,22 +140,11 @@ def test_a_signal_ends_a_process_that_waits_for_the_others(image_folder, tmp_pat
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     with started(image_folder, tmp_path / "out", launcher=(sys.executable,)) as run:
-        wait_until_someone_listens(place["MASTER_PORT"])
+        wait_for(lambda: find_port_problem("localhost", place["MASTER_PORT"]), timeout_s=60)
         time.sleep(1)
         run.signal_launcher(signal.SIGTERM)
         assert ends(run) and run.wait(10) == 143
         assert lines_said(run) == ["SIGTERM: ended at once; no step was made, nothing is lost"]
-
-
-def wait_until_someone_listens(port: int) -> None:
-    for _ in range(600):
-        if find_port_problem("localhost", port):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"nobody listens on port {port}")
-
-
-# ------------------------------------------------------------------------------------ one process of several ends
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -40,23 +40,19 @@ def test_the_largest_size_that_fits_is_found_without_large_trials_that_do_not(ro
     assert len(tried) <= 6
 
 
-def test_a_trial_that_fails_and_none_that_fits():
+def test_a_trial_may_fail_and_workers_count_on_the_host():
     assert search([1, 2, 4, 8, 16], lambda size: Peak(1) if size < 16 else "killed", lambda peak: True) == 8
-    with pytest.raises(
-        OutOfMemory, match=r"TRAIN.BATCH_SIZE: .*micro-batch of 3 does not fit.*killed; fix: "
-    ) as caught:
+    said = r"TRAIN.BATCH_SIZE: .*micro-batch of 3 does not fit.*killed; fix: "
+    with pytest.raises(OutOfMemory, match=said) as caught:
         search([3, 6], lambda size: "killed", lambda peak: True)
     assert caught.value.status == 1
-
-
-def test_workers_count_on_the_host_and_the_gpu_has_its_own_limit():
     assert Peak(5, workers=3).used == 8 and Peak(5, workers=3, limit=9).used == 5
     assert Peak(10, 0, 100).scaled(Peak(20, 4, 300), 2.0) == Peak(30, 8, 500)
 
 
 def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch):
-    measure_run = command_module("plan.measure_run")
     """Its memory would be missing in the trials, and be counted twice."""
+    measure_run = command_module("plan.measure_run")
 
     def create_context(*args: object) -> None:
         raise AssertionError("CUDA is used in the parent")
@@ -83,15 +79,12 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
 
 
 def test_auto_needs_the_global_batch_and_is_the_only_word():
-    with pytest.raises(
-        ConfigError, match=r"TRAIN.BATCH_SIZE .*auto without TRAIN.GLOBAL_BATCH_SIZE; fix: set TRAIN.GLO"
+    for key, word, said in (
+        ("TRAIN.BATCH_SIZE", "auto", "auto without TRAIN.GLOBAL_BATCH_SIZE; fix: set TRAIN.GLOBAL_BATCH_SIZE"),
+        ("TRAIN.BATCH_SIZE", "Auto", r"got 'Auto'; expected an integer or auto \("),
+        ("TEST.BATCH_SIZE", "auto", r"got 'auto'; expected an integer \("),
     ):
-        load_cfg(None, ["TRAIN.BATCH_SIZE", "auto"])
-    for key, word, expected in (
-        ("TRAIN.BATCH_SIZE", "Auto", "an integer or auto"),
-        ("TEST.BATCH_SIZE", "auto", "an integer"),
-    ):
-        with pytest.raises(ConfigError, match=rf"got '{word}'; expected {expected} \("):
+        with pytest.raises(ConfigError, match=f"{key} .*{said}"):
             load_cfg(None, [key, word])
 
 
@@ -136,9 +129,8 @@ def test_two_processes_take_the_same_number_and_a_resume_keeps_it(image_folder, 
         return done.stderr
 
     said = run("auto", *AUTO, 8)
-    assert (
-        said.count("TRAIN.BATCH_SIZE auto: micro-batch of 4: ") == 1 and "TRAIN.BATCH_SIZE 4: auto, the largest" in said
-    )
+    assert said.count("TRAIN.BATCH_SIZE auto: micro-batch of 4: ") == 1
+    assert "TRAIN.BATCH_SIZE 4: auto, the largest" in said
     run("hand", "TRAIN.BATCH_SIZE", 4, "TRAIN.GLOBAL_BATCH_SIZE", 8)
     assert_same_run(tmp_path / "auto", tmp_path / "hand")
     again = run("auto", *AUTO, 8, "OPTIM.MAX_EPOCH", 2)

@@ -31,16 +31,13 @@ def ask_the_data(*words, train=True):
     return resolved
 
 
-def test_a_number_that_is_set_is_left_alone():
-    cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "7"])
-    assert resolve_num_classes(cfg) is cfg
-
-
-def test_folders_are_counted_and_the_rest_of_the_config_stays(image_folder):
+def test_folders_are_counted_and_a_number_that_is_set_is_left_alone(image_folder):
     resolved = ask_the_data("TRAIN.DATASET", image_folder, "OPTIM.STEPS", "[1, 2]", "MODEL.KWARGS.width", "8")
     expected = load_cfg(None, ["MODEL.NUM_CLASSES", "3", "TRAIN.DATASET", str(image_folder), "OPTIM.STEPS", "[1, 2]",
                                "MODEL.KWARGS.width", "8"])  # fmt: skip
     assert resolved == expected and len(build_images(resolved, train=True).classes) == 3
+    cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "7"])
+    assert resolve_num_classes(cfg) is cfg
 
 
 def test_an_evaluation_counts_the_training_classes_else_its_own(tmp_path):
@@ -71,10 +68,10 @@ def test_where_only_the_images_tell_they_are_read(monkeypatch):
     assert ask_the_data("DATA.NAME", "counted").MODEL.NUM_CLASSES == 4
 
 
-@pytest.mark.parametrize("words", [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]])
-def test_dummy_images_have_no_classes_of_their_own(words):
-    with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): got 0, .*; dummy images have none"):
-        resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
+def test_dummy_images_have_no_classes_of_their_own():
+    for words in [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]]:
+        with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): got 0, .*; dummy images have none"):
+            resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
 
 
 def test_a_conflict_with_the_number_found_is_reported(image_folder):
@@ -103,8 +100,6 @@ def test_the_tools_train_and_evaluate_without_a_given_number_of_classes(image_fo
     assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
 
 
-# ----------------------------------------------------------------- problems of a config with data
-
 REPLAYED = ("TRAIN.BATCH_SIZE", 12, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE")
 SHARDED = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
 MIXED = ("AUG.MIXUP", 0.2, "TRAIN.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 18)
@@ -124,49 +119,48 @@ def problems(image_folder, tmp_path):
     return find
 
 
-@pytest.mark.parametrize("words, nproc, parts", [
-    (("FINETUNE.WEIGHTS", "/no/such"), 1, ["FINETUNE.WEIGHTS (command line): no such file or folder: /no/such"]),
-    ((*SEVERAL_STARTS[:3], False), 1, []),
-    (("FINETUNE.WEIGHTS", "FILE"), 1, []),
-    (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
-    (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
-    (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
-    (("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "FOLDER"), 1, ["DISTILL.WEIGHTS (command line): not a file: "]),
-    # Gradients do not accumulate over replays of a graph.
-    ((*REPLAYED, "reduce-overhead"), 2, []),
-    ((*REPLAYED, "default"), 1, []),
-    ((*REPLAYED, "reduce-overhead"), 1, ["MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs",
-                                         "set it to default, or TRAIN.BATCH_SIZE to 24"]),
-    # The memory of a model that is sharded depends on the number of processes.
-    ((*SHARDED, "zero1"), 2, []),
-    ((*SHARDED, "fsdp"), 1, []),
-    ((*SHARDED, "fsdp"), 2, ["TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends",
-                             "fix: set the images per process"]),
-    # Images are mixed in pairs.
-    (MIXED, 3, []),
-    (MIXED, 2, ["AUG.MIXUP (command line): got micro-batches of 3 images"]),
-    # Steps of more images than there are.
-    (("TRAIN.BATCH_SIZE", 24), 2, []),
-    (("TRAIN.BATCH_SIZE", 25), 2, ["TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ",
-                                   "expected at most 48, the size of the training set; fix: lower it"]),
-    (("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024), 1,
-     ["TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step", "at most 1000"]),
-    (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 1, []),
-    (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 2, ["at most 2000, the"]),
-    # Also root may not write to a file system that is read-only.
-    (("OUT_DIR", "/proc/out"), 1, ["OUT_DIR (command line): /proc cannot be written to: "]),
-])  # fmt: skip
-def test_problems_of_a_training_are_reported_before_it_starts(problems, words, nproc, parts):
-    found = problems(*words, nproc=nproc)
-    assert len(found) == bool(parts) and all(part in found[0] for part in parts), found
+def test_problems_of_a_training_are_reported_before_it_starts(problems):
+    for words, nproc, parts in [
+        (("FINETUNE.WEIGHTS", "/no/such"), 1, ["FINETUNE.WEIGHTS (command line): no such file or folder: /no/such"]),
+        ((*SEVERAL_STARTS[:3], False), 1, []),
+        (("FINETUNE.WEIGHTS", "FILE"), 1, []),
+        (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
+        (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
+        (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
+        (("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "FOLDER"), 1,
+         ["DISTILL.WEIGHTS (command line): not a file: "]),
+        # Gradients do not accumulate over replays of a graph.
+        ((*REPLAYED, "reduce-overhead"), 2, []),
+        ((*REPLAYED, "default"), 1, []),
+        ((*REPLAYED, "reduce-overhead"), 1,
+         ["MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs",
+          "set it to default, or TRAIN.BATCH_SIZE to 24"]),
+        # The memory of a model that is sharded depends on the number of processes.
+        ((*SHARDED, "zero1"), 2, []),
+        ((*SHARDED, "fsdp"), 1, []),
+        ((*SHARDED, "fsdp"), 2, ["TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends",
+                                 "fix: set the images per process"]),
+        # Images are mixed in pairs.
+        (MIXED, 3, []),
+        (MIXED, 2, ["AUG.MIXUP (command line): got micro-batches of 3 images"]),
+        # Steps of more images than there are.
+        (("TRAIN.BATCH_SIZE", 24), 2, []),
+        (("TRAIN.BATCH_SIZE", 25), 2, ["TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ",
+                                       "expected at most 48, the size of the training set; fix: lower it"]),
+        (("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024), 1,
+         ["TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step", "at most 1000"]),
+        (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 1, []),
+        (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 2, ["at most 2000, the"]),
+        # Also root may not write to a file system that is read-only.
+        (("OUT_DIR", "/proc/out"), 1, ["OUT_DIR (command line): /proc cannot be written to: "]),
+    ]:  # fmt: skip
+        found = problems(*words, nproc=nproc)
+        assert len(found) == bool(parts) and all(part in found[0] for part in parts), found
 
 
-def test_problems_of_a_training_do_not_concern_an_evaluation(problems):
+def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path):
     for words in (("FINETUNE.WEIGHTS", "/no/such"), SEVERAL_STARTS, MIXED):
         assert problems(*words, *EVALUATED, train=False) == []
-
-
-def test_a_file_in_the_place_of_the_checkpoints_is_reported_before_training(problems, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
     (problem,) = problems()

@@ -52,7 +52,6 @@ def hold(out_dir: Path, is_held, seconds: float) -> None:
 
 @contextlib.contextmanager
 def held(out_dir: Path, seconds: float = 60):
-    """Have another process hold the lock; gives the process."""
     context = multiprocessing.get_context("fork")
     is_held = context.Event()
     process = context.Process(target=hold, args=(out_dir, is_held, seconds))
@@ -202,9 +201,7 @@ def test_a_folder_that_can_only_be_this_runs_is_used_on(tmp_path, cause, caplog)
     assert not (tmp_path / "out.1").exists()
 
 
-def test_a_training_whose_folder_was_replaced_continues_beside_it_to_the_same_weights(
-    finished_run, small_cfg, tmp_path, monkeypatch
-):
+def test_a_training_whose_folder_was_replaced_continues_beside_it(finished_run, small_cfg, tmp_path, monkeypatch):
     finish_epoch, out_dir = trainer.finish_epoch, tmp_path / "out"
 
     def replace_out_dir(run, evaluations):
@@ -266,30 +263,23 @@ def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, 
         pass
 
 
-def test_a_pipe_in_the_place_of_the_lock_is_named(tmp_path):
-    os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(OutDirLocked, match=r"\.lock cannot be written: \S+ \S+") as refused, lock_out_dir(tmp_path):
-        pass
-    assert "None" not in str(refused.value)
+def test_a_pipe_or_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
+    for make, said in ((os.mkfifo, r"\S+ \S+"), (os.mkdir, "Is a directory")):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / ".lock")
+        with pytest.raises(OutDirLocked, match=rf"OUT_DIR: .*\.lock cannot be written: {said}") as refused:
+            lock_out_dir(folder).__enter__()
+        assert "None" not in str(refused.value)
 
 
-def test_a_folder_that_takes_no_lock_is_named(tmp_path):
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(OutDirLocked, match=r"OUT_DIR: .*\.lock cannot be written: Is a directory"):
-        lock_out_dir(tmp_path).__enter__()
-
-
-@pytest.mark.parametrize(
-    "env, job, restarts",
-    [
-        ({}, "", 0),
-        ({"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}, "Slurm job 5", 2),
+def test_a_holder_says_of_which_job_it_is():
+    for env, job, restarts in [
+        ({}, "", 0), ({"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}, "Slurm job 5", 2),
         ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun r", 1),
         ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, "", 0),
-    ],
-)
-def test_a_holder_says_of_which_job_it_is(env, job, restarts):
-    assert (describe_holder(env)["job"], describe_holder(env)["restarts"]) == (job, restarts)
+    ]:  # fmt: skip
+        assert (describe_holder(env)["job"], describe_holder(env)["restarts"]) == (job, restarts)
 
 
 def be_refused(cfg) -> str:

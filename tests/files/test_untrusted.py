@@ -38,34 +38,23 @@ def test_a_file_has_a_largest_size(tmp_path):
         read_regular(tmp_path / "a", 4)
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"{", b"NaN", b"[" * 100_000, b"9" * 5000, b'"\\ud800"', b""])
-def test_damaged_json_is_named(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.json: invalid JSON"):
-        load_json(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(
-    "name, shown",
-    [
-        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
-        ("gpj.\u202exe", "gpj.\\u202exe"),
-        ("\u2066a\u2069\u200f\u061c", "\\u2066a\\u2069\\u200f\\u061c"),
-        ("a\r\nb\tc\x85\u2028", "a\\r\\nb\\tc\\x85\\u2028"),
-        ("\udcff", "\\udcff"),
-        ("naïve 猫 \U0001f469\u200d\U0001f52c.jpg", "naïve 猫 \U0001f469\u200d\U0001f52c.jpg"),
-    ],
-)
-def test_characters_that_a_terminal_acts_on_are_escaped(name, shown):
-    assert printable(name) == shown
-    shown.encode()
-
-
-def test_a_name_in_an_error_neither_moves_the_cursor_nor_starts_a_line(capsys):
-    report(ConfigError("a\n  - b\x1b[1A.jpg: broken"))
-    assert capsys.readouterr().err == "1 problem to solve first:\n  - a\n      - b\\x1b[1A.jpg: broken\n"
-
-
-def test_json_is_returned(tmp_path):
+def test_json_is_returned_or_named_as_damaged(tmp_path):
+    for content in [b"\xff", b"{", b"NaN", b"[" * 100_000, b"9" * 5000, b'"\\ud800"', b""]:
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a\.json: invalid JSON"):
+            load_json(tmp_path / "a.json")
     (tmp_path / "a.json").write_text(json.dumps({"a": [1, None]}))
     assert load_json(tmp_path / "a.json") == {"a": [1, None]}
+
+
+def test_a_name_with_characters_that_a_terminal_acts_on_is_escaped(capsys):
+    for name, shown in [
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"), ("gpj.\u202exe", "gpj.\\u202exe"),
+        ("\u2066a\u2069\u200f\u061c", "\\u2066a\\u2069\\u200f\\u061c"),
+        ("a\r\nb\tc\x85\u2028", "a\\r\\nb\\tc\\x85\\u2028"),
+        ("\udcff", "\\udcff"), ("naïve 猫 \U0001f469\u200d\U0001f52c.jpg", "naïve 猫 \U0001f469\u200d\U0001f52c.jpg"),
+    ]:  # fmt: skip
+        assert printable(name) == shown
+        shown.encode()
+    report(ConfigError("a\n  - b\x1b[1A.jpg: broken"))
+    assert capsys.readouterr().err == "1 problem to solve first:\n  - a\n      - b\\x1b[1A.jpg: broken\n"

@@ -31,9 +31,8 @@ SRUN_PER_NODE = {**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_
 INTERACTIVE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": ""}
 
 
-@pytest.mark.parametrize(
-    "env, launcher, rank, local_rank, world_size",
-    [
+def test_what_is_detected():
+    for env, launcher, rank, local_rank, world_size in [
         ({}, "plain python", 0, 0, 1),
         ({"LOCAL_RANK": "3"}, "plain python", 0, 0, 1),
         (BY_HAND, "RANK and WORLD_SIZE", 3, 1, 4),
@@ -55,14 +54,12 @@ INTERACTIVE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLUR
         # a wrapper in one task a node that starts two processes there
         ({**SRUN_PER_NODE, **BY_HAND}, "RANK and WORLD_SIZE", 3, 1, 4),
         ({"OMPI_COMM_WORLD_SIZE": "4", **BY_HAND}, "RANK and WORLD_SIZE", 3, 1, 4),
-    ],
-)
-def test_what_is_detected(env, launcher, rank, local_rank, world_size):
-    launch = detect_launch(env)
-    assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (
-        launcher, rank, local_rank, world_size,
-    )  # fmt: skip
-    assert str(launch) == f"{launcher}, {'one process' if world_size == 1 else f'process {rank} of {world_size}'}"
+    ]:  # fmt: skip
+        launch = detect_launch(env)
+        assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == (
+            launcher, rank, local_rank, world_size,
+        )  # fmt: skip
+        assert str(launch) == f"{launcher}, {'one process' if world_size == 1 else f'process {rank} of {world_size}'}"
 
 
 def test_slurm_processes_meet_at_the_first_node_on_a_port_of_the_job():
@@ -81,23 +78,16 @@ def test_jobs_and_steps_that_may_share_a_node_have_ports_and_stores_of_their_own
     assert detect_launch({**SRUN, "SLURM_RESTART_COUNT": "1"}).run_id != detect_launch(SRUN).run_id
 
 
-@pytest.mark.parametrize(
-    "env, again",
-    [
-        ({}, False),
-        (TORCHRUN, False),
-        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True),
-        (SRUN, False),
+def test_a_start_by_the_launcher_itself_is_known():
+    for env, again in [
+        ({}, False), (TORCHRUN, False), ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True), (SRUN, False),
         ({**SRUN, "SLURM_RESTART_COUNT": "1"}, True),
-    ],
-)
-def test_a_start_by_the_launcher_itself_is_known(env, again):
-    assert is_restart(env) is again
+    ]:  # fmt: skip
+        assert is_restart(env) is again
 
 
-@pytest.mark.parametrize(
-    "env, said",
-    [
+def test_contradictions_are_errors_that_show_the_variables():
+    for env, said in [
         ({"RANK": "0"}, "WORLD_SIZE must be set"),
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
@@ -112,22 +102,15 @@ def test_a_start_by_the_launcher_itself_is_known(env, again):
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
         ({**SRUN, "SLURM_PROCID": "4"}, "rank 4 of 4 is out of range"),
         ({key: SRUN[key] for key in SRUN if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
-    ],
-)
-def test_contradictions_are_errors_that_show_the_variables(env, said):
-    with pytest.raises(ConfigError, match=said):
-        detect_launch(env)
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            detect_launch(env)
 
 
-@pytest.mark.parametrize(
-    "node_list, hosts",
-    [
-        ("login", ["login"]),
-        ("a,b", ["a", "b"]),
+def test_node_lists():
+    for node_list, hosts in [
+        ("login", ["login"]), ("a,b", ["a", "b"]),
         ("node[1-3,07],login", ["node1", "node2", "node3", "node07", "login"]),
-        ("r[1-2]n[08-10]-ib", [f"r{r}n{n}-ib" for r in (1, 2) for n in ("08", "09", "10")]),
-        ("gpu-a[3]", ["gpu-a3"]),
-    ],
-)
-def test_node_lists(node_list, hosts):
-    assert expand_hosts(node_list) == hosts
+        ("r[1-2]n[08-10]-ib", [f"r{r}n{n}-ib" for r in (1, 2) for n in ("08", "09", "10")]), ("gpu-a[3]", ["gpu-a3"]),
+    ]:  # fmt: skip
+        assert expand_hosts(node_list) == hosts

@@ -1,9 +1,6 @@
 """Modules and signals that Windows lacks: each module is imported without them."""
 
-import subprocess
-import sys
-
-from support.runs import ROOT
+from support.runs import run_python
 
 CODE = """
 import importlib, os, pkgutil, signal, sys
@@ -32,6 +29,5 @@ print("imported")
 
 
 def test_each_module_is_imported_without_what_windows_lacks():
-
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", CODE)
     assert done.stdout.endswith("imported\n"), done.stderr

@@ -5,19 +5,15 @@ import torch
 from torch import nn
 
 from distribuuuu.config.registry import MODELS
-from distribuuuu.models import count_parameters
 from distribuuuu.models.cifar_resnet import CifarResNet
 
 
-@pytest.mark.parametrize(
-    ("depth", "num_parameters"), [(20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018), (110, 1_727_962)]
-)
-def test_cifar_resnets_have_the_published_size(depth, num_parameters):
+@pytest.mark.parametrize("depth", [20, 32, 44, 56, 110])
+def test_cifar_resnets_have_as_many_layers_as_their_name_says(depth):
     with torch.device("meta"):
         model = MODELS.get(f"resnet{depth}")()
-    assert count_parameters(model) == num_parameters
-    layers = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
-    assert len(layers) == depth
+    kernels = [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert kernels == [(3, 3)] * (depth - 1)  # shortcuts have no parameters; a linear layer follows
 
 
 @pytest.mark.parametrize("im_size", [28, 32, 33, 96])

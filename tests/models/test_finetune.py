@@ -11,6 +11,7 @@ import timm
 import torch
 import torchvision
 from support.downloads import serve
+from support.errors import message_of
 from support.processes import on_processes
 from support.runs import assert_close, newest, train_and_read
 from support.tiers import slow
@@ -54,18 +55,8 @@ def trained(arch="resnet8", num_classes=5, seed=7) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(value) if value.is_floating_point() else value + 9 for name, value in state.items()}
 
 
-def problem_of(function, *arguments) -> str:
-    with pytest.raises(ConfigError) as caught:
-        function(*arguments)
-    (problem,) = map(str, caught.value.problems)
-    return problem
-
-
 def other_than(state, expected) -> list[str]:
     return [name for name in state if name not in expected or not torch.equal(state[name], expected[name])]
-
-
-# -------------------------------------------------------------------------------------- the files
 
 
 def prefixed(state, prefix):
@@ -76,12 +67,10 @@ FORMS = {
     "ours.pth.tar": lambda state: {"epoch": 3, "state_dict": state, "classes": list("abcde"), "arch": "resnet8"},
     "original.pth.tar": lambda state: {"epoch": 3, "state_dict": prefixed(state, "module."), "best_acc1": 1.0},
     "timm.pth.tar": lambda state: {"arch": "resnet8", "state_dict": state, "args": FLAGS, "version": 2},
-    "torchvision.pth": lambda state: {"model": state, "args": FLAGS, "epoch": 5},
-    "bare.pth": lambda state: state,
-    "bare.pt": lambda state: state,
-    "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
+    "torchvision.pth": lambda state: {"model": state, "args": FLAGS, "epoch": 5}, "bare.pth": lambda state: state,
+    "bare.pt": lambda state: state, "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
     "lightning.ckpt": lambda state: {"state_dict": prefixed(state, "model.")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*FORMS, "model.safetensors"])
@@ -109,7 +98,7 @@ def test_a_folder_of_the_hub_is_read_off_line(tmp_path):
         (snapshots / revision).mkdir(parents=True)
         save_file(state, snapshots / revision / "model.safetensors")
     assert other_than(start(make_cfg(WEIGHTS=snapshots / "0a1")), one) == ["fc.weight", "fc.bias"]
-    said = problem_of(start, make_cfg(WEIGHTS=snapshots.parent))
+    said = message_of(start, make_cfg(WEIGHTS=snapshots.parent))
     assert said.startswith("FINETUNE.WEIGHTS (command line): ") and said.endswith("snapshots: 0a1, 7f3")
     (snapshots.parent / "refs").mkdir()
     (snapshots.parent / "refs" / "main").write_text("7f3")
@@ -134,9 +123,9 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
 
 def test_a_path_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "model.pth").write_bytes(b"")
-    assert "did you mean model.pth?" in problem_of(find_weights_file, str(tmp_path / "modle.pth"))
-    assert "did you mean pretrained?" in problem_of(find_weights_file, "pretraind")
-    assert "it has model.pth; name the file" in problem_of(find_weights_file, str(tmp_path))
+    assert "did you mean model.pth?" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
+    assert "did you mean pretrained?" in message_of(find_weights_file, "pretraind")
+    assert "it has model.pth; name the file" in message_of(find_weights_file, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*invalid checkpoint"):
         start(make_cfg(WEIGHTS=tmp_path / "model.pth"))
 
@@ -149,9 +138,6 @@ def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, key, ca
         assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
     assert " (moving average): " in caplog.text
     assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
-
-
-# --------------------------------------------------------------------------------- what is taken
 
 
 def test_the_report_counts_and_names_what_was_loaded_left_fresh_and_not_used(tmp_path, caplog):
@@ -188,14 +174,11 @@ def test_a_layer_of_the_head_is_loaded_whole_or_not_at_all():
     assert torch.equal(model.fc.bias, before["fc.bias"])
 
 
-def test_names_are_matched_whatever_wraps_either_model():
+def test_names_are_matched_whatever_wraps_either_model_and_equal_ones_first():
     inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     outer = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))})
     load_backbone(outer, prefixed(inner.state_dict(), "module."), head=[])
     assert torch.equal(outer["backbone"][1].weight, inner[1].weight)
-
-
-def test_a_name_that_is_the_same_comes_before_one_that_differs_by_a_prefix():
     model = nn.ModuleDict({"backbone": nn.Linear(2, 2)})
     exact = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
@@ -223,7 +206,7 @@ def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
 )
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, arch, other):
     torch.save({"state_dict": trained(other), "arch": other}, tmp_path / "a.pth")
-    said = problem_of(start, make_cfg(arch, WEIGHTS=tmp_path / "a.pth"))
+    said = message_of(start, make_cfg(arch, WEIGHTS=tmp_path / "a.pth"))
     assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH {other} does not fit")
     assert "tensors of the backbone do not match, e.g. " in said
     model = build_model(make_cfg(arch))
@@ -260,9 +243,6 @@ def test_where_the_conversion_of_timm_fails_the_weights_are_taken_as_they_are(ca
     assert report.initialized == ["pos_embed"] and "timm's conversion of the weights failed" in caplog.text
 
 
-# ------------------------------------------------------------------------------- published weights
-
-
 def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_reset(monkeypatch):
     published = torchvision.models.resnet18().state_dict()
     serve(monkeypatch, published)
@@ -270,15 +250,11 @@ def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_res
     assert other_than(start(make_cfg("resnet18", 1000, WEIGHTS="pretrained")), published) == []
     cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
     assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
-    said = problem_of(start, make_cfg(WEIGHTS="pretrained"))
+    said = message_of(start, make_cfg(WEIGHTS="pretrained"))
     assert said.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
-    state = build_initial_model(
-        make_cfg("resnet18", 1000, WEIGHTS="pretrained"), CLASSES, pretrained=False
-    ).state_dict()
+    cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained")
+    state = build_initial_model(cfg, CLASSES, pretrained=False).state_dict()
     assert "conv1.weight" in other_than(state, published)
-
-
-# ------------------------------------------------------------------------------------------ frozen
 
 
 def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
@@ -296,14 +272,14 @@ def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     assert count_frozen(model) == (num_parameters, sum(not mode for mode in modes.values()))
 
 
-@pytest.mark.parametrize("is_affine, patterns, training", [
-    (True, ("0.weight", "0.bias", "1.bias"), [False, True, True]),  # all of its parameters
-    (False, ("0", "2"), [False, True, False]),  # its name
-])  # fmt: skip
-def test_a_batch_norm_is_frozen_with_all_of_its_parameters_or_by_its_name(is_affine, patterns, training):
-    model = nn.Sequential(*(nn.BatchNorm2d(3, affine=is_affine) for _ in range(3)), nn.Linear(3, 3))
-    freeze(model, patterns)
-    assert [module.training for module in model.train()][:3] == training
+def test_a_batch_norm_is_frozen_with_all_of_its_parameters_or_by_its_name():
+    for is_affine, patterns, training in [
+        (True, ("0.weight", "0.bias", "1.bias"), [False, True, True]),  # all of its parameters
+        (False, ("0", "2"), [False, True, False]),  # its name
+    ]:  # fmt: skip
+        model = nn.Sequential(*(nn.BatchNorm2d(3, affine=is_affine) for _ in range(3)), nn.Linear(3, 3))
+        freeze(model, patterns)
+        assert [module.training for module in model.train()][:3] == training
 
 
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
@@ -322,15 +298,15 @@ def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
     assert not torch.equal(other[1].running_mean, statistics[1])
 
 
-@pytest.mark.parametrize("patterns, said", [
-    (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
-    (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
-    (("",), "'' is the name of no parameter"),
-    (("*",), "freezes every parameter; fix: leave at least the head trainable"),
-])  # fmt: skip
-def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns, said):
-    with pytest.raises(ConfigError, match=f"FINETUNE.FREEZE: .*{said}"):
-        freeze(torchvision.models.resnet18(), patterns)
+def test_patterns_that_freeze_nothing_or_everything_are_refused():
+    for patterns, said in [
+        (("fc", "layer5.*"), r"'layer5\.\*' is the name of no parameter or module; did you mean layer"),
+        (("xyz",), "'xyz' is the name of no parameter or module; the model has conv1, bn1, layer1, layer2"),
+        (("",), "'' is the name of no parameter"),
+        (("*",), "freezes every parameter; fix: leave at least the head trainable"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=f"FINETUNE.FREEZE: .*{said}"):
+            freeze(torchvision.models.resnet18(), patterns)
 
 
 def test_what_is_frozen_stays_bitwise_and_the_weights_are_read_at_the_start_only(finished_run, small_cfg, tmp_path):

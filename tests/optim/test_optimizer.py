@@ -15,16 +15,8 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.load import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.optim.optimizer import (
-    _build_sgd,
-    _kernels,
-    build_clipper,
-    build_lr,
-    build_optimizer,
-    describe_lr,
-    scaled_lr,
-    set_lr,
-)
+from distribuuuu.optim import optimizer as optimizers
+from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer, scaled_lr, set_lr
 from distribuuuu.optim.param_groups import is_norm_layer, parameter_groups, parameter_kinds
 from distribuuuu.optim.schedules import build_schedule
 from distribuuuu.trainer import train_model
@@ -59,11 +51,8 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3,
 def settings_of(model: nn.Module, groups: list[dict]) -> dict[str, tuple[float, float]]:
     """Return the weight decay and the share of the learning rate of each parameter, each once."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    pairs = [
-        (names[id(parameter)], (group["weight_decay"], group.get("lr_scale", 1.0)))
-        for group in groups
-        for parameter in group["params"]
-    ]
+    pairs = [(names[id(parameter)], (group["weight_decay"], group.get("lr_scale", 1.0)))
+             for group in groups for parameter in group["params"]]  # fmt: skip
     assert len(pairs) == len(dict(pairs))
     return dict(pairs)
 
@@ -112,7 +101,6 @@ def test_patterns_exempt_parameters_from_the_decay_whatever_their_kind():
 
 
 def rates_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the learning rate of each parameter by its name."""
     rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     return {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
 
@@ -146,17 +134,17 @@ def test_factors_and_layer_decay_multiply_each_other():
         assert (decay, scale) == (plain[name][0], pytest.approx(plain[name][1] * factor))
 
 
-@pytest.mark.parametrize("lr_mult, said", [
-    ({"4": 2, "fc": 3}, r"FINETUNE.LR_MULT.fc: 'fc' is the name of no parameter or module; the model has 0, 1, 4"),
-    ({"*": 2, "4.*": 3}, r"FINETUNE.LR_MULT.4.\*: patterns before it match all that it matches; put it before them"),
-    ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; remove it"),
-    ({"4.wieght": 2}, "did you mean 4.weight"),
-])  # fmt: skip
-def test_a_factor_that_reaches_no_parameter_is_refused(lr_mult, said):
-    model = small_model()
-    model[0].requires_grad_(False)
-    with pytest.raises(ConfigError, match=said):
-        parameter_groups(model, 0.1, lr_mult=lr_mult)
+def test_a_factor_that_reaches_no_parameter_is_refused():
+    for lr_mult, said in [
+        ({"4": 2, "fc": 3}, r"FINETUNE.LR_MULT.fc: 'fc' is the name of no parameter or module; the model has 0, 1, 4"),
+        ({"*": 2, "4.*": 3}, r"LR_MULT.4.\*: patterns before it match all that it matches; put it before them"),
+        ({"0": 2, "*": 3}, "FINETUNE.LR_MULT.0: all that it matches is frozen .FINETUNE.FREEZE.; remove it"),
+        ({"4.wieght": 2}, "did you mean 4.weight"),
+    ]:  # fmt: skip
+        model = small_model()
+        model[0].requires_grad_(False)
+        with pytest.raises(ConfigError, match=said):
+            parameter_groups(model, 0.1, lr_mult=lr_mult)
 
 
 def test_each_kind_has_its_own_weight_decay():
@@ -177,18 +165,15 @@ def test_each_kind_has_its_own_weight_decay():
     assert len(build_optimizer(make_cfg("OPTIM.WEIGHT_DECAY", 0, *NO_DECAY), model).param_groups) == 1
 
 
-def test_what_a_model_exempts_decays_as_its_norms():
-    kinds = parameter_kinds(tiny())
-    assert (kinds["pos_embed"], kinds["cls_token"], kinds["blocks.0.attn.qkv.weight"]) == ("norm", "norm", "weight")
-
-
-def test_norm_layers_are_known_by_their_type():
+def test_norm_layers_are_known_by_their_type_and_what_a_model_exempts_decays_as_they():
     norms = [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm((4, 2)), nn.RMSNorm(4)]
     norms += [timm.layers.RmsNorm(4), timm.layers.LayerNorm2d(4), timm.layers.BatchNormAct2d(4)]
     norms += [timm.layers.EvoNorm2dS0(32), timm.layers.FilterResponseNormTlu2d(4)]
     assert all(is_norm_layer(norm) for norm in norms)
     others = [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), timm.layers.NormMlpClassifierHead(4, 3), timm.layers.Mlp(4)]
     assert not any(is_norm_layer(other) for other in others)
+    kinds = parameter_kinds(tiny())
+    assert (kinds["pos_embed"], kinds["cls_token"], kinds["blocks.0.attn.qkv.weight"]) == ("norm", "norm", "weight")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "lion", "muon", "rmsproptf", "AdamW"])
@@ -205,9 +190,8 @@ def test_the_optimizers_of_timm_take_the_same_steps(name):
 
 
 def test_betas_and_epsilon_reach_the_optimizer():
-    optimizer = build_optimizer(
-        make_cfg("OPTIM.NAME", "lamb", "OPTIM.BETAS", "[0.8, 0.95]", "OPTIM.EPS", 1e-4), small_model()
-    )
+    words = ("OPTIM.NAME", "lamb", "OPTIM.BETAS", "[0.8, 0.95]", "OPTIM.EPS", 1e-4)
+    optimizer = build_optimizer(make_cfg(*words), small_model())
     assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.95), 1e-4)
     own = build_optimizer(make_cfg("OPTIM.NAME", "adamw"), small_model()).defaults
     assert (own["betas"], own["eps"]) == ((0.9, 0.999), 1e-8)
@@ -218,9 +202,9 @@ def test_the_kernel_for_all_is_requested_on_a_gpu_of_optimizers_that_have_it():
         def parameters(self, recurse=True):
             return [SimpleNamespace(is_cuda=True)]
 
-    kernels = {kind.__name__: _kernels(kind, OnGpu()) for kind in (torch.optim.SGD, torch.optim.AdamW)}
+    kernels = {kind.__name__: optimizers._kernels(kind, OnGpu()) for kind in (torch.optim.SGD, torch.optim.AdamW)}
     assert kernels == {"SGD": {"fused": True}, "AdamW": {"fused": True}}
-    assert _kernels(torch.optim.Adagrad, OnGpu()) == {}, "it refuses a GPU before torch 2.7"
+    assert optimizers._kernels(torch.optim.Adagrad, OnGpu()) == {}, "it refuses a GPU before torch 2.7"
     for name in ("sgd", "adamw"):
         group = build_optimizer(make_cfg("OPTIM.NAME", name), small_model()).param_groups[0]
         assert (group["fused"], group["foreach"]) == (None, None)
@@ -232,7 +216,7 @@ def test_a_first_step_that_float16_leaves_out_leaves_no_trace_in_fused_sgd(neste
     weights = {}
     for how in ({"fused": True}, {}):
         weight = nn.Parameter(torch.ones(64))
-        optimizer = _build_sgd(cfg, [{"params": [weight]}], 0.1, lambda kind, how=how: how)
+        optimizer = optimizers._build_sgd(cfg, [{"params": [weight]}], 0.1, lambda kind, how=how: how)
         if how:  # what torch would leave uninitialised
             assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(64))
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -249,7 +233,8 @@ def test_a_first_step_that_float16_leaves_out_leaves_no_trace_in_fused_sgd(neste
 
 def test_fused_sgd_is_not_used_with_dampening():
     cfg = make_cfg("OPTIM.NESTEROV", False, "OPTIM.DAMPENING", 0.5)
-    optimizer = _build_sgd(cfg, [{"params": [nn.Parameter(torch.ones(1))]}], 0.1, lambda kind: {"fused": True})
+    groups = [{"params": [nn.Parameter(torch.ones(1))]}]
+    optimizer = optimizers._build_sgd(cfg, groups, 0.1, lambda kind: {"fused": True})
     assert not optimizer.defaults["fused"] and not optimizer.state
 
 
@@ -274,47 +259,46 @@ def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name, monkeypatc
         torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("words, said", [
-    (("OPTIM.NAME", "adamv"), r"OPTIM.NAME \(command line\): unknown optimizer 'adamv'; did you mean .*adam"),
-    (("OPTIM.NAME", "adahessian"), "OPTIM.NAME .*unknown optimizer"),
-    (("OPTIM.NAME", "lookahead_adamw"), "OPTIM.NAME .*unknown optimizer"),
-    (("OPTIM.BETAS", "[0.9, 0.99]"), "OPTIM.BETAS .*sgd has no betas"),
-    (("OPTIM.EPS", 1e-8), "OPTIM.EPS .*sgd has no eps"),
-    (("OPTIM.NAME", "lion", "OPTIM.EPS", 1e-8), "OPTIM.EPS .*lion has no eps"),
-    (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[2, 0.9]"), "OPTIM.NAME .*betas .2, 0.9.: Invalid beta"),
-    (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[0.9]"), r"OPTIM.BETAS .*adamw takes 2, not \[0.9\]"),
-    (("OPTIM.NAME", "rmsproptf", "OPTIM.BETAS", "[0.9]"), "OPTIM.BETAS .*rmsproptf has no betas"),
-    (("OPTIM.LAYER_DECAY", 0.5), "OPTIM.LAYER_DECAY: Sequential has no group matcher"),
-    # When the config is read:
-    (("OPTIM.LR_SCALE", "lineal"), "OPTIM.LR_SCALE .*did you mean linear"),
-    (("OPTIM.LAYER_DECAY", 1.5), "OPTIM.LAYER_DECAY .*expected"),
-    (("OPTIM.CLIP_NORM", -1), "OPTIM.CLIP_NORM"),
-    (("OPTIM.LR_SCALE_BATCH", 0), "OPTIM.LR_SCALE_BATCH"),
-    (("OPTIM.MOMENTUM", 0), "OPTIM.NESTEROV: needs OPTIM.MOMENTUM above 0"),
-])  # fmt: skip
-def test_values_that_do_not_fit_are_reported_with_their_key(words, said):
-    with pytest.raises(ConfigError, match=said):
-        build_optimizer(make_cfg(*words), small_model())
-
-
-def test_conflicts_of_the_settings_of_sgd_do_not_concern_other_optimizers():
-    make_cfg("OPTIM.NAME", "rmsprop", "OPTIM.MOMENTUM", 0)
+def test_values_that_do_not_fit_are_reported_with_their_key():
+    for words, said in [
+        (("OPTIM.NAME", "adamv"), r"OPTIM.NAME \(command line\): unknown optimizer 'adamv'; did you mean .*adam"),
+        (("OPTIM.NAME", "adahessian"), "OPTIM.NAME .*unknown optimizer"),
+        (("OPTIM.NAME", "lookahead_adamw"), "OPTIM.NAME .*unknown optimizer"),
+        (("OPTIM.BETAS", "[0.9, 0.99]"), "OPTIM.BETAS .*sgd has no betas"),
+        (("OPTIM.EPS", 1e-8), "OPTIM.EPS .*sgd has no eps"),
+        (("OPTIM.NAME", "lion", "OPTIM.EPS", 1e-8), "OPTIM.EPS .*lion has no eps"),
+        (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[2, 0.9]"), "OPTIM.NAME .*betas .2, 0.9.: Invalid beta"),
+        (("OPTIM.NAME", "adamw", "OPTIM.BETAS", "[0.9]"), r"OPTIM.BETAS .*adamw takes 2, not \[0.9\]"),
+        (("OPTIM.NAME", "rmsproptf", "OPTIM.BETAS", "[0.9]"), "OPTIM.BETAS .*rmsproptf has no betas"),
+        (("OPTIM.LAYER_DECAY", 0.5), "OPTIM.LAYER_DECAY: Sequential has no group matcher"),
+        # When the config is read:
+        (("OPTIM.LR_SCALE", "lineal"), "OPTIM.LR_SCALE .*did you mean linear"),
+        (("OPTIM.LAYER_DECAY", 1.5), "OPTIM.LAYER_DECAY .*expected"),
+        (("OPTIM.CLIP_NORM", -1), "OPTIM.CLIP_NORM"),
+        (("OPTIM.LR_SCALE_BATCH", 0), "OPTIM.LR_SCALE_BATCH"),
+        (("OPTIM.MOMENTUM", 0), "OPTIM.NESTEROV: needs OPTIM.MOMENTUM above 0"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            build_optimizer(make_cfg(*words), small_model())
+    make_cfg("OPTIM.NAME", "rmsprop", "OPTIM.MOMENTUM", 0)  # a conflict with the settings of sgd only
 
 
 def test_without_scaling_the_learning_rate_is_the_schedule_to_the_bit():
     cfg = make_cfg("OPTIM.BASE_LR", 0.3)
     plain, scaled = build_schedule(cfg), build_lr(cfg, 777)
     assert all(plain(epoch / 7) == scaled(epoch / 7) for epoch in range(700))
-    assert describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
+    assert optimizers.describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
 
 
-@pytest.mark.parametrize("policy, factor", [("linear", 8.0), ("sqrt", math.sqrt(8.0))])
-def test_the_learning_rate_is_scaled_by_the_batch(policy, factor):
-    cfg = make_cfg("OPTIM.LR_SCALE", policy, "OPTIM.LR_SCALE_BATCH", 128, "OPTIM.BASE_LR", 0.1)
-    assert scaled_lr(cfg, 1024) == pytest.approx(0.1 * factor)
-    plain, scaled = build_schedule(cfg), build_lr(cfg, 1024)
-    assert [scaled(epoch) for epoch in (0, 3.5, 50, 99)] == pytest.approx([factor * plain(e) for e in (0, 3, 50, 99)])
-    assert build_optimizer(cfg, small_model(), 1024).defaults["lr"] == scaled_lr(cfg, 1024)
+def test_the_learning_rate_is_scaled_by_the_batch():
+    for policy, factor in [("linear", 8.0), ("sqrt", math.sqrt(8.0))]:
+        cfg = make_cfg("OPTIM.LR_SCALE", policy, "OPTIM.LR_SCALE_BATCH", 128, "OPTIM.BASE_LR", 0.1)
+        assert scaled_lr(cfg, 1024) == pytest.approx(0.1 * factor)
+        plain, scaled = build_schedule(cfg), build_lr(cfg, 1024)
+        assert [scaled(epoch) for epoch in (0, 3.5, 50, 99)] == pytest.approx(
+            [factor * plain(e) for e in (0, 3, 50, 99)]
+        )
+        assert build_optimizer(cfg, small_model(), 1024).defaults["lr"] == scaled_lr(cfg, 1024)
 
 
 def test_the_log_shows_the_arithmetic_of_the_learning_rate(small_cfg):
@@ -325,20 +309,20 @@ def test_the_log_shows_the_arithmetic_of_the_learning_rate(small_cfg):
     assert "learning rate: 0.05, 0.2667 per 128 images, linear: 0.1 x 24 / 48 = 0.05; seed 3" in log
     assert content["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.05 * 0.1)
     cfg = make_cfg("OPTIM.LR_SCALE", "sqrt", "OPTIM.BASE_LR", 0.1)
-    assert describe_lr(cfg, 1024).endswith("sqrt: 0.1 x sqrt(1024 / 256) = 0.2")
+    assert optimizers.describe_lr(cfg, 1024).endswith("sqrt: 0.1 x sqrt(1024 / 256) = 0.2")
 
 
-@pytest.mark.parametrize("most", [0.0, 0.5, 1e6])
-def test_gradients_are_clipped_as_torch_does_or_left_alone(most):
-    models = small_model(), small_model()
-    for model in models:
-        model(torch.ones(2, 3, 4, 4)).square().sum().backward()
-    assert nn.utils.clip_grad_norm_(models[0].parameters(), math.inf) > 0.5
-    build_clipper(make_cfg("OPTIM.CLIP_NORM", most))(models[0].parameters())
-    if most:
-        nn.utils.clip_grad_norm_(models[1].parameters(), most)
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+def test_gradients_are_clipped_as_torch_does_or_left_alone():
+    for most in [0.0, 0.5, 1e6]:
+        models = small_model(), small_model()
+        for model in models:
+            model(torch.ones(2, 3, 4, 4)).square().sum().backward()
+        assert nn.utils.clip_grad_norm_(models[0].parameters(), math.inf) > 0.5
+        build_clipper(make_cfg("OPTIM.CLIP_NORM", most))(models[0].parameters())
+        if most:
+            nn.utils.clip_grad_norm_(models[1].parameters(), most)
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
 def test_another_optimizer_is_refused_on_resuming(copied_run, small_cfg):

@@ -13,7 +13,6 @@ from support.recipe_measures import initial_model, recipe
 from torch import nn
 
 from distribuuuu.models.blurpool_resnet import BlurredConv
-from distribuuuu.tasks.losses import build_loss
 
 # Convolutions with a stride above 1 and at least 16 input channels, and their input channels.
 BLURRED = {
@@ -52,11 +51,3 @@ def test_the_strided_convolutions_are_blurred_and_nothing_else_differs_from_torc
     images = torch.randn(2, 3, 70, 61, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         assert torch.allclose(model(images), plain(images), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["resnet18_ffcv_16", "resnet50_ffcv_88", "resnet50_torchvision_v1"])
-def test_the_loss_is_torchs(name):
-    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(1)) * 3
-    labels = torch.tensor([0, 1, 999, 5, 5, 500])
-    expected = nn.CrossEntropyLoss(label_smoothing=0.1 if "ffcv" in name else 0)(logits, labels)
-    assert build_loss(recipe(f"imagenet/{name}"))(logits, labels).item() == pytest.approx(expected.item(), abs=1e-6)

@@ -1,18 +1,22 @@
-"""The RegNets of the 2021 distribuuuu: their initial weights, by the formulas of timm of that date.
+"""The RegNets of the 2021 distribuuuu: initial weights by the formulas of timm of that date; the crops of pycls.
 
 Sources: https://github.com/BIGBALLON/distribuuuu, commit eaaa922 of May 7, 2021, which builds them with timm; timm
 0.4.5 to 0.5.4, models/regnet.py: RegNet.__init__, equal in all of them. timm 0.6 (commit 4dec8c80) divides the fan-out
-by the groups of a convolution and sets the biases of squeeze-and-excitation to zero.
+by the groups of a convolution and sets the biases of squeeze-and-excitation to zero. The crops are those of
+https://github.com/facebookresearch/pycls, commit 5719de6, pycls/datasets/transforms.py.
 """
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.recipe_measures import initial_model, recipe
 from support.tiers import slow
 from torch import nn
 
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import random_resized_box
 from distribuuuu.models.build import initialize
 
 
@@ -61,3 +65,17 @@ def test_norms_keep_their_scales_only_if_asked():
     assert (norm.weight == 0.5).all()
     initialize(norm)
     assert torch.equal(norm.weight, torch.ones(3))
+
+
+def test_the_crops_of_pycls_differ_from_ours_in_less_than_half_a_percent():
+    # transforms.random_sized_crop: a ratio uniform in [3/4, 4/3], inverted for one crop in two; ours is log-uniform.
+    draw = np.random.default_rng(0)
+    ratios = draw.uniform(3 / 4, 4 / 3, 2_000_000)
+    theirs = np.log(np.where(draw.uniform(size=ratios.size) < 0.5, 1 / ratios, ratios))
+    limit = math.log(4 / 3)
+    at = np.linspace(-limit, limit, 41)
+    ours = (at + limit) / (2 * limit)
+    assert 0.001 < np.abs(np.searchsorted(np.sort(theirs), at) / len(theirs) - ours).max() < 0.005
+    boxes = [random_resized_box(SampleRNG(0, index), 4000, 4000, (0.3, 0.3)) for index in range(4000)]
+    drawn = np.sort([math.log(box.width / box.height) for box in boxes])
+    assert np.abs(np.searchsorted(drawn, at) / len(drawn) - ours).max() < 0.03

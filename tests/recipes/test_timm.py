@@ -20,36 +20,29 @@ from distribuuuu.tasks.losses import build_loss
 # Recipe -> label smoothing, which timm applies when it mixes, and timm's loss.
 BCE = BinaryCrossEntropy(target_threshold=0.2)  # as train.py makes it with mixing
 LOSSES = {
-    "resnet50_a1": (0.1, BCE),
-    "resnet50_a2": (0.0, BCE),
-    "resnet50_a3": (0.0, BCE),
-    "deit_tiny": (0.1, SoftTargetCrossEntropy()),
-    "deit_small": (0.1, SoftTargetCrossEntropy()),
-    "deit_base": (0.1, SoftTargetCrossEntropy()),
+    "resnet50_a1": (0.1, BCE), "resnet50_a2": (0.0, BCE), "resnet50_a3": (0.0, BCE),
+    **dict.fromkeys(("deit_tiny", "deit_small", "deit_base"), (0.1, SoftTargetCrossEntropy())),
     # engine.py, --bce-loss: all classes of a mixture are present.
     "deit3_small": (0.0, lambda logits, targets: F.binary_cross_entropy_with_logits(logits, targets.gt(0.0).float())),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("lam", [0.5, 0.81, 0.79, 0.778, 0.777, 0.3, 0.21, 0.19, 0.03, 0.999, 1.0])
-def test_the_loss_of_a_mixture_is_that_of_timm(name, lam):
+def test_the_loss_of_a_mixture_is_that_of_timm(name):
     generator, (smoothing, loss) = torch.Generator().manual_seed(1), LOSSES[name]
     first, second = torch.randperm(1000, generator=generator)[:16].view(2, 8)
-    logits = torch.randn(16, 1000, generator=generator)
-    theirs = loss(logits, mixup_target(torch.cat([first, second.flip(0)]), 1000, lam, smoothing))
-    mine = build_loss(recipe(f"imagenet/{name}"))(logits, mixed_targets(first, second, lam, 1000))
-    assert float(mine) == pytest.approx(float(theirs), abs=1e-6)
+    logits, mine = torch.randn(16, 1000, generator=generator), build_loss(recipe(f"imagenet/{name}"))
+    for lam in (0.5, 0.81, 0.79, 0.778, 0.777, 0.3, 0.21, 0.19, 0.03, 0.999, 1.0):
+        theirs = loss(logits, mixup_target(torch.cat([first, second.flip(0)]), 1000, lam, smoothing))
+        found = mine(logits, mixed_targets(first, second, lam, 1000))
+        assert float(found) == pytest.approx(float(theirs), abs=1e-6), lam
 
 
-@pytest.mark.parametrize(
-    "name, magnitude, interpolation, resample",
-    [
-        ("resnet50_a1", 7, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
-        ("resnet50_a3", 6, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
-        ("deit_tiny", 9, "bicubic", Image.Resampling.BICUBIC),
-    ],
-)
+@pytest.mark.parametrize("name, magnitude, interpolation, resample", [
+    ("resnet50_a1", 7, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
+    ("resnet50_a3", 6, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
+    ("deit_tiny", 9, "bicubic", Image.Resampling.BICUBIC),
+])  # fmt: skip
 def test_the_policy_is_that_of_timm(name, magnitude, interpolation, resample):
     text = f"rand-m{magnitude}-mstd0.5-inc1"
     theirs = create_transform(224, is_training=True, color_jitter=0.3, auto_augment=text, interpolation=interpolation)
@@ -83,14 +76,12 @@ def test_the_policy_of_deit3_takes_one_of_three_and_then_jitters_the_color():
 
 
 def test_the_model_of_a_recipe_is_timms():
-    theirs = {name: value.shape for name, value in timm.create_model("resnet50").state_dict().items()}
-    assert theirs == {
-        name: value.shape for name, value in meta_model(recipe("imagenet/resnet50_a1")).state_dict().items()
-    }
+    theirs, model = timm.create_model("resnet50"), meta_model(recipe("imagenet/resnet50_a1"))
+    shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (theirs, model)]
+    assert shapes[0] == shapes[1]
     gammas = norm_gammas(recipe("imagenet/resnet50_a2"))
     assert len(gammas) == 53
     assert {name for name, gamma in gammas.items() if gamma == 0} == {name for name in gammas if name.endswith("bn3")}
-    scales = [
-        value for name, value in initial_model(recipe("imagenet/deit3_small")).named_parameters() if "gamma" in name
-    ]
+    parameters = initial_model(recipe("imagenet/deit3_small")).named_parameters()
+    scales = [value for name, value in parameters if "gamma" in name]
     assert len(scales) == 24 and all((scale == torch.tensor(1e-4)).all() for scale in scales)

@@ -47,7 +47,6 @@ def batch_of_a_step(num: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mix_on_8_gpus(cfg, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return images and targets of each GPU after mixing."""
     plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, 8)
     images, labels = batch_of_a_step()
     parts = zip(images.split(plan.micro_batch), labels.split(plan.micro_batch), strict=True)

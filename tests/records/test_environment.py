@@ -18,7 +18,6 @@ def git(folder, *args: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A repository with a package in it."""
     package = tmp_path / "repository" / "package"
     package.mkdir(parents=True)
     (package / "code.py").write_text("1\n")

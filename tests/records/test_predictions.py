@@ -14,11 +14,10 @@ from support.commands import command_module
 from support.images import write_label_lists
 from support.predictions import prediction_arrays
 from support.processes import on_processes
-from support.runs import records, small_options, timeless
+from support.runs import records, timeless
 from support.tiers import slow
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from distribuuuu.config import load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
@@ -28,14 +27,6 @@ from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def trained(image_folder, tmp_path_factory):
-    """Return OUT_DIR of a run of the small config."""
-    out_dir = tmp_path_factory.mktemp("trained")
-    train_model(load_cfg(None, small_options(image_folder, out_dir)))
-    return out_dir
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +40,8 @@ def read(out_dir):
     return read_predictions(out_dir / "predictions.npz", "run it")
 
 
-def test_the_last_evaluation_of_a_run_is_written_image_by_image(trained, image_folder):
-    content, last = read(trained), read_results(trained / "results.json")["accuracy"]["raw"]["last"]
+def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, image_folder):
+    content, last = read(finished_run), read_results(finished_run / "results.json")["accuracy"]["raw"]["last"]
     assert content.meta == {"schema": 1, "weights": "raw", "epoch": 2, "folder": str(image_folder), "multilabel": False,
                             "data": "imagefolder"}  # fmt: skip
     files = sorted(str(path.relative_to(image_folder)) for path in (image_folder / "val").rglob("*.jpg"))
@@ -62,11 +53,11 @@ def test_the_last_evaluation_of_a_run_is_written_image_by_image(trained, image_f
     assert np.allclose(content.loss, expected.numpy(), atol=1e-6)
 
 
-def test_figures_are_bitwise_the_same_without_predictions(trained, small_cfg, tmp_path):
+def test_figures_are_bitwise_the_same_without_predictions(finished_run, small_cfg, tmp_path):
     cfg = small_cfg("TEST.SAVE_PREDICTIONS", False)
     train_model(cfg)
     assert not (tmp_path / "out" / "predictions.npz").exists()
-    assert timeless(tmp_path / "out") == timeless(trained)
+    assert timeless(tmp_path / "out") == timeless(finished_run)
     assert hash_config(cfg) == hash_config(small_cfg())
 
 
@@ -82,9 +73,11 @@ def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path
     ("num", "batch_size", "options"),
     [(1, 1, ()), (1, 37, ("MODEL.CHANNELS_LAST", True)), (1, 64, ("DATA.LOADER", "device")), (2, 7, ()), (3, 16, ())],
 )
-def test_the_bytes_depend_on_neither_batch_size_nor_processes(trained, small_cfg, tmp_path, num, batch_size, options):
+def test_the_bytes_depend_on_neither_batch_size_nor_processes(
+    finished_run, small_cfg, tmp_path, num, batch_size, options
+):
     metrics = ("TEST.METRICS", "[top1, macro_recall, macro_f1, ece, map]")
-    weights = ("MODEL.WEIGHTS", trained / "best.pth.tar", *metrics, *options)
+    weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", *metrics, *options)
     evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
     results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
     files = [tmp_path / name / "predictions.npz" for name in ("out", "reference")]
@@ -106,15 +99,13 @@ def reference_figures(content) -> dict[str, float]:
     one_hot = np.eye(len(content.classes))[truth]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a class may never be predicted
+        ece = multiclass_calibration_error(logits.double().softmax(1), torch.tensor(truth), logits.shape[1])
         return {
-            "top1": reference.accuracy_score(truth, answers),
+            "top1": reference.accuracy_score(truth, answers), "ece": float(ece),
             "macro_recall": reference.balanced_accuracy_score(truth, answers),
             "macro_f1": reference.f1_score(truth, answers, average="macro"),
-            "ece": float(
-                multiclass_calibration_error(logits.double().softmax(1), torch.tensor(truth), logits.shape[1])
-            ),
             "map": reference.average_precision_score(one_hot, content.scores, average="macro"),
-        }
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("num", [1, slow(2), 3])
@@ -161,12 +152,8 @@ def test_a_run_ends_without_predictions(small_cfg, tmp_path, monkeypatch, name, 
 
 
 def identity_task(num_classes: int) -> SimpleNamespace:
-    """Return a task whose model returns its input."""
-    return SimpleNamespace(
-        classes=[f"c{number}" for number in range(num_classes)],
-        multilabel=False,
-        eval_step=lambda _, batch: SimpleNamespace(logits=batch.images, targets=batch.targets),
-    )
+    step = lambda _, batch: SimpleNamespace(logits=batch.images, targets=batch.targets)  # noqa: E731
+    return SimpleNamespace(classes=[f"c{number}" for number in range(num_classes)], multilabel=False, eval_step=step)
 
 
 def record(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]:
@@ -178,7 +165,6 @@ def record(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]
 
 
 def as_file(tmp_path, arrays, num_classes):
-    """Return what is read from a file of these arrays."""
     content = prediction_arrays(len(arrays["loss"]), classes=np.array([f"c{n}" for n in range(num_classes)]))
     del content["logits"]
     write_npz(tmp_path / "predictions.npz", {**content, **arrays})
@@ -219,14 +205,11 @@ def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_pat
     assert (tmp_path / "predictions.npz").stat().st_size <= 110e6
 
 
-def test_an_output_without_a_column_for_each_class_is_not_recorded():
-    recorder = Recorder(identity_task(3), 4, range(4))
-    recorder.eval_step(None, Batch(torch.zeros(4, 5), torch.zeros(4).long()))
-    assert recorder.gather(CPU) is None
-
-
-def test_logits_that_are_not_finite_are_recorded_as_they_are(tmp_path):
+def test_logits_that_are_not_finite_are_recorded_and_outputs_without_a_column_for_each_class_are_not(tmp_path):
     logits = torch.randn(8, 3)
     logits[2], logits[3, 1] = torch.nan, torch.inf
     content = as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
     assert np.isnan(content.scores[2]).all() and np.isinf(content.scores[3, 1])
+    recorder = Recorder(identity_task(3), 4, range(4))
+    recorder.eval_step(None, Batch(torch.zeros(4, 5), torch.zeros(4).long()))
+    assert recorder.gather(CPU) is None

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -131,11 +132,8 @@ def test_a_full_disk_is_a_warning_and_loses_nothing(cfg, path, monkeypatch, capl
     finish_epoch(state, results)
     before = path.read_text()
 
-    def refuse(number: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         finish_epoch(state, results)
     assert "results.json CANNOT BE WRITTEN: [Errno 28] No space left on device" in caplog.text
     assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
@@ -150,12 +148,7 @@ def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
     state, results = start(cfg)
     finish_epoch(state, results)
     before = path.read_text()
-
-    def die(*arguments) -> None:
-        assert arguments[1].name == "results.json"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", die)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         finish_epoch(state, results)
     assert path.read_text() == before

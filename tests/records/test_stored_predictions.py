@@ -35,21 +35,18 @@ def little_memory():
 
 
 def npy(array: np.ndarray) -> bytes:
-    """Return an array as a .npy file."""
     file = io.BytesIO()
     np.lib.format.write_array(file, array, allow_pickle=True)
     return file.getvalue()
 
 
 def header(shape: tuple, descr: str = "<f4") -> bytes:
-    """Return the header of a .npy file, without data."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
     return file.getvalue()
 
 
 def refused(path) -> str:
-    """Return the message of the reader."""
     with pytest.raises(ConfigError) as caught:
         read_predictions(path, "run it")
     message = str(caught.value)
@@ -68,25 +65,27 @@ def test_other_arrays_are_neither_read_nor_allowed_to_be_objects(path):
     assert len(content) == NUM and content.path[3] == "val/3.jpg"
 
 
-@pytest.mark.parametrize("name", ["label", "loss", "logits", "path", "classes", "meta"])
-def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(path, name):
+def test_a_shape_that_does_not_follow_from_the_others_allocates_nothing(path):
     """Also if the entry is a bomb: its compressed zeros are as long as the header says."""
-    content = prediction_arrays()
-    descr = content.pop(name).dtype.str
-    for shape in ((2**40,), (NUM, 2**40), (2**62, 4), (-1,), (NUM, -3), (2**20 + 1,)):
-        write_npz(path, content)
-        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(f"{name}.npy", header(shape, descr) + bytes(2**24))
+    for name in ["label", "loss", "logits", "path", "classes", "meta"]:
+        content = prediction_arrays()
+        descr = content.pop(name).dtype.str
+        for shape in ((2**40,), (NUM, 2**40), (2**62, 4), (-1,), (NUM, -3), (2**20 + 1,)):
+            write_npz(path, content)
+            with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(f"{name}.npy", header(shape, descr) + bytes(2**24))
+            with little_memory():
+                assert f"`{name}`" in refused(path), shape
+
+
+def test_a_bomb_that_keeps_to_its_header_allocates_nothing(path):
+    for name, array in [
+        ("loss", np.zeros(2**23, np.float32)), ("classes", np.full(2**21, "a")),
+                                                 ("path", np.full(NUM, "", "U65537")),
+    ]:  # fmt: skip
+        write_npz(path, prediction_arrays(**{name: array}))
         with little_memory():
-            assert f"`{name}`" in refused(path), shape
-
-
-@pytest.mark.parametrize("name, array", [("loss", np.zeros(2**23, np.float32)), ("classes", np.full(2**21, "a")),
-                                         ("path", np.full(NUM, "", "U65537"))])  # fmt: skip
-def test_a_bomb_that_keeps_to_its_header_allocates_nothing(path, name, array):
-    write_npz(path, prediction_arrays(**{name: array}))
-    with little_memory():
-        refused(path)
+            refused(path)
 
 
 def test_types_and_values(path):
@@ -131,23 +130,20 @@ def test_columns_in_the_order_of_fortran_are_read(path):
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("kind", ["twice", "lzma", "text", "header", "long", "version"])
-def test_entries_that_numpy_does_not_write(path, kind):
-    content = prediction_arrays()
-    loss = npy(content.pop("loss"))
-    write_npz(path, content)
-    entries = {
-        "twice": [(loss, 0), (loss, 0)],
-        "lzma": [(loss, zipfile.ZIP_LZMA)],
-        "text": [(b"loss", 0)],
-        "header": [(b"\x93NUMPY\1\0\xff\xff" + b"(" * 65535, 0)],
-        "long": [(loss + b"more", 0)],
-        "version": [(loss[:6] + b"\3\0" + loss[8:], 0)],
-    }
-    with zipfile.ZipFile(path, "a") as archive:
-        for data, method in entries[kind]:
-            archive.writestr("loss.npy", data, method)
-    assert "`loss" in refused(path)
+def test_entries_that_numpy_does_not_write(path):
+    for kind in ["twice", "lzma", "text", "header", "long", "version"]:
+        content = prediction_arrays()
+        loss = npy(content.pop("loss"))
+        write_npz(path, content)
+        entries = {
+            "twice": [(loss, 0), (loss, 0)], "lzma": [(loss, zipfile.ZIP_LZMA)], "text": [(b"loss", 0)],
+            "header": [(b"\x93NUMPY\1\0\xff\xff" + b"(" * 65535, 0)], "long": [(loss + b"more", 0)],
+            "version": [(loss[:6] + b"\3\0" + loss[8:], 0)],
+        }  # fmt: skip
+        with zipfile.ZipFile(path, "a") as archive:
+            for data, method in entries[kind]:
+                archive.writestr("loss.npy", data, method)
+        assert "`loss" in refused(path)
 
 
 def test_a_missing_truncated_or_foreign_file_is_reported(path):

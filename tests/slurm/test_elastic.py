@@ -37,14 +37,12 @@ class Nodes:
         self.agents: dict[str, TrainingProcess] = {}
 
     def start(self, node: str) -> None:
-        """Start the agent of a node."""
         # With a shared store, torch gives a node that joins later no address of the store (seen with torch 2.15).
         srun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
         srun += ["srun", f"--nodelist={node}", "-N1", "-n1", f"--job-name=elastic-{node}"]
         self.agents[node] = TrainingProcess([*srun, *self.command], self.out_dir)
 
     def kill(self, node: str) -> None:
-        """Kill all processes of a node with SIGKILL."""
         agent = self.agents.pop(node)
         agent.signal_everybody(signal.SIGKILL)
         agent.kill()
@@ -60,7 +58,6 @@ class Nodes:
         return path.read_text() if path.exists() else ""
 
     def num_records(self) -> int:
-        """Return the number of lines of metrics.jsonl."""
         path = self.out_dir / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 

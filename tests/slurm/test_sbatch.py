@@ -23,7 +23,6 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def uninterrupted(image_folder, tmp_path_factory):
-    """The weights of an uninterrupted run."""
     require_cluster(nodes=2)
     out_dir = tmp_path_factory.mktemp("uninterrupted")
     done = run(*srun_command(image_folder, out_dir, *EPOCHS))
@@ -48,7 +47,6 @@ def start_job(image_folder, tmp_path):
 
 
 def assert_same_weights(job: Job, uninterrupted) -> None:
-    """Wait for the end of a job, and compare its weights bit by bit."""
     job.finish()
     weights = read_checkpoint(CheckpointManager(job.out_dir).list()[-1])["state_dict"]
     assert all(torch.equal(weights[key], uninterrupted[key]) for key in uninterrupted)

@@ -62,7 +62,6 @@ def test_two_runs_on_the_same_nodes_do_not_interfere(image_folder, tmp_path):
 
 @pytest.fixture
 def long_run(image_folder, tmp_path):
-    """A training that does not end by itself, after its first record."""
     command = srun_command(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 10000)
     process = TrainingProcess([command[0], f"--job-name={JOB_NAME}", *command[1:]], tmp_path / "out")
     process.wait_for(process.records)

@@ -139,8 +139,6 @@ class Timeline(TorchDispatchMode):
         names = ("races", "overwrites", "early_frees", "unpinned", "incomplete", "waits")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
-    # ------------------------------------------------------------------------------- the device
-
     def _find_races(self, name: str, sources: set[int], targets: set[int]) -> None:
         for source in sources & self._writers.keys():
             if not self.current.is_ordered_after(*self._writers[source]):
@@ -173,8 +171,6 @@ class Timeline(TorchDispatchMode):
                     self.early_frees.append(name)
             del self._alive[key]
             self._writers.pop(key, None)
-
-    # --------------------------------------------------------------------------------- the host
 
     def wait_on_host(self, stream: Stream, num: int, name: str) -> None:
         """Let the host wait for an operation of a stream and all before it."""

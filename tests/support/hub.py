@@ -73,16 +73,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.repositories.setdefault(name, {})
             self.answer({"url": f"{self.server.url}/{name}"})
         elif "preupload" in parts:
-            modes = [
-                {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                 "shouldIgnore": False} for file in json.loads(body)["files"]
-            ]  # fmt: skip
-            self.answer({"files": modes})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            kinds = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+            files = [{"path": path, "uploadMode": kind, "shouldIgnore": False} for path, kind in kinds.items()]
+            self.answer({"files": files})
         elif parts[-1] == "batch":
-            objects = [
-                {**entry, "actions": {"upload": {"href": f"{self.server.url}/blobs/{entry['oid']}"}}}
-                for entry in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{self.server.url}/blobs/{entry['oid']}"}}
             self.answer({"transfer": "basic", "objects": objects})
         else:
             self.server.commit("/".join(parts[2:4]), [json.loads(line) for line in body.splitlines()])

@@ -16,14 +16,10 @@ def prediction_arrays(num: int = 40, entries: dict[str, Any] | None = None, **ch
     """Return the arrays of predictions.npz of N images of 3 classes; `entries` of `meta` and arrays may be replaced."""
     label = np.arange(num, dtype=np.int32) % 3
     return {
-        "meta": np.array(json.dumps({**META, **(entries or {})})),
-        "classes": np.array(["a", "b", "c"]),
-        "path": np.array([f"val/{index}.jpg" for index in range(num)]),
-        "label": label,
-        "loss": np.ones(num, np.float32),
-        "logits": np.eye(3, dtype=np.float32)[label],
-        **changes,
-    }
+        "meta": np.array(json.dumps({**META, **(entries or {})})), "classes": np.array(["a", "b", "c"]),
+        "path": np.array([f"val/{index}.jpg" for index in range(num)]), "label": label,
+        "loss": np.ones(num, np.float32), "logits": np.eye(3, dtype=np.float32)[label], **changes,
+    }  # fmt: skip
 
 
 def change_predictions(run: Path, meta: dict[str, Any], **changes: np.ndarray) -> None:

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 # Limits that catch a hang: a result, or the end of a run, takes seconds.
@@ -75,9 +77,26 @@ class HasProcesses(Protocol):
 
 def ends(run: HasProcesses, timeout_s: float = END_S) -> bool:
     """Wait until no process of a run is left; return False if some are left after the timeout."""
-    deadline = time.monotonic() + timeout_s
-    while run.list_pids():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    try:
+        wait_for(lambda: not run.list_pids(), timeout_s=timeout_s)
+    except AssertionError:
+        return False
     return True
+
+
+def wait_for(condition: Callable[[], Any], *processes: subprocess.Popen, timeout_s: float = RESULT_S) -> None:
+    """Poll until a condition is true; the processes must not end before."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the processes that a process has started (Linux)."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def have_ended(pids: Iterable[int]) -> bool:
+    """Tell whether none of these processes exists any more."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -91,8 +91,9 @@ CONTRADICTIONS: dict[str, Attack] = {
     "negative length": with_headers("Content-Length: -1"),
 }  # fmt: skip
 REDIRECTS: dict[str, Attack] = {str(location): redirect(location) for location in (
-    None, "", "/loop", "file:///etc/passwd", "ftp://host/x", "gopher://x", "http://[::1", "http://host:99999999/", "http:///x",
-    "http://host:port/x", "//", "https://", "http://a b/", "http://h\u00e4st/", "http://host/\x1b[2J", "data:,x",
+    None, "", "/loop", "file:///etc/passwd", "ftp://host/x", "gopher://x", "http://[::1", "http://host:99999999/",
+    "http:///x", "http://host:port/x", "//", "https://", "http://a b/", "http://h\u00e4st/", "http://host/\x1b[2J",
+    "data:,x",
 )}  # fmt: skip
 
 

@@ -328,10 +328,10 @@ RECIPES = {**TORCHVISION, **RSB, **DEIT, **PLAIN_VIT, **FFCV, **PYCLS}
 
 # --- The CIFAR-10 ResNets of He et al. (https://arxiv.org/abs/1512.03385, version 1, section 4.2 and table 6): 0.1,
 # divided by 10 at 32k and 48k of 64k steps; the deepest one starts at 0.01. Two GPUs.
-def cifar(params: str, error: float, warmup: float = 0.1) -> dict:
-    """Return the recipe of a model; `params` in M as printed, `error` in percent."""
+def cifar(parameters: int, error: float, warmup: float = 0.1) -> dict:
+    """Return the recipe of a model; `error` in percent."""
     return {
-        **PLAIN, "reported": (f"top-1 {100 - error:.2f} (error {error}",), "printed params": params, "steps": 390,
+        **PLAIN, "reported": (f"top-1 {100 - error:.2f} (error {error}",), "parameters": parameters, "steps": 390,
         "global batch": 128, "images per GPU": {1: 64, 2: 64}, "OPTIM.MAX_EPOCH": 64_000 // 390, **sgd(0.1, False),
         "lr of steps": {0: warmup, 1: warmup, 389: warmup, 500: 0.1, 1000: 0.1, 10_000: 0.1, 31_900: 0.1, 32_000: 0.01,
                         40_000: 0.01, 47_900: 0.01, 48_000: 0.001, 63_900: 0.001},
@@ -343,13 +343,10 @@ def cifar(params: str, error: float, warmup: float = 0.1) -> dict:
     }  # fmt: skip
 
 
-CIFAR = {
-    "resnet20": cifar("0.27", 8.75),
-    "resnet32": cifar("0.46", 7.51),
-    "resnet44": cifar("0.66", 7.17),
-    "resnet56": cifar("0.85", 6.97),
-    "resnet110": cifar("1.7", 6.43, warmup=0.01),
-}
+CIFAR = {  # 0.27, 0.46, 0.66, 0.85 and 1.7 M as printed
+    "resnet20": cifar(269_722, 8.75), "resnet32": cifar(464_154, 7.51), "resnet44": cifar(658_586, 7.17),
+    "resnet56": cifar(853_018, 6.97), "resnet110": cifar(1_727_962, 6.43, warmup=0.01),
+}  # fmt: skip
 
 # Facts by the name of the config.
 FACTS = {f"imagenet/{name}": facts for name, facts in {**ORIGINAL, **RECIPES}.items()} | {

@@ -35,9 +35,6 @@ def measure(cfg: Config, fact: str) -> Any:
     return MEASURES[fact](cfg) if fact in MEASURES else get_value(cfg, fact)
 
 
-# ------------------------------------------------------------------------------- steps and learning rates
-
-
 def global_batch(cfg: Config) -> int:
     """Return the images of a step; on 8 GPUs if the config leaves it to their number."""
     return plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, 8).global_batch
@@ -76,9 +73,6 @@ def images_per_gpu(cfg: Config) -> dict[int, int]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- optimizer
-
-
 class ParameterOptions(NamedTuple):
     """Weight decay of a parameter, and the factor of its learning rate."""
 
@@ -105,8 +99,6 @@ def average(cfg: Config) -> tuple[float, str, int, int] | None:
     decay = ema.decay(every * batch, 10**12) if ema else 0
     return (decay, cfg.EMA.BUFFERS, every, cfg.EMA.START_EPOCH) if ema else None
 
-
-# -------------------------------------------------------------------------------------------------- model
 
 _MODELS: dict[str, nn.Module] = {}
 
@@ -168,9 +160,6 @@ def vit_sizes(cfg: Config) -> tuple[int, int, int, int, int]:
     return len(model.blocks), model.embed_dim, model.blocks[0].attn.num_heads, model.pos_embed.shape[1], len(scales)
 
 
-# --------------------------------------------------------------------------------------------------- data
-
-
 def _transform(cfg: Config, train: bool) -> Transform:
     images: Any = get_dataset(cfg.DATA.NAME)  # the class: its mean, std and crop are attributes of the class
     return build_transform(cfg, images, train)
@@ -216,23 +205,13 @@ def mixed_targets(first: torch.Tensor, second: torch.Tensor, lam: float, num_cla
 
 
 MEASURES: dict[str, Callable[[Config], Any]] = {
-    "params": lambda cfg: round(count_parameters(cfg) / 1e6, 3),
-    "parameters": count_parameters,
-    "global batch": global_batch,
-    "images per GPU": images_per_gpu,
-    "steps": num_steps,
-    "lr": lambda cfg: learning_rates(cfg, positions(cfg)),
-    "lr of steps": rates_by_step,
-    "optimizer": lambda cfg: build_optimizer(cfg, meta_model(cfg), global_batch(cfg)).defaults,
-    "average": average,
-    "drop path": drop_path_rates,
-    "norms": norm_settings,
-    "gammas": lambda cfg: set(norm_gammas(cfg).values()),
-    "vit": vit_sizes,
-    "sides": lambda cfg: [build_im_size(cfg)(epoch) for epoch in range(cfg.OPTIM.MAX_EPOCH)],
-    "crop": train_crop,
-    "is only cropped": lambda cfg: train_transform(cfg) == train_crop(cfg),
-    "policy": policy_operations,
-    "evaluation": evaluation,
+    "params": lambda cfg: round(count_parameters(cfg) / 1e6, 3), "parameters": count_parameters,
+    "global batch": global_batch, "images per GPU": images_per_gpu, "steps": num_steps,
+    "lr": lambda cfg: learning_rates(cfg, positions(cfg)), "lr of steps": rates_by_step,
+    "optimizer": lambda cfg: build_optimizer(cfg, meta_model(cfg), global_batch(cfg)).defaults, "average": average,
+    "drop path": drop_path_rates, "norms": norm_settings, "gammas": lambda cfg: set(norm_gammas(cfg).values()),
+    "vit": vit_sizes, "sides": lambda cfg: [build_im_size(cfg)(epoch) for epoch in range(cfg.OPTIM.MAX_EPOCH)],
+    "crop": train_crop, "is only cropped": lambda cfg: train_transform(cfg) == train_crop(cfg),
+    "policy": policy_operations, "evaluation": evaluation,
     "statistics": lambda cfg: statistics_of(cfg, get_dataset(cfg.DATA.NAME)),
-}
+}  # fmt: skip

@@ -34,11 +34,16 @@ def small_options(root: Path, out_dir: Path, *overrides: Any) -> list[str]:
     return [str(arg) for pair in settings.items() for arg in pair] + [str(arg) for arg in overrides]
 
 
+def run_python(*words: Any, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    """Run Python with the package of this project; return its status and output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, *(str(word) for word in words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+
+
 def run_tool(tool: str | Path, *args: Any, **env: str) -> subprocess.CompletedProcess:
     """Run tools/TOOL, or the script of an absolute path, in a subprocess; return its status and output."""
-    command = [sys.executable, str(ROOT / "tools" / tool), *(str(arg) for arg in args)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    return run_python(ROOT / "tools" / tool, *args, **{"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env})
 
 
 def newest(out_dir: Path | str) -> dict:

@@ -49,24 +49,26 @@ def distillation_from(teacher: nn.Module, kind: str, alpha: float, temperature: 
 
 
 def prepared(cfg, classes) -> Distillation:
-    """Return the task of a config, ready for training."""
     device = torch.device("cpu")
     task = build_task(cfg, tuple(classes), device, Precision())
     task.prepare_training(BatchPlan(4, 1, 1), Dummy(8, 4), num_steps=1)
     return task
 
 
-@pytest.mark.parametrize("kind, temperature", [("soft", 1.0), ("soft", 4.0), ("hard", 1.0)])
-def test_the_loss_matches_its_definition(kind, temperature):
-    images, logits, labels = batch()
-    student, teacher = logits.numpy().astype(np.float64), Teacher().eval()(images).detach().numpy().astype(np.float64)
-    own = -np.log(softmax(student))[np.arange(5), labels].mean()
-    p, q = softmax(student / temperature), softmax(teacher / temperature)
-    of_teacher = temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
-    if kind == "hard":
-        of_teacher = -np.log(softmax(student))[np.arange(5), teacher.argmax(1)].mean()
-    loss = distillation_from(Teacher(), kind, 0.3, temperature).compute_loss(images, logits, labels)
-    assert loss.item() == pytest.approx(0.7 * own + 0.3 * of_teacher, rel=1e-5)
+def test_the_loss_matches_its_definition():
+    for kind, temperature in [("soft", 1.0), ("soft", 4.0), ("hard", 1.0)]:
+        images, logits, labels = batch()
+        student, teacher = (
+            logits.numpy().astype(np.float64),
+            Teacher().eval()(images).detach().numpy().astype(np.float64),
+        )
+        own = -np.log(softmax(student))[np.arange(5), labels].mean()
+        p, q = softmax(student / temperature), softmax(teacher / temperature)
+        of_teacher = temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
+        if kind == "hard":
+            of_teacher = -np.log(softmax(student))[np.arange(5), teacher.argmax(1)].mean()
+        loss = distillation_from(Teacher(), kind, 0.3, temperature).compute_loss(images, logits, labels)
+        assert loss.item() == pytest.approx(0.7 * own + 0.3 * of_teacher, rel=1e-5)
 
 
 def test_the_teacher_is_in_evaluation_mode_and_gets_no_gradient():
@@ -91,16 +93,16 @@ def test_a_run_distills_the_weights_of_another_run(finished_run, small_cfg, tmp_
     assert losses[0] == plain and losses[1] != plain
 
 
-@pytest.mark.parametrize("words, said", [
-    (("DISTILL.TEACHER", "resnet88"), r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"),
-    (("DISTILL.KWARGS.widht", 8), r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"),
-    ((), r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"),
-    (("DISTILL.WEIGHTS", "pretrained"), "^DISTILL.WEIGHTS .*resnet8 has no published weights"),
-])  # fmt: skip
-def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_path, words, said):
-    torch.save({"w": torch.ones(1)}, tmp_path / "weights.pth")
-    with pytest.raises(ConfigError, match=said):
-        prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "weights.pth", *words), ())
+def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_path):
+    for words, said in [
+        (("DISTILL.TEACHER", "resnet88"), r"^DISTILL.TEACHER \(command line\): .*resnet88.*did you mean"),
+        (("DISTILL.KWARGS.widht", 8), r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"),
+        ((), r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"),
+        (("DISTILL.WEIGHTS", "pretrained"), "^DISTILL.WEIGHTS .*resnet8 has no published weights"),
+    ]:  # fmt: skip
+        torch.save({"w": torch.ones(1)}, tmp_path / "weights.pth")
+        with pytest.raises(ConfigError, match=said):
+            prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "weights.pth", *words), ())
 
 
 def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
@@ -115,9 +117,7 @@ def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
     prepared(cfg, ("ant", "bee", "cat"))
 
 
-@pytest.mark.parametrize(
-    "given, missing", [("DISTILL.TEACHER", "DISTILL.WEIGHTS"), ("DISTILL.WEIGHTS", "DISTILL.TEACHER")]
-)
-def test_teacher_and_weights_must_be_set_together(given, missing):
-    with pytest.raises(ConfigError, match=f"{missing}: is not set"):
-        load_cfg(None, [given, "resnet18"])
+def test_teacher_and_weights_must_be_set_together():
+    for given, missing in [("DISTILL.TEACHER", "DISTILL.WEIGHTS"), ("DISTILL.WEIGHTS", "DISTILL.TEACHER")]:
+        with pytest.raises(ConfigError, match=f"{missing}: is not set"):
+            load_cfg(None, [given, "resnet18"])

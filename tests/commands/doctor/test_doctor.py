@@ -6,11 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.images import draw_folder
+from support.processes import END_S, have_ended, list_children, wait_for
 from support.runs import ROOT
 
 from distribuuuu.commands.doctor import doctor
@@ -28,6 +28,10 @@ def run(capsys, *args) -> tuple[int, str, str]:
     status = doctor.doctor("distribuuuu doctor", [*map(str, args), "--workers", "0"])
     assert signal.getsignal(signal.SIGPIPE) == before, "a connection that a server closes must not end the process"
     return status, *capsys.readouterr()
+
+
+def command(folder: Path, workers: int) -> list[str]:
+    return [sys.executable, "-m", "distribuuuu", "doctor", str(folder), "--workers", str(workers)]
 
 
 def test_a_clean_folder_exits_with_0(root, capsys):
@@ -48,7 +52,7 @@ def test_problems_exit_with_2_and_name_files_and_fix(root, capsys):
     assert max(map(len, lines)) <= 80, max(lines, key=len)
 
 
-def test_json_lists_all_files(root, capsys):
+def test_json_lists_all_files_and_every_key_is_documented(root, capsys):
     for number in range(9):
         (root / f"train/bee/0{number}.jpg").touch()
     status, text, _ = run(capsys, root, "--format", "json")
@@ -79,29 +83,20 @@ def test_many_classes_are_shortened(tmp_path, capsys):
     assert "..." in text and text.count("class ") < 40
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "got no data; expected FOLDER or --cfg FILE"),
-        (["/no/such"], "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
-        (["x", "--cfg", "y"], "expected one of them"),
-        (["x", "--format", "jsn"], "did you mean json?"),
-        (["x", "--workers", "-1"], "--workers: got -1; expected 0 or more"),
-        (["x", "--wrkers", "1"], "did you mean --workers"),
-        (["x", "DATA.NO_SUCH", "1"], "DATA.NO_SUCH"),
-        (["--cfg", "no.yaml"], "no such file"),
-        (["TRAIN.DATASET", "/no/such"], "TRAIN.DATASET"),
-    ],
-)
-def test_mistakes_are_reported(args, message, capsys):
-    assert doctor.doctor("distribuuuu doctor", args) == 2
-    assert message in capsys.readouterr().err
+MISTAKES = {
+    "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them",
+    "/no/such": "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE",
+    "x --format jsn": "did you mean json?", "x --workers -1": "--workers: got -1; expected 0 or more",
+    "x --wrkers 1": "did you mean --workers", "x DATA.NO_SUCH 1": "DATA.NO_SUCH", "--cfg no.yaml": "no such file",
+    "TRAIN.DATASET /no/such": "TRAIN.DATASET", "EMPTY": "no images",
+}  # fmt: skip
 
 
-def test_an_empty_folder_is_reported(tmp_path, capsys):
+def test_mistakes_are_reported(tmp_path, capsys):
     (tmp_path / "train/cat").mkdir(parents=True)
-    status, _, errors = run(capsys, tmp_path)
-    assert status == 2 and "no images" in errors
+    for words, message in MISTAKES.items():
+        assert doctor.doctor("distribuuuu doctor", words.replace("EMPTY", str(tmp_path)).split()) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_set_of_a_config_is_checked(root, capsys):
@@ -123,9 +118,7 @@ def test_names_that_are_not_text_are_printed(root, capsys):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
 def test_output_that_cannot_be_written_is_reported(root):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "distribuuuu", "doctor", str(root), "--workers", "0"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        done = subprocess.run(command(root, 0), stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 2 and "standard output: cannot be written: No space left" in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
@@ -136,17 +129,10 @@ def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
     os.mkdir(tmp_path / "train/bee")
     for number in range(20_000):
         os.link(tmp_path / f"train/ant/{number % 40:03d}.jpg", tmp_path / f"train/bee/{number}.jpg")
-    command = [sys.executable, "-m", "distribuuuu", "doctor", str(tmp_path), "--workers", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while process.poll() is None and len(children.read_text().split()) < 2:
-        time.sleep(0.05)
-    workers = children.read_text().split()
+    process = subprocess.Popen(command(tmp_path, 2), stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    wait_for(lambda: len(list_children(process.pid)) == 2, process)
+    workers = list_children(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors and "SIGINT" in errors
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    wait_for(lambda: have_ended(workers), timeout_s=END_S)

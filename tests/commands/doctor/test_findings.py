@@ -143,12 +143,6 @@ def test_spellings():
         assert (spelling_key(one) == spelling_key(other)) == same
 
 
-def test_imbalance_and_small_classes_are_notes(tmp_path):
-    draw_folder(tmp_path, "train", {"ant": 4, "bee": 60})
-    found = kinds(check(tmp_path))
-    assert found.keys() == {"imbalance", "few_images", "one_split"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
-
-
 def test_odd_files_do_not_stop_the_check(root):
     os.mkfifo(root / "train/ant/pipe.jpg")
     os.symlink(root / "train", root / "train/ant/loop")
@@ -177,9 +171,6 @@ def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
     assert names(found["unreadable_folder"], root) == ["train/bee"]
     assert found["unreadable_folder"]["reasons"] == {str(root / "train/bee"): "Permission denied"}
     assert "empty_class" not in found
-
-
-# ------------------------------------------------------------------------------------------- layouts
 
 
 def test_a_folder_of_classes_is_one_split_and_a_class_may_be_called_test(root, tmp_path):
@@ -269,8 +260,10 @@ def test_splits_of_unknown_names_are_noted(root, tmp_path):
 
 def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(root):
     shutil.rmtree(root / "val")
-    finding = kinds(check(root))["one_split"]
-    assert finding["fix"] == f"distribuuuu split {root / 'train'} --val 0.2 --out train_lists"
+    draw_folder(root, "train", {"cat": 2, "dog": 30})
+    found = kinds(check(root))
+    assert found.keys() == {"imbalance", "few_images", "one_split"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
+    assert found["one_split"]["fix"] == f"distribuuuu split {root / 'train'} --val 0.2 --out train_lists"
     assert kinds(check(root / "train"))["one_split"]["message"] == "no images to evaluate: all is the only split"
 
 

@@ -9,16 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.errors import message_of
 from support.images import draw_folder
 from support.packs import pack
-from support.runs import ROOT, run_tool, small_options
+from support.processes import END_S, have_ended, list_children, wait_for
+from support.runs import ROOT, run_python, run_tool, small_options
 
 from distribuuuu.commands.pack import encode
 from distribuuuu.commands.pack import writer as pack_writer
@@ -61,7 +62,6 @@ class Pixels(ImageDataset):
 
 @pytest.fixture
 def pixels(monkeypatch):
-    """Register the set above for one test."""
     DATASETS.get("dummy")
     monkeypatch.setitem(DATASETS._table, "pixels", Pixels)
     return ["DATA.NAME", "pixels"]
@@ -86,15 +86,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("shard-*.bin"))
-
-
-def message_of(problem_of, *arguments) -> str:
-    with pytest.raises(ConfigError) as error:
-        problem_of(*arguments)
-    return str(error.value)
-
-
-# ------------------------------------------------------------------------------------- what is kept
 
 
 def test_files_are_kept_byte_by_byte_with_labels_and_names(folder, tmp_path):
@@ -178,18 +169,13 @@ def test_raw_pixels_are_a_view_of_the_file(folder, tmp_path):
     assert Packed(tmp_path / "small", "train").read(7).shape == (9, 10, 3)
 
 
-def save_with_orientation(folder: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    for path in sorted(folder.rglob("*.jpg")):
-        with Image.open(path) as image:
-            image.load()
-        image.save(path, exif=exif)
-
-
 def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "data")
-    save_with_orientation(tmp_path / "data")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for path in sorted((tmp_path / "data").rglob("*.jpg")):
+        with Image.open(path) as image:
+            image.copy().save(path, exif=exif)
     for name, words, size in [
         ("files", [], (36, 40)),
         ("raw", ["--format", "raw"], (36, 40)),
@@ -205,16 +191,15 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
         cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
         assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
     assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
-    message = message_of(pack, tmp_path / "rotated", "--format", "raw", *source(tmp_path / "data"))
-    assert "exif rotate True, now none" in message
-    assert "exif rotate none, now True" in message_of(
-        pack, tmp_path / "raw", "--format", "raw", "DATA.EXIF_ROTATE", "True", *source(tmp_path / "data")
-    )
+    for name, words, changed in (
+        ("rotated", [], "True, now none"),
+        ("raw", ["DATA.EXIF_ROTATE", "True"], "none, now True"),
+    ):
+        words = ["--format", "raw", *words, *source(tmp_path / "data")]
+        assert f"exif rotate {changed}" in message_of(pack, tmp_path / name, *words)
 
 
-def test_images_above_max_pixels_are_not_packed_and_verify_takes_the_limit_of_the_pack(
-    folder, tmp_path, monkeypatch, capsys
-):
+def test_images_above_max_pixels_are_not_packed(folder, tmp_path, monkeypatch, capsys):
     for words in ([], ["--format", "raw"], ["--quality", 80]):
         message = message_of(pack, tmp_path, *words, "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
         assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
@@ -270,9 +255,6 @@ def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
     assert "lacks: ant" in message_of(Packed.from_cfg, cfg, False)
 
 
-# ------------------------------------------------------------------------------- stopped and resumed
-
-
 def many_images(root: Path) -> Path:
     """Make a folder that takes a while to pack: 2000 names of ten images."""
     draw_folder(root, "train", {"a": 5, "b": 5})
@@ -287,10 +269,7 @@ def start_packing(out: Path, root: Path) -> tuple[subprocess.Popen, list[str]]:
     words = ["--shard-mb", "0.05", "--split", "train", "--workers", "2", *source(root)]
     command = [sys.executable, str(ROOT / "tools" / "pack_dataset.py"), str(out), *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (out / "train/shard-00001.part").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.002)
+    wait_for((out / "train/shard-00001.part").exists, process)
     return process, words
 
 
@@ -309,7 +288,6 @@ def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
 
 
 def stop_after(num_records: int, monkeypatch) -> None:
-    """Let the disk be full after so many records."""
     write, count = pack_writer.PackWriter.append, [0]
 
     class FullFile(io.BytesIO):
@@ -327,7 +305,6 @@ def stop_after(num_records: int, monkeypatch) -> None:
 
 
 def pack_until(num_records: int, *arguments) -> str:
-    """Pack on a disk that is full after so many records, and return the message."""
     with pytest.MonkeyPatch.context() as patch:
         stop_after(num_records, patch)
         return message_of(pack, *arguments)
@@ -335,7 +312,6 @@ def pack_until(num_records: int, *arguments) -> str:
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory) -> dict[str, bytes]:
-    """The files of the whole pack of small shards."""
     out = tmp_path_factory.mktemp("whole")
     pack(out, "--shard-mb", TINY_MB, *source(folder))
     return contents(out / "train")
@@ -453,45 +429,33 @@ def test_a_broken_image_that_was_mended_between_two_starts_is_packed(broken, fol
 
 def test_a_whole_pack_of_images_that_changed_since_is_kept_and_reported(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "data")
-    words = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
+    words, again = source(tmp_path / "data"), ["DATA.NAME", "packed", *source(tmp_path / "out")]
     pack(tmp_path / "out", *words)
+    pack(tmp_path / "packed again", *again)
     before = contents(tmp_path / "out/train")
     repaint(tmp_path / "data/train/cat/004.jpg")
     pack(tmp_path / "out", *words)
     printed = capsys.readouterr().out
     assert "nothing to do" in printed and "--overwrite packs them again" in printed
     assert contents(tmp_path / "out/train") == before
-
-
-def test_a_pack_that_is_packed_again_notices_that_it_was_replaced(folder, tmp_path, capsys):
-    shutil.copytree(folder, tmp_path / "data")
-    pack(tmp_path / "a", *source(tmp_path / "data"))
-    words = ["DATA.NAME", "packed", *source(tmp_path / "a")]
-    pack(tmp_path / "b", *words)
-    repaint(tmp_path / "data/train/cat/004.jpg")
-    pack(tmp_path / "a", "--overwrite", "--no-check", *source(tmp_path / "data"))
-    pack(tmp_path / "b", *words)
+    pack(tmp_path / "out", "--overwrite", "--no-check", *words)
+    pack(tmp_path / "packed again", *again)
     assert "have changed since shard-00000.bin was packed; --overwrite" in capsys.readouterr().out
 
 
-def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):
+def test_a_folder_of_other_things_or_of_another_command_is_left_alone(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "data")
-    other = tmp_path / "data" / "train"
     for words in ([], ["--overwrite"]):
         assert "holds other files, e.g. ant" in message_of(pack, tmp_path / "data", *words, *source(folder))
-    assert sorted(os.listdir(other)) == ["ant", "bee", "cat"]
-
-
-def test_two_commands_do_not_write_into_one_folder(folder, tmp_path):
+    assert sorted(os.listdir(tmp_path / "data" / "train")) == ["ant", "bee", "cat"]
+    (tmp_path / "a" / "train" / "shard-00000.part").mkdir(parents=True)
+    assert "shard-00000.part: got a folder; expected a file" in message_of(pack, tmp_path / "a", *source(folder))
     (tmp_path / "train").mkdir()
     number = os.open(tmp_path / "train", os.O_RDONLY)
     fcntl.flock(number, fcntl.LOCK_EX)
     assert "another command is packing into it" in message_of(pack, tmp_path, *source(folder))
     os.close(number)
     pack(tmp_path, *source(folder))
-
-
-# ------------------------------------------------------------------------------------ broken images
 
 
 @pytest.fixture
@@ -530,11 +494,7 @@ def test_a_worker_that_is_killed_is_reported(folder, tmp_path, monkeypatch):
     assert "a worker process was killed" in message and "fewer --workers" in message
 
 
-# ----------------------------------------------------------------------------------- what is refused
-
-
 def spoil(out: Path, how: str) -> None:
-    """Damage a pack of several shards."""
     path = out / "train" / ("index.bin" if how == "index" else "shard-00001.bin")
     data = bytearray(path.read_bytes())
     place = {"flipped": pack_file.HEADER_SIZE + 400, "exchanged": 20, "index": -2}.get(how, 0)
@@ -546,21 +506,15 @@ def spoil(out: Path, how: str) -> None:
 
 @pytest.fixture
 def several(folder, tmp_path) -> Path:
-    """A pack of several shards."""
     pack(tmp_path / "out", "--shard-mb", TINY_MB, *source(folder))
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(
-    ("how", "said", "is_read"),
-    [
-        ("cut", "shard-00001.bin has ", False),
-        ("lost", "shard-00001.bin: No such file", False),
-        ("flipped", "its checksum does not match", True),
-        ("exchanged", "does not belong to this pack", True),
-        ("index", "index.bin is corrupt", False),
-    ],
-)
+@pytest.mark.parametrize(("how", "said", "is_read"), [
+    ("cut", "shard-00001.bin has ", False), ("lost", "shard-00001.bin: No such file", False),
+    ("flipped", "its checksum does not match", True), ("exchanged", "does not belong to this pack", True),
+    ("index", "index.bin is corrupt", False),
+])  # fmt: skip
 def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     verify_packs(several, 2)
     assert "14 images in" in capsys.readouterr().out
@@ -601,13 +555,6 @@ def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder,
     assert "packing is not finished: run the same" in problems_of(several)["TRAIN.SPLIT"]
 
 
-def test_a_folder_in_place_of_a_file_of_a_pack_is_an_error(folder, tmp_path):
-    (tmp_path / "train" / "shard-00000.part").mkdir(parents=True)
-    assert "shard-00000.part: got a folder; expected a file" in message_of(pack, tmp_path, *source(folder))
-
-
-# -------------------------------------------------------------------------------- the command line
-
 WRONG = {
     "name the folder of the packed data first": "", "folder of the packed data first": "TRAIN.DATASET x",
     "did you mean jpeg?": "OUT --format jpg", "did you mean val?": "OUT --split vall",
@@ -631,7 +578,7 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_pat
     for line in WRONG.values():
         first, _, rest = line.replace("OUT ", f"{tmp_path / 'out'} ").partition(" ")
         lines.append(f"{first} TRAIN.DATASET {folder} {rest}" if first.startswith("/") else f"{first} {rest}")
-    done = subprocess.run([sys.executable, "-c", code, *lines], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code, *lines)
     answers = done.stderr.split("status 2 False\n")
     assert len(answers) == len(WRONG) + 1 and "Traceback" not in done.stderr, done.stderr
     for said, answer in zip(WRONG, answers[:-1], strict=True):
@@ -657,22 +604,16 @@ def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
     assert done.returncode == 2 and "val/cat/002.jpg (image 4 of" in done.stderr and "out/train: 14" in done.stdout
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux")
 def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
     process, _ = start_packing(tmp_path / "out", many_images(tmp_path / "data"))
-    workers = children_of(process.pid)
+    workers = list_children(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130 and workers
     error = process.stderr.read()
     assert "SIGINT: stopped" in error and "Traceback" not in error
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "a worker outlives the command"
+    wait_for(lambda: have_ended(workers), timeout_s=END_S)
 
 
 def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 from support.images import find_data
-from support.runs import ROOT, train_and_evaluate
+from support.processes import wait_for
+from support.runs import ROOT, run_python, train_and_evaluate
 from support.tiers import slow
 
 from distribuuuu import load_run
@@ -65,9 +66,6 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# ------------------------------------------------------------------------------------- as evaluated
-
-
 def test_top1_of_the_csv_is_that_of_the_evaluation_to_the_last_image(shapes_run, shapes_folder, tmp_path):
     assert run(shapes_run, shapes_folder / "val", "--out", tmp_path / "out.csv") == 0
     rows = read_csv(tmp_path / "out.csv")
@@ -75,11 +73,10 @@ def test_top1_of_the_csv_is_that_of_the_evaluation_to_the_last_image(shapes_run,
     correct = sum(Path(row["path"]).parent.name == row["label"] for row in rows)
     measured = json.loads((shapes_run / "test_results.json").read_text())["accuracy"]["raw"]
     assert 0 < correct < 70 and 100 * (correct / 70) == pytest.approx(measured["top1"], abs=1e-9)
-    among = sum(
-        Path(row["path"]).parent.name in [row[f"label{rank}"] for rank in ("", "_2", "_3", "_4", "_5")] for row in rows
-    )
+    ranks = ("", "_2", "_3", "_4", "_5")
+    among = sum(Path(row["path"]).parent.name in [row[f"label{rank}"] for rank in ranks] for row in rows)
     assert 100 * (among / 70) == pytest.approx(measured["topk"], abs=1e-9)
-    values = [[float(row[f"probability{rank}"]) for rank in ("", "_2", "_3", "_4", "_5")] for row in rows]
+    values = [[float(row[f"probability{rank}"]) for rank in ranks] for row in rows]
     assert all(value == sorted(value, reverse=True) and 0 < sum(value) <= 1 for value in values)
 
 
@@ -165,9 +162,6 @@ def test_every_flag_is_in_its_page():
     assert flags - {"-h", "--help", "--cfg"} <= set(re.findall(r"`(--[a-z-]+)", page))
 
 
-# -------------------------------------------------------------------------------------- same bytes
-
-
 @pytest.mark.parametrize(
     "words",
     [*[("--workers", workers, "--batch-size", size) for workers in (0, 2) for size in (1, 7, 64)],
@@ -196,9 +190,6 @@ def test_the_batch_of_a_forward_pass_would_change_the_bytes(shapes_run, shapes_f
     assert one.predict(shapes_folder / "val") != other.predict(shapes_folder / "val")
 
 
-# ------------------------------------------------------------------------------------- Python API
-
-
 def test_images_in_memory_are_predicted_like_files(shapes_run, shapes_folder):
     loaded = load_run(shapes_run)
     path = shapes_folder / "val" / "cross" / "0001.jpg"
@@ -225,9 +216,6 @@ def test_an_image_that_cannot_be_read_is_an_error_or_is_marked(shapes_run, shape
     assert "got an array of float64" in third.error
     with pytest.raises(ConfigError, match="PATHS: .*no such file"):
         loaded.predict(tmp_path / "none")
-
-
-# ------------------------------------------------------------------------------------------- paths
 
 
 def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkeypatch):
@@ -267,13 +255,8 @@ def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(sha
     assert found == set(names)
 
 
-# ------------------------------------------------------------------------------------ broken images
-
-
 @pytest.mark.parametrize("skip", [False, True])
-def test_broken_images_are_listed_with_their_cause_and_have_a_status_of_their_own(
-    shapes_run, shapes_folder, tmp_path, skip, capsys
-):
+def test_broken_images_have_a_status_and_a_file_of_their_own(shapes_run, shapes_folder, tmp_path, skip, capsys):
     good = shapes_folder / "val" / "star"
     (tmp_path / "text.jpg").write_text("hello")
     (tmp_path / "empty.jpg").touch()
@@ -295,9 +278,6 @@ def test_without_a_file_the_rows_are_printed(shapes_run, shapes_folder, capsysbi
     assert run(shapes_run, shapes_folder / "val" / "star" / "0000.jpg", "--topk", 1) == 0
     header, row = capsysbinary.readouterr().out.decode().splitlines()
     assert header == "path,label,probability" and row.count(",") == 2
-
-
-# ------------------------------------------------------------------------------- stopping and errors
 
 
 @pytest.fixture
@@ -326,9 +306,7 @@ def test_a_killed_prediction_resumes_with_the_same_bytes(shapes_run, shapes_fold
         (tmp_path / "out.csv").unlink()
 
 
-def test_a_partial_file_of_another_prediction_is_refused(
-    shapes_run, labels_run, shapes_folder, tmp_path, capsys, unfinished
-):
+def test_partial_files_of_others_are_refused(shapes_run, labels_run, shapes_folder, tmp_path, capsys, unfinished):
     out = tmp_path / "out.csv"
     words = [shapes_run, shapes_folder / "val", "--out", out]
     content = unfinished(*words).read_bytes()
@@ -500,8 +478,7 @@ def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_
     (tmp_path / "files.txt").write_text("".join(f"{path}\n" for path in shapes_folder.rglob("*.jpg")) * 100)
     words = (shapes_run, tmp_path / "files.txt", "--out", tmp_path / "out.csv", "--workers", 1)
     process = subprocess.Popen(slow_command(*words), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and size_of(tmp_path / "out.csv.partial") < 20_000:
-        time.sleep(0.01)
+    wait_for(lambda: size_of(tmp_path / "out.csv.partial") > 20_000, process)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130 and "SIGINT: stopped; finished images are kept" in error
@@ -511,6 +488,5 @@ def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_
 @pytest.mark.parametrize("words", [["run", "/no/such/image"], ["run", ROOT / "README.md", "--out", "/no/such/out.csv"]])
 def test_wrong_paths_are_reported_without_torch(words):
     code = "import sys; from distribuuuu.commands.predict.predict import predict; status = predict('', sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", f"{code}; print(status, 'torch' in sys.modules)", *map(str, words)],
-                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    done = run_python("-c", f"{code}; print(status, 'torch' in sys.modules)", *words)
     assert done.stdout == "2 False\n" and "no such" in done.stderr, done

@@ -24,7 +24,6 @@ CPU = torch.device("cpu")
 
 
 def draw_features(num: int, dim: int, num_classes: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return features of overlapping classes, and their labels."""
     random = torch.Generator().manual_seed(seed)
     centers = torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(0, num_classes, (num,), generator=random)
@@ -98,8 +97,6 @@ def test_the_penalty_is_selected_on_held_out_training_images(monkeypatch):
 
 
 class Classified(nn.Module):
-    """A stand-in for a run: its model alone."""
-
     def __init__(self, model):
         super().__init__()
         self.model, self.source = model.eval(), "it"

@@ -3,16 +3,8 @@
 import numpy as np
 import pytest
 
-from distribuuuu.commands.report.comparison import (
-    Group,
-    accuracy_interval,
-    compare_all,
-    compare_groups,
-    compare_pair,
-    config_difference,
-    describe_groups,
-    describe_pair,
-)
+from distribuuuu.commands.report import comparison
+from distribuuuu.commands.report.comparison import Group, compare_groups, compare_pair, describe_groups, describe_pair
 from distribuuuu.config import ConfigError
 from distribuuuu.records.stored_predictions import Predictions
 
@@ -60,7 +52,7 @@ def test_a_pair_is_tested_by_its_changed_answers(right):
 
 def test_the_sentence_names_the_better_run_or_none(right):
     runs = {name: predictions(found) for name, found in right.items()}
-    pairs = compare_all(runs)
+    pairs = comparison.compare_all(runs)
     assert list(pairs) == [("A", "B"), ("A", "C"), ("B", "C")]
     assert all(pair.adjusted_p >= pair.p for pair in pairs.values())
     assert pairs["A", "B"].adjusted_p > 0.05 and pairs["A", "C"].adjusted_p < 1e-6
@@ -68,7 +60,7 @@ def test_the_sentence_names_the_better_run_or_none(right):
     points = 100 * (right["C"].mean() - right["A"].mean())
     expected = f"C is better than A by {points:.2f} points of top-1 (95 % interval "
     assert describe_pair(("A", "C"), pairs["A", "C"]).startswith(expected)
-    reverse = compare_all({"C": runs["C"], "A": runs["A"]})["C", "A"]
+    reverse = comparison.compare_all({"C": runs["C"], "A": runs["A"]})["C", "A"]
     assert describe_pair(("C", "A"), reverse).startswith(expected)
 
 
@@ -107,7 +99,7 @@ def test_several_labels_are_compared_by_average_precision():
     assert pair.values == pytest.approx(expected) and pair.metric == "map"
     assert pair.is_significant and pair.interval.high < 0
     assert describe_pair(NAMES, pair).startswith("A is better than B by ")
-    assert accuracy_interval(multilabel(good, label)) is None
+    assert comparison.accuracy_interval(multilabel(good, label)) is None
 
 
 def test_groups_of_seeds():
@@ -124,4 +116,4 @@ def test_groups_of_seeds():
 
 def test_only_differing_options_are_listed():
     configs = {"A": {"OPTIM.BASE_LR": 0.1, "OUT_DIR": "a", "RNG_SEED": 1}, "B": {"OPTIM.BASE_LR": 0.2, "OUT_DIR": "b"}}
-    assert config_difference(configs, ("OUT_DIR",)) == {"OPTIM.BASE_LR": [0.1, 0.2], "RNG_SEED": [1, None]}
+    assert comparison.config_difference(configs, ("OUT_DIR",)) == {"OPTIM.BASE_LR": [0.1, 0.2], "RNG_SEED": [1, None]}

@@ -53,9 +53,11 @@ def show(folder: Path) -> tuple[list[str], str]:
     return run.history.notes, page
 
 
-def test_a_whole_run_has_no_notes(run):
+def test_a_whole_run_has_no_notes_and_a_folder_without_records_an_empty_history(run, tmp_path):
     notes, page = show(run)
     assert not notes and RESULTS["hardware"] in page and "Learning rate" in page
+    history = read_history(tmp_path)
+    assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
 
 
 def test_every_value_of_results_of_another_type(run):
@@ -134,11 +136,6 @@ def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
         {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](path)
     notes, page = show(run)
     assert name == "config.yaml" or str(path) in notes[0] and notes[0] in page
-
-
-def test_a_folder_without_records_has_an_empty_history(tmp_path):
-    history = read_history(tmp_path)
-    assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
 
 
 def test_positions_of_the_log_have_a_limit(run):

@@ -10,7 +10,6 @@ from distribuuuu.commands.report.saliency import as_map, compute_saliency, find_
 
 
 def captum_map(model, layer, images, targets):
-    """Return captum's Grad-CAM of a layer with outputs (N, channels, height, width): (N, height, width)."""
     attr = pytest.importorskip("captum.attr", reason="captum is not installed")
     return attr.LayerGradCam(model, layer).attribute(images, targets, relu_attributions=True)[:, 0]
 
@@ -20,14 +19,11 @@ def batch():
     return torch.randn(3, 3, 64, 64), torch.tensor([1, 4, 2])
 
 
-@pytest.mark.parametrize(
-    ("build", "layer_of"),
-    [
-        (lambda: torchvision.models.resnet18(num_classes=6), lambda net: net.layer4),
-        (lambda: torchvision.models.mobilenet_v2(num_classes=6), lambda net: net.features),
-        (lambda: timm.create_model("resnet10t", num_classes=6), lambda net: net.layer4),
-    ],
-)
+@pytest.mark.parametrize(("build", "layer_of"), [
+    (lambda: torchvision.models.resnet18(num_classes=6), lambda net: net.layer4),
+    (lambda: torchvision.models.mobilenet_v2(num_classes=6), lambda net: net.features),
+    (lambda: timm.create_model("resnet10t", num_classes=6), lambda net: net.layer4),
+])  # fmt: skip
 def test_the_last_feature_map_of_a_convolutional_net_as_in_captum(build, layer_of, batch):
     model = build().eval()
     expected = captum_map(model, layer_of(model), *batch)
@@ -61,38 +57,25 @@ def test_the_tokens_of_a_transformer_as_in_captum(batch, pool, name):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name", ["test_vit", "test_convnext", "test_resnet", "test_efficientnet", "swin_tiny_patch4_window7_224"]
-)
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_resnet", "test_efficientnet",
+                                  "swin_tiny_patch4_window7_224"])  # fmt: skip
 def test_maps_of_other_architectures(name):
-    size = 224 if "swin" in name else 160
     model = timm.create_model(name, num_classes=5).eval()
-    if not hasattr(model, "patch_embed") or "swin" in name:
-        images = torch.randn(1, 3, size, size)
-    else:
-        images = torch.randn(1, 3, *model.patch_embed.img_size)
+    size = (224, 224) if "swin" in name else model.patch_embed.img_size if "vit" in name else (160, 160)
+    images = torch.randn(1, 3, *size)
     assert compute_saliency(model, images, torch.tensor([2])).shape == images[:, 0].shape
 
 
-def test_a_model_without_regions_has_no_map(batch):
+def test_models_without_regions_that_change_their_input_in_place_or_are_frozen(batch):
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 8), nn.ReLU(), nn.Linear(8, 6))
     assert compute_saliency(model, *batch) is None
-
-
-def test_layers_that_change_their_input_in_place_and_frozen_weights(batch):
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, 4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6)
-    )
-    assert compute_saliency(model.requires_grad_(False).eval(), *batch).shape == (3, 64, 64)
+    layers = nn.Conv2d(3, 4, 3, 4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6)
+    model = nn.Sequential(*layers).requires_grad_(False).eval()
+    assert compute_saliency(model, *batch).shape == (3, 64, 64)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_which_activations_have_regions():
-    assert as_map(torch.zeros(2, 8, 7, 5)).shape == (2, 8, 7, 5)
-    assert as_map(torch.zeros(2, 7, 7, 96)).shape == (2, 96, 7, 7)
-    assert as_map(torch.zeros(2, 50, 96)).shape == (2, 96, 7, 7)
-    assert (
-        as_map(torch.zeros(2, 8, 1, 1)) is None
-        and as_map(torch.zeros(2, 60, 96)) is None
-        and as_map(torch.zeros(2, 9)) is None
-    )
+    for shape, found in (((2, 8, 7, 5), (2, 8, 7, 5)), ((2, 7, 7, 96), (2, 96, 7, 7)), ((2, 50, 96), (2, 96, 7, 7))):
+        assert as_map(torch.zeros(shape)).shape == found
+    assert [as_map(torch.zeros(shape)) for shape in ((2, 8, 1, 1), (2, 60, 96), (2, 9))] == [None] * 3

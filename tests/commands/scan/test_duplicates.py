@@ -14,8 +14,6 @@ from distribuuuu.data.decode import DEFAULTS
 
 
 class Pictures(ImageDataset):
-    """Images in memory."""
-
     classes = ("one",)
 
     def __init__(self, images):
@@ -26,7 +24,6 @@ class Pictures(ImageDataset):
 
 
 def photo(seed: int, size=(160, 120)) -> Image.Image:
-    """Return a smooth random image."""
     noise = np.random.default_rng(seed).integers(0, 256, (9, 12, 3), np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
 
@@ -72,16 +69,13 @@ def test_the_search_finds_all_pairs_within_the_radius():
     assert found == expected and {distance for _, _, distance in found} == set(range(RADIUS + 1))
 
 
-def test_of_equal_hashes_the_first_stands_for_the_others():
+def test_of_equal_hashes_the_first_stands_and_the_search_is_bounded(monkeypatch):
     hashes = np.zeros((5, 16), np.uint8)
     hashes[2] = 255
     hashes[4, 3] = 7
     found = {tuple(pair) for pair in find_near_pairs(hashes).tolist()}
     assert found == {(0, 1, 0), (0, 3, 0), (0, 4, 3)}
     assert all(find_near_pairs(hashes[:num]).shape == (0, 3) for num in (0, 1))
-
-
-def test_the_search_is_bounded_if_most_hashes_are_alike(monkeypatch):
     monkeypatch.setattr(duplicates, "MAX_NEIGHBORS", 4)
     hashes = np.zeros((300, 16), np.uint8)
     hashes[:, 0], hashes[:, 1] = np.arange(300) % 256, np.arange(300) // 256
@@ -100,9 +94,6 @@ def test_a_million_hashes_are_searched():
         hashes[-1 - number] = np.packbits(bits)
     found = {tuple(pair) for pair in find_near_pairs(hashes)[:, :2].tolist()}
     assert found == {(number, 999_999 - number) for number in range(1000)}
-
-
-# ------------------------------------------------------------------------------------------- images
 
 
 def test_changed_copies_are_found_and_mirror_images_and_large_crops_are_none():

@@ -16,14 +16,7 @@ from support.tiers import pairwise, slow
 
 from distribuuuu.commands.split import splitting as split_module
 from distribuuuu.commands.split.split import split
-from distribuuuu.commands.split.splitting import (
-    Images,
-    assign,
-    keep_classes_in_training,
-    merge_groups,
-    plan_split,
-    write_split,
-)
+from distribuuuu.commands.split.splitting import Images, assign, merge_groups, plan_split, write_split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
@@ -130,7 +123,7 @@ def test_random_groups_and_shares(seed):
     groups = merge_groups([rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
     shares = {"train": 0.7, "val": 0.2, "test": 0.1}
     parts = assign(images, shares, groups, seed)
-    keep_classes_in_training(images, parts, groups)
+    split_module.keep_classes_in_training(images, parts, groups)
     assert set(parts) == set(shares)
     assert all(len({parts[index] for index in group}) == 1 for group in groups)
     for part, share in shares.items():
@@ -160,22 +153,17 @@ def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsy
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
     (folder / "a" / "broken.png").write_bytes(b"no image")
-    monkeypatch.setattr(
-        "distribuuuu.commands.split.split.open_regular", lambda path: opened.append(path) or open_regular(path)
-    )
-    monkeypatch.setattr("distribuuuu.commands.split.split.MAX_HEADERS", 10)
+    room = "distribuuuu.commands.split.split"
+    monkeypatch.setattr(f"{room}.open_regular", lambda path: opened.append(path) or open_regular(path))
+    monkeypatch.setattr(f"{room}.MAX_HEADERS", 10)
     assert run(folder, "--val", 0.3, "--out", out) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert 5 <= len(opened) <= 10 and line == printable(line)
     words = shlex.split(line.removeprefix("to train: distribuuuu train "))
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["TRAIN.DATASET"] == given["TEST.DATASET"] == printable(out)
-    assert (
-        command_module("doctor.doctor").doctor(
-            "distribuuuu doctor", [str(folder), "--format", "json", "--workers", "0"]
-        )
-        == 2
-    )
+    words = [str(folder), "--format", "json", "--workers", "0"]
+    assert command_module("doctor.doctor").doctor("distribuuuu doctor", words) == 2
     suggested = json.loads(capsys.readouterr().out)["suggested"]
     for key in ("TRAIN.IM_SIZE", "TEST.IM_SIZE"):
         assert int(given[key]) == suggested[key]
@@ -207,8 +195,6 @@ def test_folders_that_cannot_be_split(tmp_path, capsys):
 
 NAMES = ["a\rb.jpg", "a\nb.jpg", "a\r\nb.jpg", " a.jpg", 'a"b.jpg', '"a".jpg', "a,b.jpg", "\ta.jpg", "=cmd().jpg",
          "-1.jpg", "a;b.jpg", "\x1b[2J.jpg", "\u202egpj.jpg", "\x85a.jpg", "a\u2028b.jpg", "\ufeffa.jpg"]  # fmt: skip
-
-
 LABELS = ("cat", " cat", "cat ", "ca\rt", "ca\nt", '"cat"', "c,t", '" cat', "=1+1")
 
 

@@ -78,8 +78,6 @@ def test_charts_have_logarithmic_axes_and_points_without_a_line():
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
     def isatty(self):
         return True
 

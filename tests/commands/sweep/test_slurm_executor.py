@@ -6,11 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.cluster import require_cluster, run, show_job
+from support.processes import wait_for
 from support.runs import ROOT, small_options
 
 from distribuuuu.commands.sweep import slurm_executor as slurm
@@ -118,14 +118,6 @@ def start_sweep(image_folder, tmp_path):
         run("scancel", f"--name={name}")
 
 
-def wait_for(condition, *sweeps: subprocess.Popen, timeout_s: float = 300) -> None:
-    """Poll until a condition is true; the sweeps must not end before."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline and all(process.poll() is None for process in sweeps)
-        time.sleep(0.2)
-
-
 def queued_tasks(out_dir: Path) -> dict[str, str]:
     """Return the id of each task in the queue, by its number in the first array of a sweep."""
     name = next((path.stem for path in out_dir.glob("slurm/*.json")), "none")
@@ -137,13 +129,10 @@ def queued_tasks(out_dir: Path) -> dict[str, str]:
 def test_two_sweeps_one_killed_one_interrupted_and_a_requeued_task(start_sweep, tmp_path):
     """A requeue of one task restarts that run only; a sweep that is started again waits for the jobs it has left."""
     one, two = tmp_path / "one", tmp_path / "two"
-    sweeps = {
-        one: start_sweep("one", "OPTIM.MOMENTUM=0.7,0.8,0.9"),
-        two: start_sweep("two", "OPTIM.WEIGHT_DECAY=0,1e-4"),
-    }
-    wait_for(
-        lambda: all(list(one.glob(f"trial_00{trial}/seed_3/checkpoints/*")) for trial in range(3)), *sweeps.values()
-    )
+    words = {one: "OPTIM.MOMENTUM=0.7,0.8,0.9", two: "OPTIM.WEIGHT_DECAY=0,1e-4"}
+    sweeps = {out_dir: start_sweep(out_dir.name, word) for out_dir, word in words.items()}
+    folders = [one / f"trial_00{trial}/seed_3/checkpoints" for trial in range(3)]
+    wait_for(lambda: all(list(folder.glob("*")) for folder in folders), *sweeps.values())
     ids = queued_tasks(one)
     assert set(ids) == {"0", "1", "2"}
     run("scontrol", "requeue", ids["1"])
@@ -153,7 +142,7 @@ def test_two_sweeps_one_killed_one_interrupted_and_a_requeued_task(start_sweep, 
     assert sweeps[two].wait() == 130 and sweeps[one].wait() == -signal.SIGKILL
     message = r"[12] jobs? in the Slurm queue will go on; rerun the same command .* to cancel: scancel \d+"
     assert re.search(message, (tmp_path / "two.log").read_text())
-    again = start_sweep("one", "OPTIM.MOMENTUM=0.7,0.8,0.9"), start_sweep("two", "OPTIM.WEIGHT_DECAY=0,1e-4")
+    again = [start_sweep(out_dir.name, word) for out_dir, word in words.items()]
     assert [process.wait() for process in again] == [0, 0], (tmp_path / "one.log").read_text()
     assert {trial: show_job(name)["Restarts"] for trial, name in ids.items()} == {"0": "0", "1": "1", "2": "0"}
     for out_dir, num in ((one, 3), (two, 2)):

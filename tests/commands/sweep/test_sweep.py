@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.processes import RESULT_S
+from support.errors import problems_of
+from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, records, small_options
 
 from distribuuuu.commands.sweep.local_executor import is_locked, plan_slots
@@ -25,16 +25,14 @@ def fixed_options(images: Path, *overrides) -> list[str]:
     return [word for key in pairs if key not in ("OUT_DIR", "OPTIM.BASE_LR") for word in (key, pairs[key])]
 
 
-def problems_of(*words) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args("sweep", [str(word) for word in words])
-    return [str(problem) for problem in caught.value.problems]
+def parse(*words) -> None:
+    parse_args("sweep", [str(word) for word in words])
 
 
 def test_all_problems_are_reported_at_once(image_folder, tmp_path):
     small = fixed_options(image_folder)
     words = ("OPTIM.MOMENTM=0.8,0.9", "OPTIM.WEIGHT_DECAY=log:0:1", "DATA.FLIP=lin:0:1", "OPTIM.LR_POLICY=cos,cosine")
-    assert problems_of("--tirals", "3", "--jobs", "0", "--asha", "1", *words, *small) == [
+    assert problems_of(parse, "--tirals", "3", "--jobs", "0", "--asha", "1", *words, *small) == [
         "command line: no such flag: --tirals; did you mean --trials?",
         "OPTIM.WEIGHT_DECAY: got log:0:1; expected LOW > 0 for a logarithmic range; fix: use lin",
         "--asha: got 1; expected 2 or more",
@@ -46,13 +44,10 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
         "steps, tri; did you mean cos?",
     ]
     swept = ("OPTIM.MAX_EPOCH=3,4", "TRAIN.AUTO_RESUME", "False", "OUT_DIR", tmp_path, "--asha", "3")
-    asha, resume = problems_of(*swept, "TRAIN.DATASET", image_folder)
+    asha, resume = problems_of(parse, *swept, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
-    assert "has no value" in problems_of("OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
-    for flags, said in (
-        (("--trials", "9"), "--trials: got 9"),
-        (("--asha", "3"), "--asha: got 3 for 2 trials of 2 epo"),
-    ):
+    assert "has no value" in problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
+    for flags, said in ((("--trials", "9"), "--trials: got 9"), (("--asha", "3"), "--asha: got 3 for 2 trials of 2")):
         args = parse_args("sweep", [*flags, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", str(tmp_path)])
         with pytest.raises(ConfigError, match=said):
             plan_sweep(*args)
@@ -66,10 +61,8 @@ def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(imag
     assert (plan.metric, plan.higher_is_better, plan.seeds, plan.rungs) == ("top3", True, (3, 4), ())
     values = {0: 3.0, 1: 5.0, 2: 9.0, 3: float("nan")}
     write_outcome(plan, build_rows(plan, {(trial, 3): RunState(2, {2: value}) for trial, value in values.items()}))
-    best, expected = (
-        load_cfg(str(tmp_path / "best.yaml")),
-        load_cfg(None, [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/best"]),
-    )
+    best = load_cfg(str(tmp_path / "best.yaml"))
+    expected = load_cfg(None, [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/best"])
     assert best == expected and best.OPTIM.BASE_LR == 0.2 and best.OPTIM.NESTEROV
     assert len((tmp_path / "best.yaml").read_text().splitlines()) < 45 < len(list(iter_options(get_cfg())))
     rows = json.loads((tmp_path / "sweep_results.json").read_text())["rows"]
@@ -79,10 +72,8 @@ def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(imag
 def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores, gpus = [0, 1, 2, 3, 6, 7], ["4", "5", "6", "7"]
-    assert [(own, env["OMP_NUM_THREADS"]) for own, env in plan_slots(2, 1, cores, [])] == [
-        ({0, 1, 2}, "3"),
-        ({3, 6, 7}, "3"),
-    ]
+    slots = [(own, env["OMP_NUM_THREADS"]) for own, env in plan_slots(2, 1, cores, [])]
+    assert slots == [({0, 1, 2}, "3"), ({3, 6, 7}, "3")]
     assert [own for own, _ in plan_slots(8, 1, cores, [])] == [{0}, {1}, {2}, {3}, {6}, {7}, {0}, {1}]
     slots = [env for _, env in plan_slots(2, 2, cores, gpus)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in slots] == ["4,5", "6,7"] and slots[0]["OMP_NUM_THREADS"] == "1"
@@ -94,7 +85,6 @@ def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch, tmp_path):
 
 @pytest.fixture
 def start():
-    """Return start(out, *words): a sweep as a process, which is killed after the test."""
     started = []
 
     def run(out: Path, *words: str) -> subprocess.Popen:
@@ -112,7 +102,6 @@ def start():
 
 
 def list_runs(out: Path) -> list[str]:
-    """Return the ids of the processes of runs below a folder."""
     lines = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
     return [pid for pid, path in lines.items() if f"{out}/trial_".encode() in read(path)]
 
@@ -122,13 +111,6 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + RESULT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -12,14 +12,7 @@ from support.sweeps import make_sweep
 
 from distribuuuu.commands.sweep.asha import run_sweep
 from distribuuuu.commands.sweep.page import build_sweep_page
-from distribuuuu.commands.sweep.trials import (
-    FAILED,
-    FAILED_FILE,
-    RunState,
-    build_rows,
-    open_sweep,
-    read_state,
-)
+from distribuuuu.commands.sweep.trials import FAILED, FAILED_FILE, RunState, build_rows, open_sweep, read_state
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.trainer import train_model
 
@@ -115,9 +108,7 @@ class InProcess:
 
 
 @pytest.mark.slow
-def test_a_sweep_with_kills_has_the_same_table_and_its_survivors_are_the_runs_alone(
-    image_folder, tmp_path, monkeypatch
-):
+def test_a_sweep_with_kills_has_the_same_table_and_runs(image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("distribuuuu.commands.sweep.asha.POLL_S", 0)
     values = [{"OPTIM.BASE_LR": str(lr)} for lr in (0.01, 0.1, 0.03, 0.2)]
     values.insert(2, {"MODEL.KWARGS.norm": "nope"})
@@ -128,9 +119,8 @@ def test_a_sweep_with_kills_has_the_same_table_and_its_survivors_are_the_runs_al
         sweep.out_dir.mkdir()
         states = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, num_kills), lambda rows, running: None)
         rows[name] = build_rows(sweep, states)
-        assert run_sweep(sweep, InProcess(random.Random(0), monkeypatch, 0), lambda rows, running: None) == states, (
-            "the files alone tell that nothing is left to do"
-        )
+        again = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, 0), lambda rows, running: None)
+        assert again == states, "the files alone tell that nothing is left to do"
     assert repr(rows["calm"]) == repr(rows["killed"])
     failed = next(row for row in rows["killed"] if row.status == FAILED)
     assert failed.trial == 2 and "nope" in failed.failures[3]

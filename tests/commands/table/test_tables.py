@@ -48,7 +48,6 @@ def save(path: Path, **changes) -> Path:
 
 
 def seeds(folder: Path, *top1: float, **changes) -> None:
-    """Write a run for each accuracy, with the seeds 0, 1, ..."""
     for seed, value in enumerate(top1):
         save(folder / f"seed_{seed}.json", seed=seed, accuracy__raw__last__top1=value, **changes)
 
@@ -304,10 +303,7 @@ def test_marks_that_do_not_match_are_refused():
     for text, message in (
         ("<!-- table b -->\n<!-- /table -->\n", "got 0 lines <!-- table a -->; expected one; available: b"),
         ("<!-- table a -->\n<!-- /table -->\n" * 2, "got 2 lines"),
-        (
-            "\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n",
-            "line 2: <!-- table a --> is not closed by <!-- /t",
-        ),
+        ("\n<!-- table a -->\n<!-- table b -->\n<!-- /table -->\n", "line 2: <!-- table a --> is not closed by <!-- /"),
         ("<!-- table a -->\ntext\n", "is not closed by <!-- /table -->"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -2,17 +2,15 @@
 
 import json
 import logging
-import os
 import re
 import subprocess
-import sys
 import types
 
 import pytest
 import torch
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import ROOT, run_tool, small_options
+from support.runs import ROOT, run_python, run_tool, small_options
 from support.tiers import slow
 
 from distribuuuu.commands.measure import timing
@@ -33,7 +31,6 @@ REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
 
 
 def hurry(monkeypatch=None) -> None:
-    """Measure each part for a moment only."""
     for name, seconds in {"MEASURE_S": 0.04, "BLOCK_S": 0.02, "WARM_UP_S": 0.01}.items():
         (monkeypatch.setattr if monkeypatch else setattr)(timing, name, seconds)
 
@@ -46,14 +43,10 @@ def run_hurried(*args) -> subprocess.CompletedProcess:
         f"sys.argv = ['time_net.py', *{[str(arg) for arg in args]!r}]\n"
         "runpy.run_path('tools/time_net.py', run_name='__main__')\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
-    )
+    return run_python("-c", code)
 
 
 def check_result(result: dict, num_processes: int, global_batch: int) -> None:
-    """Check that every part is there and that its numbers are consistent."""
     assert result["processes"] == num_processes
     for name in PARTS:
         part = result[name]
@@ -165,9 +158,8 @@ def test_a_broken_image_is_named(tmp_path):
     assert done.returncode == 2 and str(broken) in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("speeds", "workers", "most", "remedies", "expected"),
-    [
+def test_the_diagnosis_follows_from_the_measured_speeds():
+    for speeds, workers, most, remedies, expected in [
         (Speeds(38, 410, 38, 0.01), 4, 4, REMEDIES,
          "model-bound: the model processes 38, the loader provides 410 images/s"),
         (Speeds(3100, 2400, 2390, 0.25), 4, 8, REMEDIES,
@@ -202,15 +194,11 @@ def test_a_broken_image_is_named(tmp_path):
         (Speeds(3000, 950, 930, 0.7), 0, 0, ("DATA.LOADER host with TRAIN.WORKERS -1",),
          "loader-bound: the model processes 3,000, the loader provides 950 images/s; fix: DATA.LOADER host with"
          " TRAIN.WORKERS -1"),
-    ],
-)  # fmt: skip
-def test_the_diagnosis_follows_from_the_measured_speeds(speeds, workers, most, remedies, expected):
-    assert diagnose_bottleneck(speeds, workers, most, remedies) == expected
+    ]:  # fmt: skip
+        assert diagnose_bottleneck(speeds, workers, most, remedies) == expected
 
 
 class RawPack:
-    """A set of so many images that are packed as pixels."""
-
     meta = {"options": {"format": "raw"}}
 
     def __init__(self, num_images: int):
@@ -268,16 +256,9 @@ class Clock:
         handler.emit = lambda record: self.warnings.append(record.getMessage())
         monkeypatch.setattr(log.logger, "handlers", [handler])
         self.num_steps = num_steps
-        metrics = {"top1": "top1", "topk": "top5"}
-        self.log = log.RunLog(
-            out_dir,
-            tensorboard=False,
-            train_metrics=metrics,
-            eval_metrics=metrics,
-            num_epochs=100,
-            num_steps=num_steps,
-            images_per_step=10,
-        )
+        metrics = dict.fromkeys(("train_metrics", "eval_metrics"), {"top1": "top1", "topk": "top5"})
+        sizes = {"num_epochs": 100, "num_steps": num_steps, "images_per_step": 10}
+        self.log = log.RunLog(out_dir, tensorboard=False, **metrics, **sizes)
 
     def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
         """Read the metrics every so many steps, with this share of the time spent waiting."""
@@ -288,14 +269,18 @@ class Clock:
                 self.log.train(epoch, step + 1, 0.1, metrics, wait * step_s * every)
 
 
-def test_waiting_for_data_is_one_warning(tmp_path, monkeypatch):
+def test_waiting_for_data_is_one_warning_of_the_main_process(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=60)
     for epoch in range(3):
         clock.run_epoch(epoch, wait=0.23, every=20)
     assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"]
+    clock = Clock(tmp_path, monkeypatch, num_steps=60)
+    monkeypatch.setattr(log.dist, "is_main", lambda: False)
+    clock.run_epoch(0, wait=0.9, every=20)
+    assert not clock.warnings
 
 
-def test_short_waits_and_the_first_read_of_a_start_are_no_warning(tmp_path, monkeypatch):
+def test_short_waits_the_first_read_of_a_start_and_few_steps_are_no_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=60)
     clock.run_epoch(0, wait=1.0, every=60)
     clock.run_epoch(1, wait=0.09, every=20)
@@ -304,9 +289,6 @@ def test_short_waits_and_the_first_read_of_a_start_are_no_warning(tmp_path, monk
     assert not clock.warnings
     clock.run_epoch(2, wait=0.11, every=20)
     assert len(clock.warnings) == 1
-
-
-def test_few_steps_are_no_warning(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch, num_steps=10)
     for epoch in range(4):
         clock.run_epoch(epoch, wait=0.5, every=5)
@@ -328,13 +310,6 @@ def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
         clock.now += 3.0
         clock.log.train(0, step, 0.1, metrics, 0.6)
     assert len(clock.warnings) == 1 and "20 %" in clock.warnings[0]
-
-
-def test_only_the_main_process_warns(tmp_path, monkeypatch):
-    clock = Clock(tmp_path, monkeypatch, num_steps=60)
-    monkeypatch.setattr(log.dist, "is_main", lambda: False)
-    clock.run_epoch(0, wait=0.9, every=20)
-    assert not clock.warnings
 
 
 def test_the_sample_of_the_docs_has_the_rows_of_the_table():
