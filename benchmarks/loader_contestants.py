@@ -152,8 +152,8 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
     def run_pass():
         if train:
             loader.sampler.set_position(1, next(epochs), 0)
-        in_worker = map(loader.samples.batch, loader.sampler)
-        return sum(len(batch[0]) for batch in (loader if to_loop else in_worker))
+        in_worker = (batch for batch, _ in map(loader.samples.batch, loader.sampler))
+        return sum(len(batch.images) for batch in (loader if to_loop else in_worker))
 
     return run_pass
 

@@ -48,7 +48,7 @@ def run_pass(source: str, cache: Path, args: argparse.Namespace, num_classes: in
     loader, _ = build_loaders(cfg, Launch("benchmark"), torch.device("cpu"))
     loader.sampler.set_position(1, 0, 0)
     digest, ends = hashlib.sha256(), []
-    for pixels, _ in loader.host_batches():
+    for pixels in (batch.images for batch in loader.host_batches()):
         digest.update(pixels.numpy().tobytes())
         ends.append(time.perf_counter())
     warm = min(2 * args.workers, len(ends) - 2)

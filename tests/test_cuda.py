@@ -17,11 +17,11 @@ from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.decode import Box
-from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceLoader
+from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
-from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.distributed import ddp
@@ -51,7 +51,8 @@ def host_batches(num: int, pinned: bool = True) -> list[tuple]:
     """Return batches of twelve images of three classes, like those of workers with and without TRAIN.PIN_MEMORY."""
     pixels, labels = torch.arange(12 * 3 * 16 * 16).remainder(251).to(torch.uint8), torch.arange(12) % 3
     pixels = pixels.view(12, 3, 16, 16)
-    return [(pixels.pin_memory(), labels.pin_memory(), ()) if pinned else (pixels, labels, ())] * num
+    tensors = pixels, labels, torch.arange(12)
+    return [(Batch(*(tensor.pin_memory() for tensor in tensors) if pinned else tensors), ())] * num
 
 
 def read_all(loader: Loader, timeline: Timeline) -> list[int]:
@@ -144,7 +145,7 @@ def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypa
     timeline, after = overlap(small_cfg, monkeypatch, 5)
     assert timeline.faults == {}
     assert after == after[:1] * 5, "a copy waited for a step"
-    assert timeline.recorded == [timeline.main] * 10, "images and targets of each batch"
+    assert timeline.recorded == [timeline.main] * 15, "images, targets and index of each batch"
 
 
 def test_the_host_waits_for_the_step_before_the_last(small_cfg, monkeypatch):
@@ -200,8 +201,8 @@ def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
     with fake_cuda(monkeypatch) as timeline:
         images = DeviceDataset(parts.images, "auto", CUDA, num_threads=0)
         images.same_size = images.same_size if together else None
-        samples = Samples(images, parts.samples.transform, "auto", skip_broken=False)
-        loader = Loader(samples, parts.sampler, DeviceLoader(samples, positions), make_normalizer(CUDA))
+        samples = DeviceSamples(images, parts.samples.transform, "auto", skip_broken=False)
+        loader = Loader(samples, parts.sampler, map(samples.batch, positions), make_normalizer(CUDA))
         timeline.waits.clear()
         assert len(read_all(loader, timeline)) == len(positions)
     assert timeline.faults == {} and num_resized >= len(positions)
@@ -231,8 +232,8 @@ def test_a_device_dataset_stays_on_the_host_if_it_is_augmented_there(small_cfg, 
 def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     parts = build_loader(small_cfg(), ALONE, CPU, train=False)
-    pixels, labels, _ = next(iter(start_workers([Pass(parts.samples, parts.sampler)], "thread", 1, pin_memory=True)[0]))
-    assert is_pinned(pixels) and is_pinned(labels)
+    batch, _ = next(iter(start_workers([Pass(parts.samples, parts.sampler)], "thread", 1, pin_memory=True)[0]))
+    assert all(map(is_pinned, batch[:3]))
 
 
 def prepare(cfg) -> tuple:
@@ -443,9 +444,9 @@ def test_a_busy_gpu_gets_the_same_batches_as_the_cpu(small_cfg, overrides):
                       for device in (torch.device("cuda", torch.cuda.current_device()), CPU))  # fmt: skip
     for _ in range(4):
         torch.cuda._sleep(20_000_000)  # keeps the main stream busy for that many cycles
-        (images, labels), (others, other_labels) = next(mine), next(expected)
+        (images, *rest, _), (others, *other_rest, _) = next(mine), next(expected)
         torch.testing.assert_close(images.cpu(), others)
-        assert torch.equal(labels.cpu(), other_labels)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(rest, other_rest, strict=True))
 
 
 @needs_gpu

@@ -33,7 +33,7 @@ def test_normalized_fashion_mnist_has_mean_0_and_std_1():
     overrides = ["DATA.NAME", "fashion_mnist", "MODEL.NUM_CLASSES", "10", "TRAIN.DATASET", str(root)]
     cfg = load_cfg(None, [*overrides, "TRAIN.IM_SIZE", "28", "TEST.IM_SIZE", "28", "TEST.BATCH_SIZE", "2000"])
     loader = build_loader(cfg, Launch("alone"), CPU, train=False)
-    images, labels = next(iter(loader))
+    images, labels, *_ = next(iter(loader))
     assert len(loader.images) == 10000 and loader.images.classes[9] == "Ankle boot"
     assert abs(float(images.mean())) < 0.05 and abs(float(images.std()) - 1) < 0.05
     assert torch.equal(images[:, 0], images[:, 2]) and sorted(set(labels.tolist())) == list(range(10))

@@ -213,6 +213,9 @@ def _check_task(cfg: Config) -> Iterator[Problem]:
     if name in _BUILT_IN_TASKS and multilabel != (name == "multilabel"):
         labels = "several labels" if multilabel else "one label"
         yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
+    if cfg.DATA.VIEWS > 1 and name in ("auto", *_BUILT_IN_TASKS):
+        message = f"got {cfg.DATA.VIEWS}, but TASK.NAME {name} takes one view of an image; fix: set it to 1"
+        yield Problem("DATA.VIEWS", f"{message}, or TASK.NAME to a task of your own")
     if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
         yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
     if cfg.TASK.KWARGS and name in ("auto", *_BUILT_IN_TASKS):

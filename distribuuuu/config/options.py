@@ -156,6 +156,8 @@ _C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
 _C.DATA.FLIP = Option(0.5, least=0, most=1)
 # Repeated augmentation: differently augmented copies of each image in a step; an epoch has 1 / REPEATS of the images.
 _C.DATA.REPEATS = Option(1, least=1)
+# Views of each training image in a step, for a task that takes several: independent augmentations of one decoded image.
+_C.DATA.VIEWS = Option(1, least=1)
 # Sampling of training images: uniform (each once per epoch), balanced (with replacement, all classes equally often) or
 # sqrt (with replacement, a class in proportion to the square root of its number of images).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))

@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -62,6 +62,23 @@ def read_cfg(cfg_file: str | Config | None = None, overrides: Sequence[str] = ()
     problems += [*_find_inherited_arguments(cfg, of_file), *find_problems(cfg)]
     cfg.freeze()
     return cfg, problems
+
+
+def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tuple[str, ...]) -> Config:
+    """Return a frozen copy of a config with other values of some options, whose keys begin with one of `allowed`.
+
+    Raises:
+        ConfigError: a key is unknown or not allowed, or a value is invalid; `origin` is named.
+    """
+    copied, found = cfg.clone(), list[Problem]()
+    copied.defrost()
+    _merge(copied, [(key, value, origin) for key, value in options.items()], found)
+    message = f"has no effect here; expected {', '.join(allowed)}"
+    found += [Problem(key, message, {key: origin}) for key in options if not key.startswith(allowed)]
+    if problems := found or find_problems(copied):
+        raise ConfigError(problems)
+    copied.freeze()
+    return copied
 
 
 def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:

@@ -113,3 +113,17 @@ def dataset_class(cfg) -> Any:
     """Return the `ImageDataset` class of a config; for an unknown name, which is reported elsewhere, `Dummy`."""
     name = dataset_name(cfg)
     return DATASETS.get(name if name in DATASETS else "dummy")
+
+
+def task_name(cfg) -> str:
+    """Return TASK.NAME; `auto` is resolved by DISTILL.TEACHER and by the targets of the data set."""
+    if cfg.TASK.NAME != "auto":
+        return cfg.TASK.NAME
+    if cfg.DISTILL.TEACHER:
+        return "distillation"
+    return "multilabel" if dataset_class(cfg).multilabel else "classification"
+
+
+def task_class(cfg) -> Any:
+    """Return the `Task` class of a config."""
+    return TASKS.get(task_name(cfg))

@@ -83,6 +83,11 @@ class AugmentedCrop(Transform):
     def __str__(self) -> str:
         return str(self.crop)
 
+    @property
+    def size(self) -> int:  # type: ignore[override]  # not set, but that of the crop
+        """Side of the output, in pixels."""
+        return self.crop.size
+
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         pixels = self.crop(image, rng)
         policy_seed, jitter_seed, erase_seed = rng.seed(), rng.seed(), rng.seed()

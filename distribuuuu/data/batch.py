@@ -1,6 +1,7 @@
-"""A batch on the device, as loaders yield it and as tasks receive it."""
+"""A batch, as workers make it, as loaders yield it on the device, and as tasks receive it."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,11 +10,30 @@ class Batch(NamedTuple):
     """Images with their targets. Read the fields by name: further ones may follow.
 
     Attributes:
-        images: normalized, float32 (N, C, H, W).
+        images: normalized, float32 (N, C, H, W); with several views of each image a tuple of them, see `Task.views`.
         targets: int64 (N,), or float32 (N, classes) where an image has several labels.
         index: the index of each image in the data set, int64 (N,); None if it is unknown, e.g. in a measurement.
+        extra: the batches of the further loaders of the task, by name, see `Task.extra_loaders`.
     """
 
-    images: torch.Tensor
-    targets: torch.Tensor
+    images: Any
+    targets: Any
     index: torch.Tensor | None = None  # type: ignore[assignment]  # in place of the method of tuples
+    extra: Mapping[str, "Batch"] = {}
+
+    @property
+    def first_images(self) -> torch.Tensor:
+        """The images of the first view."""
+        return self.images if isinstance(self.images, torch.Tensor) else self.images[0]
+
+
+def map_leaves(kind: type | tuple[type, ...], function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested dicts and tuples, e.g. a Batch, with a function applied to each leaf of a type."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_leaves(kind, function, item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):  # a list: torch's thread that pins memory makes it of a tuple
+        items = [map_leaves(kind, function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

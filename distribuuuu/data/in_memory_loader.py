@@ -1,18 +1,19 @@
 """Loader for DATA.LOADER device: small images are decoded once, kept on the device, and cropped there in batches."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
-from distribuuuu.data.samplers import MicroBatchSampler
-from distribuuuu.data.samples import HostBatch, Samples, as_targets
-from distribuuuu.data.seeding import BatchRNG
-from distribuuuu.data.transforms import BatchTransform
+from distribuuuu.data.samples import Allocate, HostBatch, Samples, as_targets
+from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
+from distribuuuu.data.transforms import BatchTransform, Views, list_views
 from distribuuuu.launch.host import copy_to_device
 
 # Images that a thread decodes at a time.
@@ -32,13 +33,13 @@ class DeviceDataset(ImageDataset):
     Attributes:
         same_size: all images as uint8 (N, C, H, W) if they have one size and none is broken, else None; C is 1 for
             gray images.
-        labels: the targets of all images on the device: int64 (N,), or for a multilabel set float32 (N, classes).
+        labels: the targets of all images on the device, see `Batch.targets`.
 
     Raises:
         ConfigError: the device has too little memory.
     """
 
-    labels: torch.Tensor
+    labels: Any
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class DeviceDataset(ImageDataset):
         pixels = self._pixels[self._offsets[index] : self._offsets[index + 1]]
         return pixels.view(*self._shapes[index].tolist()).expand(3, -1, -1)
 
-    def label(self, index: int) -> int | np.ndarray:
+    def label(self, index: int) -> Any:
         """Return the label of image `index`."""
         return self._images.label(index)
 
@@ -101,24 +102,23 @@ class DeviceDataset(ImageDataset):
         return self._images.describe(index)
 
 
-class DeviceLoader:
-    """Batches of a DeviceDataset, made on the device: the workers' pixels, up to a GPU's rounding when it resizes."""
+class DeviceSamples(Samples):
+    """Samples of a DeviceDataset, made on the device: the workers' pixels, up to a GPU's rounding when it resizes."""
 
-    def __init__(self, samples: Samples, sampler: MicroBatchSampler):
-        assert isinstance(samples.images, DeviceDataset)
-        self._samples = samples
-        self._images = samples.images
-        self._sampler = sampler
+    images: DeviceDataset
 
-    def __iter__(self) -> Iterator[HostBatch]:
-        pixels = self._images.same_size
-        transform = self._samples.transform if isinstance(self._samples.transform, BatchTransform) else None
-        for keys in self._sampler:
-            if pixels is None or transform is None:
-                yield self._samples.batch(keys)
-            else:
-                _, _, *size = keys[0]  # one size for the batch
-                resized = transform.at_size(*size) if size else transform
-                indices = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
-                images = resized.transform_batch(pixels[indices], BatchRNG(keys))
-                yield images.expand(-1, 3, -1, -1), self._images.labels[indices], ()
+    def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
+        """Return the batch of some keys; images of one size are transformed together if the transforms allow that."""
+        pixels, views = self.images.same_size, list_views(self.transform)
+        if pixels is None or not all(isinstance(view, BatchTransform) for view in views):
+            return super().make_batch(keys, allocate)
+        _, _, *size = keys[0]  # one size for the batch
+        index = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
+        images = []
+        for number, view in enumerate(views):
+            rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
+            resized: Any = view.at_size(*size) if size else view
+            images.append(resized.transform_batch(pixels[index], rng).expand(-1, 3, -1, -1))
+        return Batch(
+            tuple(images) if isinstance(self.transform, Views) else images[0], self.images.labels[index], index
+        ), ()

@@ -3,36 +3,45 @@
 `build_loader` assembles the pipeline: data set -> sampler -> samples (decode, crop, augment) -> workers -> normalizer.
 """
 
+import copy
 import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size
-from distribuuuu.config.registry import dataset_name
+from distribuuuu.config.reader import override
+from distribuuuu.config.registry import dataset_class, dataset_name, task_class
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
-from distribuuuu.data.decode import LazyImage, build_decode_options
-from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceLoader
+from distribuuuu.data.decode import build_decode_options
+from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
 from distribuuuu.data.samples import HostBatch, Samples
-from distribuuuu.data.seeding import SampleRNG
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform, Views, list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 
 logger = logging.getLogger(__name__)
+
+# The name of the training loader of the config, among those of the task.
+MAIN = "train"
+# First letters of the options that a view of an image, and a further loader, may set.
+_OF_VIEW = ("TRAIN.IM_SIZE", "DATA.CROP", "DATA.FLIP", "DATA.INTERPOLATION",
+            "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING")  # fmt: skip
+_OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.", "AUG.")
 
 
 class BadImageError(ConfigError):
@@ -66,6 +75,8 @@ class Loader:
         self.num_broken = 0
         self._batches = batches
         self._normalize = normalize
+        # Each keeps the number of images that it is compiled for.
+        self._normalize_extra = {name: copy.copy(normalize) for name in samples.extra}
         self._stream = None
         if self.device.type == "cuda":
             self._stream, self._queued = torch.cuda.Stream(self.device), torch.cuda.Event(blocking=True)
@@ -94,51 +105,57 @@ class Loader:
         if isinstance(self._batches, WorkerBatches):
             self._batches.workers.expected = passes
 
-    def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (uint8 (N, 3, H, W), targets) as they come from the workers."""
+    def host_batches(self) -> Iterator[Batch]:
+        """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
         batches = iter(self._batches)
         while True:
             start = time.perf_counter()
-            batch = next(batches, None)
+            made = next(batches, None)
             self._data_time_s += time.perf_counter() - start
-            if batch is None:
+            if made is None:
                 return
-            pixels, labels, broken = batch
-            if pixels is None:
+            batch, broken = made
+            if batch is None:
                 fix = "repair or remove it, or set DATA.ON_BAD_IMAGE skip"
                 raise BadImageError(f"broken image: {broken[-1]}; fix: {fix}")
             for message in broken:
                 self.num_broken += 1
                 logger.warning("broken image (%d so far), substituted: %s", self.num_broken, message)
-            yield pixels, labels
+            yield batch
 
-    def to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Normalize a batch on the device; from the host to CUDA on a side stream, concurrently with the last step.
 
         Pixels that are on CUDA come from the current stream, so they stay on it. The host first waits for the step
         before the last one. Without a limit, it would queue far more steps, with the memory of their batches, than the
         device has run, e.g. if a step is the replay of one CUDA graph.
         """
-        pixels, labels = batch
         if not self._stream:
-            return Batch(self._normalize(pixels), copy_to_device(labels, self.device))
+            return self._normalized(batch, self._normalize)
         current = torch.cuda.current_stream(self.device)
         self._queued.synchronize()
         self._queued.record(current)
-        if pixels.device.type == "cuda":
-            return Batch(self._normalize(pixels), copy_to_device(labels, self.device))
+        if batch.first_images.device.type == "cuda":
+            return self._normalized(batch, self._normalize)
         with torch.cuda.stream(self._stream):
-            moved = self._normalize(pixels), copy_to_device(labels, self.device)
+            moved = self._normalized(batch, self._normalize)
         current.wait_stream(self._stream)
-        for tensor in moved:  # allocated on the side stream, used on the current one
-            tensor.record_stream(current)
-        return Batch(*moved)
+        # Allocated on the side stream, used on the current one.
+        map_leaves(torch.Tensor, lambda tensor: tensor.record_stream(current), moved)
+        return moved
+
+    def _normalized(self, batch: Batch, normalize: Normalizer) -> Batch:
+        """Return a batch on the device, on the current stream."""
+        images = map_leaves(torch.Tensor, normalize, batch.images)
+        labels = batch.targets, batch.index
+        targets, index = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), labels)
+        extra = {name: self._normalized(one, self._normalize_extra[name]) for name, one in batch.extra.items()}
+        return Batch(images, targets, index, extra)
 
     def zero_images(self, num: int) -> torch.Tensor:
-        """Return zeros in the shape of `num` images of this loader: float32 (num, 3, H, W) on the device."""
-        image = LazyImage(torch.zeros(3, 64, 64, dtype=torch.uint8))
-        shape = self.samples.transform(image, SampleRNG(0, 0)).shape
-        return self._normalize.empty((num, *shape)).zero_()
+        """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
+        size = list_views(self.samples.transform)[0].size
+        return self._normalize.empty((num, 3, size, size)).zero_()
 
     def zero_targets(self, num: int) -> torch.Tensor:
         """Return targets of the first class, or of none where an image has several labels, on the device."""
@@ -173,24 +190,34 @@ class TrainLoader(Loader):
         return iter(self)
 
     def dummy_batch(self) -> torch.Tensor:
-        """Return zeros in the shape of a micro-batch: float32 (N, 3, H, W) on the device."""
+        """Return zeros in the shape of a micro-batch, of the first view: float32 (N, 3, H, W) on the device."""
         return self.zero_images(self.plan.micro_batch)
+
+    def sample_batch(self) -> Batch:
+        """Return a micro-batch on the device, with all views and further batches, made by this process for a test."""
+        batch, broken = self.samples.batch(next(iter(self.sampler)))
+        if batch is None:
+            raise BadImageError(f"broken image: {broken[-1]}; fix: repair or remove it")
+        return self.to_device(batch)
 
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
         """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images."""
         num_steps = -(-num // self.plan.global_batch)
         for batch in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
-            yield batch.images
+            yield batch.first_images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W).
 
-        Broken ones are left out; the first step reports them.
+        Broken images are left out; the first step reports them. With several views, those of an image that have the
+        size of its first one follow each other.
         """
         self.sampler.set_position(seed, epoch=0, first_step=0)
         samples = [self.samples[key] for key in next(iter(self.sampler))[:num]]
-        read = [sample.pixels for sample in samples if sample.pixels is not None]
-        return torch.stack(read).cpu() if read else torch.empty(0)
+        views = [sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,) for sample in samples]
+        images = [view for of_image in views for view in of_image if view is not None]
+        shown = [image for image in images if image.shape == images[0].shape][:num]
+        return torch.stack(shown).cpu() if shown else torch.empty(0)
 
 
 @overload
@@ -209,13 +236,11 @@ def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Load
 def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bool] = (True, False)) -> list[Any]:
     """Return a TrainLoader for training and a Loader for evaluation, which share their workers; see `build_loader`."""
     parts = [build_samples(cfg, launch, device, train) for train in splits]
-    if cfg.DATA.LOADER == "device":
-        batches: Any = [DeviceLoader(one.samples, one.sampler) for one, _ in parts]
-    else:
-        pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda"
-        num_workers = count_workers(cfg.TRAIN.WORKERS, launch)
-        passes = [one for one, _ in parts]
-        batches = start_workers(passes, cfg.DATA.WORKER_KIND, num_workers, pin_memory, max_batch_bytes(cfg, passes))
+    passes, is_on_host = [one for one, _ in parts], cfg.DATA.LOADER == "host"
+    pin_memory = cfg.TRAIN.PIN_MEMORY and device.type == "cuda" and is_on_host
+    num_workers = count_workers(cfg.TRAIN.WORKERS, launch) if is_on_host else 0
+    batch_bytes = max(count_bytes(one.samples, one.sampler) for one in passes)
+    batches = start_workers(passes, cfg.DATA.WORKER_KIND, num_workers, pin_memory, batch_bytes)
     loaders = []
     for train, (one, notes), made in zip(splits, parts, batches, strict=True):
         # After the workers have been forked.
@@ -226,46 +251,81 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
     return loaders
 
 
-def max_batch_bytes(cfg, passes: Iterable[Pass]) -> int:
-    """Return the size of the images of the largest batch of some data sets."""
-    trains = [isinstance(one.sampler, ResumableDistributedSampler) for one in passes]
-    sides = [cfg.TRAIN.IM_SIZE if train else eval_crop_size(cfg) for train in trains]
-    return max(3 * side**2 * one.sampler.batch_size for one, side in zip(passes, sides, strict=True))
+def count_bytes(samples: Samples, sampler: Any) -> int:
+    """Return the size of the images of a batch, with those of other data sets that come along with it."""
+    num_pixels = sum(view.size**2 for view in list_views(samples.transform))
+    others = (count_bytes(one, sampler.extra[name]) for name, one in samples.extra.items())
+    return 3 * num_pixels * sampler.batch_size + sum(others)
 
 
-def build_samples(cfg, launch: Launch, device: torch.device, train: bool) -> tuple[Any, list[str]]:
-    """Return the Pass of a config: its samples and the sampler of this process; and warnings about the data."""
-    images = build_images(cfg, train)
-    notes = list(find_notes(cfg, images, launch, train))
-    sampler = build_sampler(cfg, images, launch, train)
-    transform, options = build_transform(cfg, images, train), build_decode_options(cfg)
+def build_samples(
+    cfg, launch: Launch, device: torch.device, train: bool, name: str = MAIN, plan: BatchPlan | None = None
+) -> tuple[Any, list[str]]:
+    """Return the Pass of a config: its samples and the sampler of this process; and warnings about the data.
+
+    A further loader of the task has a name and a plan of its own.
+    """
+    images = build_images(cfg, train, is_main=name == MAIN)
+    notes = list(find_notes(cfg, images, launch, train, name))
+    sampler: Any = build_sampler(cfg, images, launch, train, plan)
+    transform, options = build_transform(cfg, images, train, name), build_decode_options(cfg)
+    samples_class = Samples
     if cfg.DATA.LOADER == "device":
         # Other augmentation than erasing runs on the host: pixels on the device would be copied back image by image.
-        is_on_host = isinstance(transform, AugmentedCrop) and not isinstance(transform, ErasedCrop)
+        is_on_host = any(isinstance(view, AugmentedCrop) and not isinstance(view, ErasedCrop)
+                         for view in list_views(transform))  # fmt: skip
         pixel_device = torch.device("cpu") if is_on_host else device
         images = DeviceDataset(
             images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
         )
-    samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
+        samples_class = DeviceSamples
+    samples = samples_class(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
+    extra = build_extra(cfg, launch, device, sampler.plan) if train and name == MAIN else {}
+    for other, (one, found) in extra.items():
+        samples.extra[other], sampler.extra[other] = one.samples, one.sampler
+        notes += found
     return Pass(samples, sampler), notes
 
 
-def build_images(cfg, train: bool, family: type[ImageDataset] | None = None) -> ImageDataset:
-    """Return the data of a config, checked for MODEL.NUM_CLASSES; `family` replaces the class of DATA.NAME."""
+def build_extra(cfg, launch: Launch, device: torch.device, plan: BatchPlan) -> dict[str, tuple[Any, list[str]]]:
+    """Return by name the Pass and the warnings of the further loaders of the task, whose steps follow a plan.
+
+    Raises:
+        ConfigError: their options or data have problems, or their batches cannot be divided as those of the plan.
+    """
+    found = {}
+    for name, options in task_class(cfg).extra_loaders(cfg).items():
+        own = override(cfg, options, f"loader {name}", _OF_LOADER)
+        problems = dataset_class(own).find_problems(own, train=True)
+        if wrong := [Problem(key, text, own.origins) for key, text in problems if key != "MODEL.NUM_CLASSES"]:
+            raise ConfigError(wrong)
+        micro_batch, rest = divmod(plan.micro_batch * own.TRAIN.BATCH_SIZE, cfg.TRAIN.BATCH_SIZE)
+        if rest:
+            message = f"got {own.TRAIN.BATCH_SIZE}; expected a multiple of {cfg.TRAIN.BATCH_SIZE}, that of the config"
+            raise ConfigError(Problem("TRAIN.BATCH_SIZE", message), own.origins)
+        found[name] = build_samples(own, launch, device, True, name, replace(plan, micro_batch=micro_batch))
+    return found
+
+
+def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_main: bool = True) -> ImageDataset:
+    """Return the data of a config; `family` replaces the class of DATA.NAME.
+
+    The number of classes is that of MODEL.NUM_CLASSES, except for a further loader; else a ConfigError is raised.
+    """
     images = (family or get_dataset(dataset_name(cfg))).from_cfg(cfg, train)
-    if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
+    if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS and is_main:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
     return images
 
 
-def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterator[str]:
+def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str = MAIN) -> Iterator[str]:
     """Yield warnings about the data.
 
     Raises:
         BadImageError: files are broken, and DATA.ON_BAD_IMAGE is not skip.
     """
-    key = "TRAIN.DATASET" if train else "TEST.DATASET"
+    key = ("TRAIN.DATASET" if train else "TEST.DATASET") + (f" of loader {name}" if name != MAIN else "")
     yield from (f"{key}: {note}" for note in images.notes())
     broken, unknown = check_images(cfg, images, train)
     if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
@@ -273,7 +333,7 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterat
         error.one_process = launch.local_rank == 0  # the disk may be local to this machine
         raise error
     yield from (f"{key}: {note}" for note in (broken, unknown) if note)
-    if train and len(images.classes) == 1:
+    if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if train or images.multilabel:
         return
@@ -284,7 +344,9 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool) -> Iterat
         yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
 
 
-def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> EvalSampler | ResumableDistributedSampler:
+def build_sampler(
+    cfg, images: ImageDataset, launch: Launch, train: bool, plan: BatchPlan | None = None
+) -> EvalSampler | ResumableDistributedSampler:
     """Return the sampler of this process; raise ConfigError if a step takes more images than there are."""
     num_images = len(images)
     if not train:
@@ -293,7 +355,7 @@ def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> Eva
         raise ConfigError(
             "TRAIN.BATCH_SIZE: got auto; expected a number; fix: start by `distribuuuu.train`, which finds it"
         )
-    plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
+    plan = plan or plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
     balance, im_size_at = build_class_balance(cfg, images), build_im_size(cfg)
     blocks = None
@@ -304,16 +366,28 @@ def build_sampler(cfg, images: ImageDataset, launch: Launch, train: bool) -> Eva
     return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance, blocks)
 
 
-def build_transform(cfg, images: ImageDataset, train: bool) -> Transform:
-    """Return the transform from an image to uint8 (3, H, W).
+def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform | Views:
+    """Return the transform from an image to uint8 (3, H, W), or to several views of a training image.
 
     Raises:
-        ConfigError: AUG.POLICY is not understood.
+        ConfigError: AUG.POLICY is not understood, or the options of a view have problems.
     """
-    data = cfg.DATA
-    im_size = cfg.TRAIN.IM_SIZE
     if not train:
         return CenterCrop(cfg.TEST.IM_SIZE, eval_crop_size(cfg), cfg.TEST.INTERPOLATION)
+    views = []
+    for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
+        own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW) if options else cfg
+        if cfg.TRAIN.IM_SIZE_START and own.TRAIN.IM_SIZE != cfg.TRAIN.IM_SIZE:
+            message = f"got {cfg.TRAIN.IM_SIZE_START}; with views of several sizes, expected 0; fix: set it to 0"
+            raise ConfigError(Problem("TRAIN.IM_SIZE_START", message), cfg.origins)
+        views.append(build_view(own, images))
+    return Views(tuple(views)) if len(views) > 1 else views[0]
+
+
+def build_view(cfg, images: ImageDataset) -> Transform:
+    """Return the transform of a training image to uint8 (3, H, W); errors as `build_transform`."""
+    data = cfg.DATA
+    im_size = cfg.TRAIN.IM_SIZE
     crop: Transform
     if (images.crop if data.CROP == "auto" else data.CROP) == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan, check_pairs
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
@@ -97,6 +98,9 @@ class PairMixer:
         Returns:
             The images, and float32 (N, classes).
         """
+        if not isinstance(images, torch.Tensor):
+            message = "got several views; expected one"
+            raise ConfigError(f"AUG.MIXUP: {message}; fix: set AUG.MIXUP 0 and AUG.CUTMIX 0, or mix in the task")
         height, width = images.shape[-2:]
         first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
         of_step = self.draw(seed, epoch, step).weights(height, width)

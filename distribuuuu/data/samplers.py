@@ -5,8 +5,10 @@ Workers are started once, so an image size that changes with the epoch travels i
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,12 @@ from distribuuuu.data.seeding import SampleKey, derive_seed
 CLASS_POWERS = {"balanced": 0.0, "sqrt": 0.5}
 
 BatchKeys = list[SampleKey]
+
+
+class JointKeys(BatchKeys):
+    """The keys of a batch, and by name those of the batches of other data sets that come along with it."""
+
+    extra: Mapping[str, BatchKeys]
 
 
 class MicroBatchSampler(Protocol):
@@ -55,6 +63,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
             its own; None: a permutation.
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
+        extra: by name, the samplers of other data sets, whose micro-batches come along with those of this one. Each
+            goes on from epoch to epoch, and starts again in a new order when its images are used up.
         seed, epoch, first_step: where the next iteration starts.
     """
 
@@ -65,6 +75,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     im_size_at: Callable[[int], int] | None = None
     balance: "ClassBalance | None" = None
     blocks: Any = None
+    extra: "dict[str, ResumableDistributedSampler]" = field(default_factory=dict)
     seed: int = 0
     epoch: int = 0
     first_step: int = 0
@@ -101,6 +112,26 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         return max(0, self.num_steps - self.first_step) * self.plan.accum_steps
 
     def __iter__(self) -> Iterator[BatchKeys]:
+        position = self.epoch * self.num_steps + self.first_step
+        others = {name: sampler._follow(self, name, position) for name, sampler in self.extra.items()}
+        for keys in self._own_batches():
+            if others:
+                keys = JointKeys(keys)
+                keys.extra = {name: next(batches) for name, batches in others.items()}
+            yield keys
+
+    def _follow(self, other: "ResumableDistributedSampler", name: str, position: int) -> Iterator[BatchKeys]:
+        """Yield the micro-batches that come along with those of another sampler, from a step of the run on."""
+        seed = derive_seed(other.seed, zlib.crc32(name.encode()))
+        side = self.im_size_at(other.epoch) if self.im_size_at else 0
+        im_size_at = (lambda _: side) if side else None
+        first_epoch, first_step = divmod(position, self.num_steps)
+        for epoch in itertools.count(first_epoch):
+            at = replace(self, seed=seed, epoch=epoch, first_step=first_step, im_size_at=im_size_at)
+            yield from at._own_batches()
+            first_step = 0
+
+    def _own_batches(self) -> Iterator[BatchKeys]:
         plan, order, epoch_seed = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
         num_distinct = -(-plan.global_batch // self.repeats)
         repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]

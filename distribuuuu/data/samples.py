@@ -1,39 +1,42 @@
 """Samples: images read, decoded and transformed, with substitutes for broken ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
-from distribuuuu.data.transforms import Transform
+from distribuuuu.data.transforms import Transform, Views
 
 # How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
 
-# Images (N, 3, H, W), targets, and a message for each broken image; None for the images if one could not be read.
-HostBatch = tuple[torch.Tensor | None, torch.Tensor, tuple[str, ...]]
+# A batch of uint8 images, None if one of them could not be read; and a message for each broken image.
+HostBatch = tuple[Batch | None, tuple[str, ...]]
 # From an image (H, W, 3) and a shape (N, H, W, 3) to uninitialized memory for a batch.
 Allocate = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One sample of a batch.
 
     Attributes:
-        pixels: uint8 (3, H, W); None: no image could be read.
+        pixels: uint8 (3, H, W), with several views a tuple of them; None: no image could be read.
         label: see `ImageDataset.label`.
+        index: the image in the data set, that of the substitute for a broken one.
         broken: a message for each image that could not be read.
     """
 
-    pixels: torch.Tensor | None
-    label: int | np.ndarray
+    pixels: torch.Tensor | tuple[torch.Tensor, ...] | None
+    label: Any
+    index: int  # type: ignore[assignment]  # in place of the method of tuples
     broken: tuple[str, ...] = ()
 
 
@@ -43,48 +46,68 @@ class Samples(Dataset):
 
     Attributes:
         images: the data set.
-        transform: from an image and its random numbers to uint8 (3, H, W).
+        transform: from an image and its random numbers to uint8 (3, H, W), or to several views.
         decoder: see `decode`.
         skip_broken: substitute another image for one that cannot be read, always the same one.
         options: see `decode`.
+        extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
     """
 
     images: ImageDataset
-    transform: Transform
+    transform: Transform | Views
     decoder: str
     skip_broken: bool
     options: DecodeOptions = DEFAULTS
+    extra: dict[str, "Samples"] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, keys: Sequence[SampleKey], allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
-        """Return the batch of some keys.
-
-        The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into
-        the batch at once, while it is in the cache of the processor.
+    def batch(self, keys: Any, allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
+        """Return the batch of some keys, a list of `SampleKey`; with other data sets, the batches of `JointKeys`.
 
         Raises:
             ValueError: the transform returned images of different sizes or types.
         """
+        batch, broken = self.make_batch(keys, allocate)
+        if not self.extra:
+            return batch, broken
+        others = {name: one.batch(keys.extra[name], allocate) for name, one in self.extra.items()}
+        broken += sum((messages for _, messages in others.values()), ())
+        extra = {name: other for name, (other, _) in others.items() if other}
+        return batch._replace(extra=extra) if batch and len(extra) == len(others) else None, broken
+
+    def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
+        """Return the batch of some keys of this data set.
+
+        The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into
+        the batch at once, while it is in the cache of the processor.
+        """
         if self.images.remote:
             self.images.remote.read_ahead(keys)
-        batch, num_read = torch.empty(0), 0
-        labels: list[int | np.ndarray] = []
+        views: list[torch.Tensor] = []
+        labels, index, num_read = [], [], 0
         broken: tuple[str, ...] = ()
         for row, sample in enumerate(map(self.__getitem__, keys)):
             labels.append(sample.label)
+            index.append(sample.index)
             broken += sample.broken
-            if sample.pixels is not None:
-                image = sample.pixels.permute(1, 2, 0)
-                batch = batch if num_read else allocate(image, (len(keys), *image.shape))
-                num_read += 1
+            if sample.pixels is None:
+                continue
+            num_read += 1
+            for number, pixels in enumerate(sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,)):
+                image = pixels.permute(1, 2, 0)
+                if number == len(views):
+                    views.append(allocate(image, (len(keys), *image.shape)))
+                batch = views[number]
                 if (found := (image.shape, image.dtype)) != (expected := (batch.shape[1:], batch.dtype)):
                     raise ValueError(f"{self.transform} returned different images: {expected}, {found}")
                 batch[row].copy_(image)
         if num_read < len(keys):
-            return None, torch.empty(0), broken
-        return batch.permute(0, 3, 1, 2), as_targets(labels), broken
+            return None, broken
+        images = tuple(view.permute(0, 3, 1, 2) for view in views)
+        targets = as_targets(labels)
+        return Batch(images if isinstance(self.transform, Views) else images[0], targets, torch.tensor(index)), broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
         seed, index, *size = key
@@ -94,14 +117,15 @@ class Samples(Dataset):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
-                return Sample(transform(image, SampleRNG(seed, index)), self.images.label(chosen), tuple(broken))
+                pixels = transform(image, SampleRNG(seed, index))
+                return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
             except ConfigError:  # the network's or the disk's fault; the message is complete
                 raise
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
-        return Sample(None, -1, tuple(broken))
+        return Sample(None, -1, index, tuple(broken))
 
 
 def reason_of(error: Exception) -> str:

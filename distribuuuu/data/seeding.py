@@ -64,6 +64,10 @@ class SampleRNG:
         """Return a 53-bit integer to seed another generator with."""
         return int(self.uniform() * 2**53)
 
+    def split(self, num: int) -> "list[SampleRNG]":
+        """Return this generator and further ones, that of each view of the sample."""
+        return [self, *(SampleRNG(self._state, number) for number in range(1, num))]
+
 
 class BatchRNG:
     """The same random numbers for many samples at a time, as arrays: float64 (N,)."""

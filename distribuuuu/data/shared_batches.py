@@ -6,11 +6,12 @@ import mmap
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.samplers import BatchKeys
 from distribuuuu.data.samples import HostBatch, Samples
 
@@ -46,46 +47,61 @@ class BatchMemory:
         """Free a slot; any thread may call it."""
         self._free.append(slot)
 
-    def view(self, slot: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the start of a slot as a uint8 array."""
-        return np.frombuffer(self._memory, np.uint8, math.prod(shape), slot * self._slot_bytes).reshape(shape)
+    def view(self, slot: int) -> np.ndarray:
+        """Return a slot as a uint8 array."""
+        return np.frombuffer(self._memory, np.uint8, self._slot_bytes, slot * self._slot_bytes)
 
     def fill(self, samples: Samples, keys: BatchKeys, slot: int) -> "_Returned":
-        """Return what a worker sends for a batch that it makes in a slot; it arrives as a Batch."""
-        shapes: list[tuple[int, ...]] = []
+        """Return what a worker sends for a batch that it makes in a slot; it arrives as a HostBatch."""
+        memory, used, places = self.view(slot), 0, {}
 
         def allocate(image: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-            if image.dtype != torch.uint8 or math.prod(shape) > self._slot_bytes:
+            nonlocal used
+            start, end = used, used + math.prod(shape)
+            if image.dtype != torch.uint8 or end > self._slot_bytes:
                 return image.new_empty(shape)
-            shapes.append(shape)
-            return torch.from_numpy(self.view(slot, shape))
+            images = torch.from_numpy(memory[start:end]).view(shape)
+            used, places[images.data_ptr()] = end, _Place(start, shape)
+            return images
 
-        images, targets, broken = samples.batch(keys, allocate)
-        if images is None or not shapes:
-            return _Returned(self.number, slot, None, (images, targets, broken))
-        return _Returned(self.number, slot, shapes[0], (None, targets.numpy(), broken))
+        def pack(tensor: torch.Tensor) -> Any:
+            # An array is sent in the message, a tensor in shared memory of its own.
+            return places.get(tensor.data_ptr()) or (tensor.numpy() if tensor.ndim < 3 else tensor)
+
+        batch, broken = samples.batch(keys, allocate)
+        return _Returned(self.number, slot, map_leaves(torch.Tensor, pack, batch), broken)
+
+
+class _Place(NamedTuple):
+    """The images (N, H, W, 3) of a batch in a slot: their first byte and their shape."""
+
+    start: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """A batch whose images are in a slot, if it has a shape; it arrives as a Batch."""
+    """A batch whose images are in a slot, if it has images; it arrives as a HostBatch."""
 
     memory: int
     slot: int
-    shape: tuple[int, ...] | None
-    batch: tuple[Any, Any, tuple[str, ...]]
+    batch: Any
+    broken: tuple[str, ...]
 
     def __reduce__(self) -> tuple:
-        return _receive, (self.memory, self.slot, self.shape, self.batch)
+        return _receive, (self.memory, self.slot, self.batch, self.broken)
 
 
-def _receive(number: int, slot: int, shape: tuple[int, ...] | None, batch: tuple) -> HostBatch:
+def _receive(number: int, slot: int, batch: Any, broken: tuple[str, ...]) -> HostBatch:
     """Return a batch whose slot becomes free when no tensor refers to its images any more."""
     memory = _MEMORIES[number]
-    if shape is None:
-        memory.release(slot)
-        return batch
-    pixels = memory.view(slot, shape)
+    pixels = memory.view(slot)
     weakref.finalize(pixels, memory.release, slot).atexit = False
-    _, targets, broken = batch
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(targets), broken
+
+    def unpack(leaf: "_Place | np.ndarray") -> torch.Tensor:
+        if isinstance(leaf, np.ndarray):
+            return torch.from_numpy(leaf)
+        part = pixels[leaf.start : leaf.start + math.prod(leaf.shape)]  # keeps `pixels`
+        return torch.from_numpy(part).view(leaf.shape).permute(0, 3, 1, 2)
+
+    return map_leaves((_Place, np.ndarray), unpack, batch), broken

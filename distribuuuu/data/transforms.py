@@ -29,7 +29,13 @@ T = TypeVar("T", bound="Transform")
 
 
 class Transform(ABC):
-    """Base class: from an image and its random numbers to the pixels of a sample. Subclasses are dataclasses."""
+    """Base class: from an image and its random numbers to the pixels of a sample. Subclasses are dataclasses.
+
+    Attributes:
+        size: side of the output, in pixels.
+    """
+
+    size: int
 
     @abstractmethod
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
@@ -46,6 +52,30 @@ class BatchTransform(Transform):
     @abstractmethod
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
         """Return uint8 (N, C, size, size) from (N, C, H, W); per image the same as from a call."""
+
+
+@dataclass(frozen=True)
+class Views:
+    """Several transforms of one image, which is decoded once; the first gives what it gives alone."""
+
+    transforms: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"view {number}: {view}" for number, view in enumerate(self.transforms, 1))
+
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
+        """Return uint8 (3, size, size) of each view."""
+        decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
+        return tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
+
+    def at_size(self, size: int) -> "Views":
+        """Return the same views with outputs of another size."""
+        return Views(tuple(view.at_size(size) for view in self.transforms))
+
+
+def list_views(transform: Transform | Views) -> tuple[Transform, ...]:
+    """Return the transform of each view."""
+    return transform.transforms if isinstance(transform, Views) else (transform,)
 
 
 @dataclass(frozen=True)

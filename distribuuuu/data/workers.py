@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
 from distribuuuu.data.samples import HostBatch, Samples
 from distribuuuu.data.shared_batches import BatchMemory
@@ -188,10 +189,8 @@ class Pool:
 
 def _make_batch(request: BatchRequest, pin_memory: bool) -> HostBatch:
     samples, keys = request
-    images, targets, broken = samples.batch(keys)
-    if pin_memory and images is not None:
-        images, targets = images.pin_memory(), targets.pin_memory()
-    return images, targets, broken
+    batch, broken = samples.batch(keys)
+    return map_leaves(torch.Tensor, torch.Tensor.pin_memory, batch) if pin_memory else batch, broken
 
 
 class ThreadPool(Pool):

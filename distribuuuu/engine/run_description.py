@@ -58,6 +58,9 @@ def describe_images(cfg, *loaders: Loader) -> None:
         if isinstance(loader, TrainLoader):
             kind, start = "training", cfg.TRAIN.IM_SIZE_START
         logger.info("%s: %s%s", kind, loader.samples.transform, f"; from {start} px on" if start else "")
+        for name, samples in loader.samples.extra.items():
+            num = loader.sampler.extra[name].plan.global_batch  # type: ignore[union-attr]  # a training loader
+            logger.info("loader %s: %s, %d per step; %s", name, counted(len(samples), "image"), num, samples.transform)
     mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
     sampling = f"; sampling: {cfg.DATA.SAMPLING}" if len(loaders) > 1 else ""
     logger.info("mean %s, std %s%s", mean, std, sampling)

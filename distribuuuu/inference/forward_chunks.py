@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset, read_file
 from distribuuuu.data.loader import Loader
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
@@ -67,7 +68,7 @@ class TolerantSamples(Samples):
         assert isinstance(self.transform, CenterCrop)
         size, index = self.transform.size, key[1]
         message = sample.broken[-1].removeprefix(f"{self.images.describe(index)}: ")
-        return Sample(torch.zeros(3, size, size, dtype=torch.uint8), -1 - index, (message,))
+        return Sample(torch.zeros(3, size, size, dtype=torch.uint8), -1 - index, index, (message,))
 
 
 class SpanSampler(EvalSampler):
@@ -124,13 +125,13 @@ class ChunkLoader(Loader):
         # The cause of each broken image, by its position, until its chunk is taken.
         self._causes: dict[int, str] = {}
 
-    def host_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (uint8 (N, 3, H, W), labels) as they come from the workers."""
-        for pixels, labels, messages in self._batches:
-            assert pixels is not None  # broken images are zeros
-            broken = [-1 - label for label in labels.tolist() if label < 0]
+    def host_batches(self) -> Iterator[Batch]:
+        """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
+        for batch, messages in self._batches:
+            assert batch is not None  # broken images are zeros
+            broken = [-1 - label for label in batch.targets.tolist() if label < 0]
             self._causes.update(zip(broken, messages, strict=True))
-            yield pixels, labels
+            yield batch
 
     def chunks(self) -> Iterator[tuple[range, torch.Tensor, dict[int, str]]]:
         """Yield each chunk: its positions, its images float32 (N, 3, H, W), and the causes of broken ones."""

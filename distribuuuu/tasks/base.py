@@ -4,14 +4,14 @@ A task computes one micro-batch; the loop in trainer.py does everything else. A 
 `@TASKS.register("name")`, in a file of this package or in a separate script. TASK.NAME selects it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.registry import TASKS, dataset_class
+from distribuuuu.config.registry import task_class, task_name
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
@@ -62,6 +62,28 @@ class Task:
         self.state: Any = None
         self.train_metrics = self.build_metrics("TRAIN.METRICS", cfg.TRAIN.METRICS)
         self.eval_metrics = self.build_metrics("TEST.METRICS", cfg.TEST.METRICS)
+
+    @classmethod
+    def views(cls, cfg, loader: str = "train") -> Sequence[Mapping[str, Any]]:
+        """Return for each view of an image the options by which its transform differs from that of the config.
+
+        An image is decoded once for all views. The options are TRAIN.IM_SIZE, those of AUG but for mixup and CutMix,
+        and DATA.CROP*, DATA.FLIP and DATA.INTERPOLATION. With several views, `Batch.images` is a tuple.
+
+        Args:
+            cfg: the config.
+            loader: "train", or the name of one of `extra_loaders`.
+        """
+        return [{}] * cfg.DATA.VIEWS
+
+    @classmethod
+    def extra_loaders(cls, cfg) -> Mapping[str, Mapping[str, Any]]:
+        """Return by name the options by which further training loaders differ from that of the config.
+
+        Each step gets a batch of each, `Batch.extra`. TRAIN.BATCH_SIZE sets its number of images relative to that of
+        the config; the other options are those of TRAIN.DATASET, TRAIN.SPLIT, TRAIN.IM_SIZE, DATA and AUG.
+        """
+        return {}
 
     @property
     def num_outputs(self) -> int | None:
@@ -192,15 +214,6 @@ class Task:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
 
 
-def task_name(cfg) -> str:
-    """Return TASK.NAME; `auto` is resolved by DISTILL.TEACHER and by the labels of the data set."""
-    if cfg.TASK.NAME != "auto":
-        return cfg.TASK.NAME
-    if cfg.DISTILL.TEACHER:
-        return "distillation"
-    return "multilabel" if dataset_class(cfg).multilabel else "classification"
-
-
 def build_task(cfg, classes: Sequence[str], device: torch.device, precision: Precision) -> Task:
     """Return the task of TASK.NAME; arguments and errors as in `Task`."""
-    return TASKS.get(task_name(cfg))(cfg, classes, device, precision)
+    return task_class(cfg)(cfg, classes, device, precision)

@@ -372,7 +372,7 @@ MIXES = {
 
 
 def batches_of(cfg, epoch: int = 1) -> list[torch.Tensor]:
-    return [images for images, _ in build_loader(cfg, ALONE, CPU, train=True).batches_from(3, epoch, 0)]
+    return [batch.images for batch in build_loader(cfg, ALONE, CPU, train=True).batches_from(3, epoch, 0)]
 
 
 @pytest.mark.parametrize("mix, crop", pairwise(MIXES, ["resized", "pad"]))

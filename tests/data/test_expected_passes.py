@@ -96,7 +96,7 @@ class Pool:
 
 
 def numbers(batches) -> list[list[int]]:
-    return [pixels[:, 0, 0, 0].tolist() for pixels, _, _ in batches]
+    return [batch.images[:, 0, 0, 0].tolist() for batch, _ in batches]
 
 
 def expected(one: Pass) -> list[list[int]]:
@@ -241,4 +241,4 @@ def test_a_batch_that_arrives_during_an_evaluation_can_be_trained_on():
     pool.val_batches.workers.expected = [pool.epoch(0)]
     with torch.inference_mode():
         assert numbers(pool.read(pool.val)) == expected(pool.val)
-    assert not any(labels.is_inference() for _, labels, _ in pool.read(pool.epoch(0)))
+    assert not any(batch.targets.is_inference() for batch, _ in pool.read(pool.epoch(0)))

@@ -71,7 +71,7 @@ def test_erasing_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set
     changed = [(a != b).flatten(1).any(1) for (a, *_), (b, *_) in zip(host, plain, strict=True)]
     assert 0.25 < float(torch.cat(changed).float().mean()) < 0.75
     if pixel_set != "sizes":
-        monkeypatch.setattr(resident.Samples, "batch", None)  # no image is made alone
+        monkeypatch.setattr(resident.Samples, "make_batch", None)  # no image is made alone
     assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
 
 

@@ -11,7 +11,7 @@ from distribuuuu.data.normalize import Normalizer
 def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
     for train in (True, False):
         one, other = (build_loader(small_cfg("MODEL.CHANNELS_LAST", last), ALONE, CPU, train) for last in (False, True))
-        for (images, _), (others, _) in zip(one, other, strict=True):
+        for (images, *_), (others, *_) in zip(one, other, strict=True):
             assert torch.equal(images, others)
             assert images.is_contiguous() and others.is_contiguous(memory_format=torch.channels_last)
 

@@ -72,7 +72,7 @@ def start(kind: str, num: int, images: ImageDataset | None = None, transform=Non
 
 def numbers_of(batches) -> list[list[int]]:
     """Return the numbers of the squares of each batch."""
-    return [pixels[:, 0, 0, 0].tolist() for pixels, _, _ in batches]
+    return [batch.images[:, 0, 0, 0].tolist() for batch, _ in batches]
 
 
 EXPECTED = [list(range(begin, begin + 4)) for begin in range(0, 40, 4)]
@@ -80,7 +80,7 @@ EXPECTED = [list(range(begin, begin + 4)) for begin in range(0, 40, 4)]
 
 def same_batches(one, other) -> bool:
     pairs = list(zip(one, other, strict=True))
-    return bool(pairs) and all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+    return bool(pairs) and all(all(map(torch.equal, a[:3], b[:3])) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_an_epoch_is_entered_at_any_step_and_left_at_any(small_cfg, reference, k
 def test_an_epoch_left_behind_a_reference_gives_no_stale_batches(kind, num):
     batches = start(kind, num)
     left = iter(batches)
-    assert next(left)[0][:, 0, 0, 0].tolist() == EXPECTED[0]
+    assert next(left)[0].images[:, 0, 0, 0].tolist() == EXPECTED[0]
     assert numbers_of(batches) == numbers_of(batches) == EXPECTED
     running = iter(batches)
     del batches, left  # batches on their way keep the workers that make them
@@ -146,7 +146,7 @@ def test_batches_are_int64_labels_and_bytes_with_the_channels_of_a_pixel_side_by
         def label(self, index: int):
             return type_of_label(index % 2)
 
-    pixels, labels, broken = next(iter(start(kind, num, Labeled())))
+    (pixels, labels, *_), broken = next(iter(start(kind, num, Labeled())))
     assert pixels.dtype == torch.uint8 and pixels.shape == (4, 3, 8, 8) and pixels.stride(1) == 1
     assert labels.dtype == torch.int64 and labels.tolist() == [0, 1, 0, 1] and broken == ()
 
@@ -189,10 +189,12 @@ def slots(monkeypatch) -> list[int | None]:
 def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batch_bytes, slots):
     batches = start("process", 2, batch_bytes=batch_bytes)
     kept = list(batches)  # more than there are slots
-    assert numbers_of(kept) == EXPECTED and all((pixels == pixels[:, :1, :1, :1]).all() for pixels, _, _ in kept)
-    assert [targets.tolist() for _, targets, _ in kept] == [[0, 1, 0, 1]] * 10
+    assert numbers_of(kept) == EXPECTED and all(
+        (batch.images == batch.images[:, :1, :1, :1]).all() for batch, _ in kept
+    )
+    assert [batch.targets.tolist() for batch, _ in kept] == [[0, 1, 0, 1]] * 10
     assert {*slots} - {None} == set(range(6)) and (None in slots) == (batch_bytes == 4 * 8 * 8 * 3)
-    part = kept[0][0][1:, :, 2]
+    part = kept[0][0].images[1:, :, 2]
     del kept
     for _ in range(2):
         assert numbers_of(batches) == EXPECTED and part.unique().tolist() == [1, 2, 3]
@@ -220,7 +222,7 @@ def test_a_batch_without_images_leaves_its_memory_free(slots):
     batches = start("process", 1, Broken(), batch_bytes=4 * 8 * 8 * 3)
     for _ in range(6):
         slots.clear()
-        assert [pixels is None for pixels, _, _ in batches] == [False, True] + [False] * 8
+        assert [batch is None for batch, _ in batches] == [False, True] + [False] * 8
     assert {*slots} == set(range(4))
 
 
@@ -562,8 +564,8 @@ def test_a_bad_file_is_named_or_skipped_counted_and_replaced_alike(small_cfg, tm
         here = list(skipping.batches_from(3, 0, 0))
     assert skipping.num_broken == len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     assert "broken image (1 so far)" in caplog.text and "bee/005.jpg" in caplog.text
-    assert [len(images) for images, _ in here] == [6] * 4
-    assert sum(int((a != b).flatten(1).any(1).sum()) for (a, _), (b, _) in zip(whole, here, strict=True)) == 1
+    assert [len(batch.images) for batch in here] == [6] * 4
+    assert sum(int((a.images != b.images).flatten(1).any(1).sum()) for a, b in zip(whole, here, strict=True)) == 1
     assert same_batches(alone.batches_from(3, 0, 0), here)
     for path in (root / "train").rglob("*.jpg"):
         path.unlink() if path.is_file() else path.rmdir()
@@ -608,11 +610,11 @@ def test_pixels_of_any_kind_are_taken(kind, num):
     frozen.flags.writeable = False  # no warning
     image, planes = Image.fromarray(DRAWN), torch.from_numpy(DRAWN).permute(2, 0, 1)
     views = [DRAWN[:, ::-1][:, ::-1], np.asfortranarray(DRAWN), DRAWN.repeat(2, 0)[::2]]
-    pixels, _, broken = one_batch(kind, num, DRAWN, frozen, image, planes, image.convert("RGBA"), *views)
+    (pixels, *_), broken = one_batch(kind, num, DRAWN, frozen, image, planes, image.convert("RGBA"), *views)
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
     assert torch.equal(pixels[0], planes[:, :, 5:25])
     gray = Image.fromarray(GRAY)
-    pixels, _, broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
+    (pixels, *_), broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
 
 
@@ -625,8 +627,8 @@ def test_what_is_no_image_says_what_it_is():
         (None, "NoneType"), ("x.jpg", "str"),
     ]:  # fmt: skip
         for transform in (CenterCrop(8, 8), ResizedCrop(8)):
-            pixels, _, broken = next(iter(start("thread", 0, Items([wrong]), transform, batch_size=1)))
-            assert pixels is None and len(broken) == 1
+            batch, broken = next(iter(start("thread", 0, Items([wrong]), transform, batch_size=1)))
+            assert batch is None and len(broken) == 1
             assert re.match(f"image 0: \\w+: .*{said}", broken[0]), broken[0]
 
 
@@ -643,7 +645,7 @@ class Changing(CenterCrop):
 def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
     with pytest.raises(ValueError, match=r"returned different images: .*\[1, 1, 3\].*\[2, 1, 3\]"):
         list(start(kind, num, transform=Changing(8, 8, "sizes"), batch_bytes=4 * 8 * 8 * 3))
-    for pixels, _, _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
+    for (pixels, *_), _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
         assert pixels.dtype == torch.float32 and pixels.unique().tolist() == [0.5]
 
 

@@ -7,6 +7,7 @@ import torch
 from support.fake_cuda import CUDA, fake_cuda
 from torch import nn
 
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, build_loader
 from distribuuuu.data.normalize import Normalizer, pad_batch
 from distribuuuu.distributed.ddp import compile_model
@@ -127,7 +128,7 @@ def test_on_cuda_a_short_batch_has_the_shape_of_the_others(small_cfg, monkeypatc
     monkeypatch.setattr(Meter, "read", lambda self: {"count": 37})  # fake tensors have no values
     with fake_cuda(monkeypatch) as timeline:
         pixels, labels = torch.zeros(12, 3, 16, 16, dtype=torch.uint8).pin_memory(), torch.zeros(12).long().pin_memory()
-        batches = [*[(pixels, labels, ())] * num, (pixels[:5], labels[:5], ())]
+        batches = [*[(Batch(pixels, labels), ())] * num, (Batch(pixels[:5], labels[:5]), ())]
         normalize = Normalizer(CUDA, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), channels_last=True)
         loader = Loader(parts.samples, parts.sampler, batches, normalize)
         task, shapes = build_task(cfg, parts.images.classes, CUDA, Precision()), []

@@ -1,10 +1,13 @@
 """Reading the batches of a loader, and comparing them."""
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from distribuuuu.config.registry import TASKS, Registry
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch
+from distribuuuu.tasks.base import Task
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -19,5 +22,28 @@ def batches_of(cfg, train: bool = True) -> list[Batch]:
 def assert_same_batches(one, other):
     """Compare two lists of batches bit by bit; they must not be empty."""
     assert len(one) == len(other) > 0
-    for (images, labels, *_), (others, other_labels, *_) in zip(one, other, strict=True):
-        assert torch.equal(images, others) and torch.equal(labels, other_labels)
+    for batch, expected in zip(one, other, strict=True):
+        assert all(map(torch.equal, tree_leaves(batch), tree_leaves(expected)))
+        assert len(tree_leaves(batch)) == len(tree_leaves(expected)) >= 3  # images, targets and index
+
+
+# Ways of making batches; those of a data set on the device are made together, or image by image.
+WAYS = [(), ("TRAIN.WORKERS", 1), ("TRAIN.WORKERS", 3), ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread"),
+        ("DATA.LOADER", "device")]  # fmt: skip
+
+
+def register(monkeypatch, registry: Registry, name: str, entry: type) -> None:
+    """Register a class for the length of a test."""
+    registry.names()
+    monkeypatch.setitem(registry._table, name, entry)
+
+
+def own_task(monkeypatch, views=None, extra=None, base: type[Task] = Task) -> tuple[str, str]:
+    """Register a task with views(cfg, loader) and extra(cfg); return the words that select it."""
+    methods = {
+        "views": views and (lambda cls, cfg, loader="train": views(cfg, loader)),
+        "extra_loaders": extra and (lambda cls, cfg: extra(cfg)),
+    }
+    body = {name: classmethod(method) for name, method in methods.items() if method}
+    register(monkeypatch, TASKS, "own", type("Own", (base,), body))
+    return "TASK.NAME", "own"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import TrainLoader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.watchdog import mark_position
@@ -26,8 +27,8 @@ class CallTime:
     data_fraction: float = 0.0
 
 
-def endless_batches(loader: TrainLoader, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the batches of a run from the workers, starting at epoch 0: (uint8 images, labels)."""
+def endless_batches(loader: TrainLoader, seed: int) -> Iterator[Batch]:
+    """Yield the batches of a run from the workers, starting at epoch 0, with uint8 images."""
     for epoch in itertools.count():
         loader.sampler.set_position(seed, epoch, first_step=0)
         yield from loader.host_batches()

@@ -17,7 +17,6 @@ from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, p
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.fsdp import inference
@@ -203,7 +202,7 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     """
     cfg, loader, plan = run.cfg, run.train_loader, run.train_loader.plan
     on_gpu = loader.device.type == "cuda"
-    batches = itertools.repeat(Batch(loader.dummy_batch(), loader.zero_targets(plan.micro_batch)))
+    batches = itertools.repeat(loader.sample_batch())
     run.model.train()
     model = plan.per_process / time_calls(lambda: train_step(run, batches, 0), loader.device).seconds
     speeds = {"model": model, "loader": None, "together": combined}

@@ -20,7 +20,7 @@ from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_f
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
-from distribuuuu.config.registry import TASKS
+from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.image_list import csv_line
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
@@ -30,7 +30,6 @@ from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, c
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progress
-from distribuuuu.tasks.base import task_name
 
 # Options on which the rows depend.
 _SETTINGS = ("MODEL.", "TASK.", "DATA.DECODER", "DATA.EXIF", "DATA.MAX", "DATA.MEAN", "DATA.STD", "TEST.BATCH",
@@ -84,7 +83,7 @@ def predict_files(job: PredictJob) -> int:
         ConfigError: the run cannot be loaded, an option does not suit it, or the output cannot be written.
     """
     run = find_run(job.run, job.cfg_file, job.overrides)
-    selection = choose_selection(TASKS.get(task_name(run.cfg)).multilabel, job.topk, job.threshold)
+    selection = choose_selection(task_class(run.cfg).multilabel, job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
     description = describe_job(job, run, selection)

@@ -184,10 +184,9 @@ def read_trials(
 
 def find_objective(cfg: Config) -> tuple[str, bool]:
     """Return the display name of the metric that selects the best epoch of a run, and whether higher is better."""
-    from distribuuuu.config.registry import METRICS, TASKS
-    from distribuuuu.tasks.base import task_name
+    from distribuuuu.config.registry import METRICS, task_class
 
-    names = cfg.TEST.METRICS or TASKS.get(task_name(cfg)).default_metrics
+    names = cfg.TEST.METRICS or task_class(cfg).default_metrics
     if not names:
         return "loss", False
     metric = METRICS.get(names[0])(cfg.MODEL.NUM_CLASSES, cfg.TRAIN.TOPK)

@@ -80,11 +80,8 @@ class Step:
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
         self.training.model.train()
-        # Noise, as a GPU draws less power, and is therefore faster, on zeros than on images.
-        self.images = torch.randn_like(loader.dummy_batch())
-        self.labels = torch.arange(len(self.images), device=self.device) % cfg.MODEL.NUM_CLASSES
-        if loader.images.multilabel:
-            self.labels = torch.nn.functional.one_hot(self.labels, cfg.MODEL.NUM_CLASSES).float()
+        # Not zeros, with which a GPU draws less power, and is therefore faster, than with images.
+        self.batch = loader.sample_batch()
 
     def _mark_step_begin(self) -> None:
         """Mark the beginning of a step for CUDA graphs, so that each forward pass replays the first graph.
@@ -100,7 +97,7 @@ class Step:
         for _ in range(self.accum_steps):
             self._mark_step_begin()
             with self.task.autocast():
-                self.state.model(self.images)
+                self.state.model(self.batch.first_images)
 
     def _mark_steps(self, batches: Iterator) -> Iterator:
         """Yield the batches, each as the beginning of a step."""
@@ -130,7 +127,7 @@ class Step:
 def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
     """Return the seconds and the images/s of each part, and the memory in bytes. A collective."""
     plan, device = loader.plan, step.device
-    in_memory = itertools.repeat(Batch(step.images, step.labels))
+    in_memory = itertools.repeat(step.batch)
 
     def time_part(call: Callable[[], object], num_images: int = plan.global_batch) -> dict:
         return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], num_images)

@@ -78,6 +78,7 @@ class ReadAheadSampler:
         waiting: deque[KeysWithAhead] = deque()
         for keys in self._sampler:
             waiting.append(KeysWithAhead(keys))
+            vars(waiting[-1]).update(getattr(keys, "__dict__", {}))  # those of other data sets
             if len(waiting) > AHEAD:
                 waiting[0].ahead = keys
                 yield waiting.popleft()

@@ -42,7 +42,7 @@ OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "TRAIN.
 def logits_of(model, cfg) -> torch.Tensor:
     """Return the logits of the whole evaluation set, read by the evaluation loader."""
     with torch.inference_mode():
-        return torch.cat([model(images) for images, _ in build_loader(cfg, Launch("alone"), CPU, train=False)])
+        return torch.cat([model(images) for images, *_ in build_loader(cfg, Launch("alone"), CPU, train=False)])
 
 
 def left_beside(tmp_path) -> list[str]:

@@ -66,7 +66,7 @@ def cfg_of(small_cfg, monkeypatch, tmp_path):
 def test_images_in_memory_need_classes_labels_and_read(cfg_of):
     cfg = cfg_of(Pixels)
     assert cfg.MODEL.NUM_CLASSES == 2 and len(Pixels()) == 30
-    images, labels = batches_of(cfg, train=False)[0]
+    images, labels, *_ = batches_of(cfg, train=False)[0]
     assert labels.tolist() == [index % 2 for index in range(len(labels))]
     assert torch.equal(images[0], images[2]) and (images[0] < images[1]).all()
 

@@ -1,0 +1,111 @@
+"""Views: several transforms of an image that is decoded once, with random numbers of their own."""
+
+import pytest
+import torch
+from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
+from support.packs import pack
+
+from distribuuuu.config import ConfigError
+from distribuuuu.data import decode as decoding
+from distribuuuu.data.loader import build_loader
+from distribuuuu.data.seeding import SampleRNG, derive_seed
+
+SIZES = [{}, {"AUG.POLICY": "trivialaugment", "DATA.FLIP": 0}, {"TRAIN.IM_SIZE": 12}]
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Return the words of a task with three views, the last one smaller."""
+    return own_task(monkeypatch, views=lambda cfg, loader: SIZES)
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+@pytest.mark.parametrize("way", WAYS)
+def test_views_are_bitwise_equal_however_they_are_made_and_the_first_is_that_of_one_view(small_cfg, sizes, way, crop):
+    cfg = small_cfg(*sizes, "DATA.CROP", crop)
+    expected = batches_of(cfg)
+    assert_same_batches(batches_of(small_cfg(*sizes, *way, "DATA.CROP", crop)), expected)
+    plain = batches_of(small_cfg("DATA.CROP", crop))
+    assert_same_batches([batch._replace(images=batch.images[0]) for batch in expected], plain)
+    assert [view.shape[2] for view in expected[0].images] == [16, 16, 12]
+
+
+def test_a_view_is_that_of_a_loader_of_its_own_with_the_seed_of_the_view(small_cfg, sizes, monkeypatch):
+    loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
+    keys = next(iter(loader.sampler))[:5]
+    found, _ = loader.samples.batch(keys)
+    for number, options in enumerate(SIZES[1:], 1):
+        words = [word for pair in options.items() for word in pair]
+        alone = build_loader(small_cfg(*words), ALONE, CPU, train=True).samples
+        expected, _ = alone.batch([(derive_seed(seed, index), number) for seed, index in keys])
+        images = [alone.images.read(index) for _, index in keys]
+        crops = [
+            alone.transform(decoding.open_lazy_image(image, "auto"), SampleRNG(derive_seed(seed, index), number))
+            for image, (seed, index) in zip(images, keys, strict=True)
+        ]
+        assert (
+            torch.equal(found.images[number], torch.stack(crops))
+            and expected.images.shape == found.images[number].shape
+        )
+
+
+def test_data_views_repeats_the_augmentation_with_other_numbers(small_cfg, monkeypatch):
+    words = (*own_task(monkeypatch), "AUG.POLICY", "randaugment", "AUG.ERASING", 0.5)
+    (one, two, three), expected = (
+        batches_of(small_cfg(*words, "DATA.VIEWS", 3))[0].images,
+        batches_of(small_cfg(*words)),
+    )
+    assert torch.equal(one, expected[0].images) and not any(torch.equal(one, other) for other in (two, three))
+    assert not torch.equal(two, three)
+    with pytest.raises(ConfigError, match="DATA.VIEWS.*: got 2, but TASK.NAME auto takes one view"):
+        small_cfg("DATA.VIEWS", 2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_image_is_decoded_once(small_cfg, sizes, monkeypatch, image_folder, tmp_path, packed):
+    words = ("TRAIN.DATASET", image_folder)
+    if packed:  # without views, only the rows around a crop would be decoded
+        pack(tmp_path / "pack", "--shorter-side", 32, *words, "MODEL.NUM_CLASSES", 3)
+        words = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack", "TEST.DATASET", image_folder)
+    plain, counts, decode = batches_of(small_cfg(*words)), [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda *args: counts.append(1) or decode(*args))
+    batches = batches_of(small_cfg(*words, *sizes))
+    assert len(counts) == sum(len(batch.index) for batch in batches) == 36
+    assert_same_batches([batch._replace(images=batch.images[0]) for batch in batches], plain)
+
+
+def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch):
+    growing = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [0, 2], "TRAIN.IM_SIZE_MULTIPLE", 4)
+    words = (*own_task(monkeypatch), "DATA.VIEWS", 2, *growing)
+    for way in ((), ("TRAIN.WORKERS", 1), ("DATA.LOADER", "device", "DATA.CROP", "pad")):
+        assert [view.shape[2] for view in batches_of(small_cfg(*words, *way))[0].images] == [12, 12]
+    own_task(monkeypatch, views=lambda cfg, loader: SIZES)
+    with pytest.raises(ConfigError, match="TRAIN.IM_SIZE_START.*: got 8; with views of several sizes, expected 0"):
+        build_loader(small_cfg(*sizes, *growing), ALONE, CPU, train=True)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"AUG.POLCY": "none"}, r"AUG.POLCY \(view 2 of loader train\): has no effect here; expected TRAIN.IM_SIZE, DATA"),
+    ({"DATA.CROPPING": 1}, "DATA.CROPPING .*: no such key; did you mean DATA.CROP"),
+    ({"OPTIM.BASE_LR": 1.0}, "OPTIM.BASE_LR .*: has no effect here"),
+    ({"AUG.POLICY": "randaugmen"}, r"AUG.POLICY \(view 2 .*: got 'randaugmen'.*did you mean randaugment"),
+    ({"DATA.FLIP": 2}, "DATA.FLIP .*: got 2.0; expected 0 to 1"),
+])  # fmt: skip
+def test_wrong_options_of_a_view_name_the_view(small_cfg, monkeypatch, options, message):
+    words = own_task(monkeypatch, views=lambda cfg, loader: [{}, options])
+    with pytest.raises(ConfigError, match=message):
+        build_loader(small_cfg(*words), ALONE, CPU, train=True)
+
+
+def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, sizes):
+    loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
+    batch = next(loader.batches_from(3, 0, 0))
+    preview = loader.preview(3, 5)
+    assert preview.shape == (5, 3, 16, 16)
+    assert torch.equal(loader._normalize(preview), torch.stack([*batch.images[:2]], 1).flatten(0, 1)[:5])
+    assert [view.shape for view in loader.sample_batch().images] == [(12, 3, 16, 16)] * 2 + [(12, 3, 12, 12)]
+    assert loader.dummy_batch().shape == (12, 3, 16, 16)
+    assert torch.equal(next(loader.iter_images(3, 0, 12)), batch.images[0])
+    assert "view 3: random resized crop 12 px" in str(loader.samples.transform)
+    (evaluated,) = batches_of(small_cfg(*sizes, "TEST.BATCH_SIZE", 37), train=False)
+    assert isinstance(evaluated.images, torch.Tensor)
