@@ -40,7 +40,7 @@ def check_cfg(cfg: Config) -> None:
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_words, _check_numbers, _check_images, _check_labels, _check_sizes, _check_augmentation,
-              _check_multilabel, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
+              _check_targets, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
               _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
@@ -133,11 +133,12 @@ def _check_augmentation(cfg: Config) -> Iterator[Problem]:
         yield Problem("AUG.CUTMIX_SHARE", message)
 
 
-def _check_multilabel(cfg: Config) -> Iterator[Problem]:
-    if not dataset_class(cfg).multilabel:
+def _check_targets(cfg: Config) -> Iterator[Problem]:
+    if (targets := dataset_class(cfg).targets) == "label":
         return
-    reason = f"DATA.NAME {cfg.DATA.NAME} gives an image any number of classes"
-    if cfg.LOSS.NAME != "bce":
+    what = "any number of classes" if targets == "labels" else "a structured target"
+    reason = f"DATA.NAME {cfg.DATA.NAME} gives an image {what}"
+    if cfg.LOSS.NAME != "bce" and targets == "labels":
         message = f"{cfg.LOSS.NAME} expects one class per image, but {reason}; set LOSS.NAME bce"
         yield Problem("LOSS.NAME", message)
     if cfg.DATA.SAMPLING != "uniform":
@@ -209,16 +210,20 @@ def _check_distillation(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_task(cfg: Config) -> Iterator[Problem]:
-    name, multilabel = cfg.TASK.NAME, dataset_class(cfg).multilabel
-    if name in _BUILT_IN_TASKS and multilabel != (name == "multilabel"):
-        labels = "several labels" if multilabel else "one label"
+    name, targets = cfg.TASK.NAME, dataset_class(cfg).targets
+    is_own = name not in ("auto", *_BUILT_IN_TASKS)
+    if targets == "structured" and not is_own:
+        message = f"got {name}, but DATA.NAME {cfg.DATA.NAME} has structured targets; fix: set a task of your own"
+        yield Problem("TASK.NAME", message)
+    elif name in _BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel"):
+        labels = "several labels" if targets == "labels" else "one label"
         yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
-    if cfg.DATA.VIEWS > 1 and name in ("auto", *_BUILT_IN_TASKS):
+    if cfg.DATA.VIEWS > 1 and not is_own:
         message = f"got {cfg.DATA.VIEWS}, but TASK.NAME {name} takes one view of an image; fix: set it to 1"
         yield Problem("DATA.VIEWS", f"{message}, or TASK.NAME to a task of your own")
     if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
         yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
-    if cfg.TASK.KWARGS and name in ("auto", *_BUILT_IN_TASKS):
+    if cfg.TASK.KWARGS and not is_own:
         keys = ", ".join(cfg.TASK.KWARGS)
         message = f"got {keys}, but TASK.NAME {name} has no settings; fix: set TASK.NAME to a task of your own"
         yield Problem("TASK.KWARGS", message)

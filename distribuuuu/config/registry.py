@@ -121,7 +121,7 @@ def task_name(cfg) -> str:
         return cfg.TASK.NAME
     if cfg.DISTILL.TEACHER:
         return "distillation"
-    return "multilabel" if dataset_class(cfg).multilabel else "classification"
+    return "multilabel" if dataset_class(cfg).targets == "labels" else "classification"
 
 
 def task_class(cfg) -> Any:

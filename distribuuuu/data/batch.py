@@ -11,7 +11,8 @@ class Batch(NamedTuple):
 
     Attributes:
         images: normalized, float32 (N, C, H, W); with several views of each image a tuple of them, see `Task.views`.
-        targets: int64 (N,), or float32 (N, classes) where an image has several labels.
+        targets: int64 (N,), or float32 (N, classes) where an image has several labels; of structured targets a dict or
+            a tuple of tensors (N, ...), see `ImageDataset.targets`.
         index: the index of each image in the data set, int64 (N,); None if it is unknown, e.g. in a measurement.
         extra: the batches of the further loaders of the task, by name, see `Task.extra_loaders`.
     """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samples import Allocate, HostBatch, Samples, as_targets
@@ -51,7 +51,7 @@ class DeviceDataset(ImageDataset):
     ):
         self._images, self._options = images, options
         self.classes, self.mean, self.std, self.crop = images.classes, images.mean, images.std, images.crop
-        self.multilabel = images.multilabel
+        self.targets = images.targets
         self._errors: dict[int, Exception] = {}
         decoded = self._decode_all(decoder, num_threads)
         self._shapes = np.array([pixels.shape for pixels in decoded], dtype=np.int64).reshape(-1, 3)
@@ -62,7 +62,8 @@ class DeviceDataset(ImageDataset):
             raise ConfigError(
                 f"DATA.LOADER: the {self._offsets[-1] / 1e6:.0f} MB of the images do not fit on {device}; use host"
             ) from error
-        self.labels = as_targets([images.label(index) for index in range(len(images))]).to(device)
+        targets = as_targets([images.label(index) for index in range(len(images))], images.targets)
+        self.labels = map_leaves(torch.Tensor, lambda target: target.to(device), targets)
         is_one_size = not self._errors and (self._shapes == self._shapes[0]).all()
         self.same_size = self._pixels.view(-1, *self._shapes[0].tolist()) if is_one_size else None
 
@@ -119,6 +120,5 @@ class DeviceSamples(Samples):
             rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
             resized: Any = view.at_size(*size) if size else view
             images.append(resized.transform_batch(pixels[index], rng).expand(-1, 3, -1, -1))
-        return Batch(
-            tuple(images) if isinstance(self.transform, Views) else images[0], self.images.labels[index], index
-        ), ()
+        targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
+        return Batch(tuple(images) if isinstance(self.transform, Views) else images[0], targets, index), ()

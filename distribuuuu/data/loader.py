@@ -22,13 +22,13 @@ from distribuuuu.config.registry import dataset_class, dataset_name, task_class
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
+from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
-from distribuuuu.data.samples import HostBatch, Samples
+from distribuuuu.data.samples import HostBatch, Samples, as_targets
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform, Views, list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.launch.detect import Launch
@@ -157,11 +157,10 @@ class Loader:
         size = list_views(self.samples.transform)[0].size
         return self._normalize.empty((num, 3, size, size)).zero_()
 
-    def zero_targets(self, num: int) -> torch.Tensor:
-        """Return targets of the first class, or of none where an image has several labels, on the device."""
-        if self.images.multilabel:
-            return torch.zeros(num, len(self.images.classes), device=self.device)
-        return torch.zeros(num, dtype=torch.int64, device=self.device)
+    def zero_targets(self, num: int) -> Any:
+        """Return zeros in the form of the targets of `num` images, that of the first label, on the device."""
+        target = as_targets([self.images.label(0)], self.images.targets)
+        return map_leaves(torch.Tensor, lambda part: part.new_zeros(num, *part.shape[1:]).to(self.device), target)
 
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches since the last call."""
@@ -313,6 +312,9 @@ def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_
     The number of classes is that of MODEL.NUM_CLASSES, except for a further loader; else a ConfigError is raised.
     """
     images = (family or get_dataset(dataset_name(cfg))).from_cfg(cfg, train)
+    if not isinstance(images.targets, str) or images.targets not in TARGETS:
+        message = f"{type(images).__name__}.targets is {images.targets!r:.60}; expected one of {', '.join(TARGETS)}"
+        raise ConfigError(f"DATA.NAME: {message}")
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS and is_main:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
@@ -335,7 +337,7 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
     yield from (f"{key}: {note}" for note in (broken, unknown) if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
-    if train or images.multilabel:
+    if train or images.targets != "label":
         return
     labels = [images.label(index) for index in range(len(images))]
     present = set(labels) if all(isinstance(label, Integral) for label in labels) else range(len(images.classes))

@@ -98,8 +98,8 @@ class PairMixer:
         Returns:
             The images, and float32 (N, classes).
         """
-        if not isinstance(images, torch.Tensor):
-            message = "got several views; expected one"
+        if not isinstance(images, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            message = "got structured targets or several views; expected labels and one view"
             raise ConfigError(f"AUG.MIXUP: {message}; fix: set AUG.MIXUP 0 and AUG.CUTMIX 0, or mix in the task")
         height, width = images.shape[-2:]
         first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2

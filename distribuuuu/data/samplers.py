@@ -201,7 +201,7 @@ def build_class_balance(cfg, images: ImageDataset) -> ClassBalance | None:
     """Return the class balance of DATA.SAMPLING; None for `uniform`, where each image appears once per epoch."""
     if cfg.DATA.SAMPLING not in CLASS_POWERS:
         return None
-    assert not images.multilabel  # reported as a conflict in the config
+    assert images.targets == "label"  # reported as a conflict in the config
     labels = [int(images.label(index)) for index in range(len(images))]
     return ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])
 

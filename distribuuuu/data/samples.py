@@ -1,6 +1,6 @@
 """Samples: images read, decoded and transformed, with substitutes for broken ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Samples(Dataset):
         """Return the batch of some keys, a list of `SampleKey`; with other data sets, the batches of `JointKeys`.
 
         Raises:
-            ValueError: the transform returned images of different sizes or types.
+            ValueError: the transform returned images of different sizes or types, or structured labels differ in form.
         """
         batch, broken = self.make_batch(keys, allocate)
         if not self.extra:
@@ -106,7 +106,7 @@ class Samples(Dataset):
         if num_read < len(keys):
             return None, broken
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
-        targets = as_targets(labels)
+        targets = as_targets(labels, self.images.targets)
         return Batch(images if isinstance(self.transform, Views) else images[0], targets, torch.tensor(index)), broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
@@ -133,7 +133,14 @@ def reason_of(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def as_targets(labels: Sequence[int | np.ndarray]) -> torch.Tensor:
-    """Return the labels of N images as targets: int64 (N,), or for a multilabel set float32 (N, classes)."""
-    targets = np.array(labels)
-    return torch.from_numpy(targets if targets.ndim == 2 else targets.astype(np.int64, copy=False))
+def as_targets(labels: Sequence[Any], kind: str = "label") -> Any:
+    """Return the labels of N images, of a kind of `ImageDataset.targets`, in the form of `Batch.targets`."""
+    if kind != "structured":
+        targets = np.array(labels)
+        return torch.from_numpy(targets if targets.ndim == 2 else targets.astype(np.int64, copy=False))
+    if isinstance(labels[0], Mapping):
+        return {name: as_targets([label[name] for label in labels], kind) for name in labels[0]}
+    if isinstance(labels[0], tuple):
+        return tuple(as_targets(part, kind) for part in zip(*labels, strict=True))
+    values = np.array(labels)
+    return torch.from_numpy(values.astype(np.float32 if values.dtype.kind == "f" else np.int64, copy=False))

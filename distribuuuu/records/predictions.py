@@ -20,6 +20,7 @@ TEST.BATCH_SIZE. For that, images are evaluated there once more, in chunks of eq
 import contextlib
 import json
 import logging
+import operator
 import os
 import re
 import zipfile
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map, tree_map_only
 
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import counted
@@ -72,8 +74,7 @@ class Recorder:
     ):
         self._task, self.classes = task, task.classes
         self._num_images, self._indices, self._repeats, self._layout = num_images, indices, repeats, layout
-        self._batch: Any = None
-        self._waiting: tuple[torch.Tensor, ...] = ()
+        self._waiting: Any = None  # a batch, or None
         self._parts: list[dict[str, torch.Tensor]] = []
         self._fits = True  # whether all outputs had one column for each class
 
@@ -86,31 +87,32 @@ class Recorder:
             output = self._task.eval_step(model, batch)
             self._keep(output)
             return output
-        self._batch, images, targets = batch, batch.images, batch.targets
         chunked = getattr(model, "unpadded", model)  # a chunk has its own size
-        waiting = self._waiting or (images[:0], targets[:0])
-        joined = [torch.cat(pair) for pair in zip(waiting, (images, targets), strict=True)]
-        num = len(joined[0])
+        joined = tree_map(_join, self._waiting, batch) if self._waiting else batch
+        num = len(joined.images)
         for start in range(0, num - num % _CHUNK, _CHUNK):
-            self._evaluate(chunked, joined[0][start : start + _CHUNK], joined[1][start : start + _CHUNK])
-        self._waiting = tuple(tensor[num - num % _CHUNK :].clone() for tensor in joined)
+            rows = operator.itemgetter(slice(start, start + _CHUNK))
+            self._evaluate(chunked, tree_map_only(torch.Tensor, rows, joined))
+        self._waiting = tree_map_only(torch.Tensor, lambda part: part[num - num % _CHUNK :].clone(), joined)
         return self._task.eval_step(model, batch)
 
-    def _evaluate(self, model: torch.nn.Module, images: torch.Tensor, targets: torch.Tensor, num: int = _CHUNK) -> None:
+    def _evaluate(self, model: torch.nn.Module, batch: Any, num: int = _CHUNK) -> None:
         if not self._parts:  # a compiled model is compiled for the size of a chunk
             begin_start_up()
         # A copy has the same alignment in memory for every batch size.
-        copied = self._batch._replace(images=images.clone(memory_format=self._layout), targets=targets, index=None)
+        copied = batch._replace(images=batch.images.clone(memory_format=self._layout))
         self._keep(self._task.eval_step(model, copied), num)
 
     @torch.no_grad()
     def finish(self, model: torch.nn.Module) -> None:
         """Evaluate the images of the last, incomplete chunk."""
-        num = len(self._waiting[0]) if self._waiting else 0
-        if num:
-            padding = (tensor.new_zeros((_CHUNK - num, *tensor.shape[1:])) for tensor in self._waiting)
-            images, targets = (torch.cat(pair) for pair in zip(self._waiting, padding, strict=True))
-            self._evaluate(model, images, targets, num)
+        if self._waiting and (num := len(self._waiting.images)):
+
+            def pad(part: torch.Tensor) -> torch.Tensor:
+                return torch.cat([part, part.new_zeros((_CHUNK - num, *part.shape[1:]))])
+
+            padded = tree_map_only(torch.Tensor, pad, self._waiting)
+            self._evaluate(model, padded, num)
 
     def _keep(self, output: Any, num: int | None = None) -> None:
         logits, targets = output.logits.detach()[:num].float(), output.targets[:num]
@@ -154,6 +156,11 @@ class Recorder:
         order = dist.gather_rows(torch.tensor(self._indices, dtype=torch.int64, device=device)).cpu().numpy().argsort()
         columns = {name: torch.cat([part.pop(name) for part in parts])[:num] for name in names}  # frees the parts
         return {name: dist.gather_rows(columns.pop(name)).cpu().numpy()[order] for name in names}
+
+
+def _join(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the rows of two parts of a batch; None if they are unknown."""
+    return None if one is None or other is None else torch.cat([one, other])
 
 
 def build_recorder(cfg, task: Any, model: torch.nn.Module, loader: Any) -> Recorder | None:

@@ -144,7 +144,7 @@ class Focal(Loss):
 
 def count_labels(images: ImageDataset) -> torch.Tensor:
     """Return the number of images of each class: int64 (classes,)."""
-    if images.multilabel:
+    if images.targets == "labels":
         rows = (torch.as_tensor(images.label(index)) for index in range(len(images)))
         return sum((row.ge(0.5).long() for row in rows), torch.zeros(len(images.classes), dtype=torch.int64))
     labels = torch.tensor([int(images.label(index)) for index in range(len(images))], dtype=torch.int64)
@@ -158,7 +158,7 @@ def build_loss(cfg, train: bool = True) -> Loss:
     to the device, because class weights are a buffer.
     """
     if not train:
-        return BinaryCrossEntropy() if dataset_class(cfg).multilabel else CrossEntropy()
+        return BinaryCrossEntropy() if dataset_class(cfg).targets == "labels" else CrossEntropy()
     loss = cfg.LOSS
     options = {
         "bce": {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum"},

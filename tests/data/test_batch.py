@@ -1,14 +1,25 @@
-"""Batches: the index of every image, in every form of a batch."""
+"""Batches: the index of every image, and targets of every kind."""
 
+import numpy as np
 import pytest
 import torch
-from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of
+import torch.nn.functional as F
+from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task, register
 from support.images import draw_folder
 from support.packs import pack
+from support.runs import assert_same_run, train_and_kill
 from torch.utils.data._utils import pin_memory
 
+from distribuuuu.config import ConfigError
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.batch import Batch, map_leaves
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
+from distribuuuu.data.mixup import build_mixer
+from distribuuuu.data.samples import as_targets
+from distribuuuu.tasks.classification import Classification
+from distribuuuu.tasks.metrics import StepOutput
+from distribuuuu.trainer import train_model
 
 # The index
 
@@ -55,3 +66,133 @@ def test_the_thread_that_pins_memory_keeps_the_form_of_a_batch(monkeypatch):
     assert isinstance(moved.images, tuple) and isinstance(moved.targets["pair"], tuple) and len(broken) == 1
     assert torch.equal(moved.extra["other"].images, zero + 1) and moved.extra["other"].index is None
     assert map_leaves(int, str, [1, (2, None)]) == ("1", ("2", None)), "some versions of torch make lists of tuples"
+
+
+# Targets
+
+
+class Boxes(ImageDataset):
+    """Gray squares with a class, a box, and parts of other types."""
+
+    classes = ("even", "odd", "none")
+    targets = "structured"
+    has_splits = False
+
+    @classmethod
+    def from_cfg(cls, cfg, train):
+        return cls()
+
+    def __len__(self):
+        return 30
+
+    def read(self, index):
+        return np.full((20, 20, 3), 5 * index, dtype=np.uint8)
+
+    def label(self, index):
+        mask = np.full((4, 5), index, dtype=np.uint8)
+        return {"class": index % 2, "box": np.array([0, 1, index, 0.5]), "parts": (index, index / 2, mask)}
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    """Return the words of a data set with structured targets and of a task for them."""
+    register(monkeypatch, DATASETS, "boxes", Boxes)
+    return "DATA.NAME", "boxes", *own_task(monkeypatch, base=Located)
+
+
+class Located(Classification):
+    """Classifies, and regresses the box from the logits."""
+
+    def prepare_batch(self, batch, key):
+        return batch
+
+    def both(self, model, batch):
+        logits = model(batch.images)
+        box = F.l1_loss(logits.float(), batch.targets["box"][:, :3] / 30)
+        return StepOutput(
+            F.cross_entropy(logits, batch.targets["class"]) + box, logits.detach(), batch.targets["class"]
+        )
+
+    def train_step(self, model, batch, key):
+        return self.both(model, batch)
+
+    def eval_step(self, model, batch):
+        return self.both(model, batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("train", [True, False])
+def test_structured_targets_are_stacked_by_kind(small_cfg, boxes, way, train):
+    batches = batches_of(small_cfg(*boxes, *way), train)
+    assert_same_batches(batches, batches_of(small_cfg(*boxes), train))
+    for batch in batches:
+        expected = [Boxes().label(index) for index in batch.index.tolist()]
+        (number, half, mask), box = batch.targets["parts"], batch.targets["box"]
+        assert [tensor.dtype for tensor in (batch.targets["class"], number, mask)] == [torch.int64] * 3
+        assert (box.dtype, half.dtype, mask.shape[1:]) == (torch.float32, torch.float32, (4, 5))
+        for row, label in enumerate(expected):
+            assert box[row].tolist() == label["box"].tolist() and batch.targets["class"][row] == label["class"]
+            assert [number[row], half[row]] == [*label["parts"][:2]] and (mask[row] == label["parts"][0]).all()
+
+
+@pytest.mark.parametrize("labels, message", [
+    ([{"a": 1, "b": 2}, {"a": 1}], "b"), ([(1, 2), (1, 2, 3)], "argument"), ([np.zeros(2), np.zeros(3)], "shape"),
+])  # fmt: skip
+def test_labels_of_different_forms_are_an_error(labels, message):
+    with pytest.raises((KeyError, ValueError), match=message):
+        as_targets(labels, "structured")
+
+
+def test_the_class_attribute_multilabel_remains_a_form_of_several_labels():
+    old, older = (
+        type("Old", (ImageDataset,), {"multilabel": True}),
+        type("Single", (ImageDataset,), {"multilabel": False}),
+    )
+    assert (old.targets, type("Derived", (old,), {}).targets, older.targets) == ("labels", "labels", "label")
+    targets = as_targets([np.zeros(3, np.float32), np.ones(3, np.float32)], old.targets)
+    assert targets.dtype == torch.float32 and targets.shape == (2, 3)
+
+
+def test_zeros_have_the_form_of_the_first_label(small_cfg, boxes):
+    targets = build_loader(small_cfg(*boxes), ALONE, CPU, train=True).zero_targets(3)
+    assert targets["box"].shape == (3, 4) and targets["parts"][2].shape == (3, 4, 5)
+    assert not any(part.any() for part in (targets["box"], targets["class"], *targets["parts"]))
+
+
+def test_a_run_on_structured_targets_resumes_and_is_evaluated_and_recorded(small_cfg, boxes, tmp_path):
+    words = (*boxes, "CHECKPOINT.EVERY_STEPS", 1, "TEST.BATCH_SIZE", 7, "TRAIN.WORKERS", 1)
+    train_and_kill(small_cfg(*words, "OUT_DIR", tmp_path / "resumed"), (1, 1))
+    for name in ("resumed", "whole"):
+        train_model(small_cfg(*words, "OUT_DIR", tmp_path / name))
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+    with np.load(tmp_path / "whole" / "predictions.npz") as stored:
+        assert stored["label"].tolist() == [index % 2 for index in range(30)] and stored["logits"].shape == (30, 3)
+
+
+def test_what_needs_labels_says_so(small_cfg, boxes, monkeypatch):
+    name = ("DATA.NAME", "boxes")
+    with pytest.raises(
+        ConfigError, match="TASK.NAME.*: got auto, but DATA.NAME boxes has structured targets; fix: set a"
+    ):
+        small_cfg(*name)
+    for words, message in {
+        ("DATA.SAMPLING", "sqrt"): "DATA.SAMPLING.*: sqrt samples by .* gives an image a structured target",
+        ("DISTILL.TEACHER", "resnet8"): "DISTILL.TEACHER.*a structured target",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            small_cfg(*boxes, *words)
+    cfg = small_cfg(*boxes, "AUG.MIXUP", 0.2)
+    loader = build_loader(cfg, ALONE, CPU, train=True)
+    batch = next(loader.batches_from(3, 0, 0))
+    with pytest.raises(ConfigError, match="AUG.MIXUP: got structured targets or several views"):
+        build_mixer(cfg, loader.plan)(batch.images, batch.targets, 3, 0, 0, 0)
+    monkeypatch.setattr(Boxes, "targets", ["a", "list"])
+    with pytest.raises(
+        ConfigError, match=r"Boxes.targets is \['a', 'list'\]; expected one of label, labels, structured"
+    ):
+        build_loader(cfg, ALONE, CPU, train=True)
+
+
+def test_commands_that_need_labels_refuse_structured_targets(boxes, tmp_path):
+    with pytest.raises(ConfigError, match="DATA.NAME boxes: a pack stores one class per image"):
+        pack(tmp_path / "pack", *boxes, "MODEL.NUM_CLASSES", 3)

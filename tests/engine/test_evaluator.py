@@ -110,9 +110,9 @@ def test_chunks_of_recorded_predictions_are_not_padded(small_cfg, compiled, monk
     monkeypatch.setattr(predictions, "begin_start_up", lambda: starts.append(len(seen)))
     evaluate_chunk = Recorder._evaluate
 
-    def record(self: Recorder, model: nn.Module, images: torch.Tensor, *rest: object) -> None:
-        seen.append((type(model), len(images)))
-        evaluate_chunk(self, model, images, *rest)
+    def record(self: Recorder, model: nn.Module, batch: Batch, *rest: object) -> None:
+        seen.append((type(model), len(batch.images)))
+        evaluate_chunk(self, model, batch, *rest)
 
     monkeypatch.setattr(Recorder, "_evaluate", record)
     words = ("TEST.BATCH_SIZE", 17, "TEST.SAVE_PREDICTIONS", True, "MODEL.COMPILE", "default")

@@ -49,6 +49,8 @@ def _run(prog: str, args: list[str]) -> int:
 
     options, started = build_decode_options(cfg), time.perf_counter()
     splits = open_cfg(cfg) if folder is None else open_folder(folder)
+    if any(images.targets == "structured" for images in splits.values()):
+        raise ConfigError(Problem("DATA.NAME", f"got {cfg.DATA.NAME} with structured targets; expected labels"))
     if not (total := sum(map(len, splits.values()))):
         raise ConfigError(Problem("FOLDER", f"{folder or cfg.TRAIN.DATASET}: no images; expected CLASS/IMAGE"))
     with progress(None, "measuring", total, unit="img") as bar:

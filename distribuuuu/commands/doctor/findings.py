@@ -89,13 +89,13 @@ def examine(scan: Scan, groups: Sequence[Group], options: DecodeOptions) -> dict
 
 
 def count_classes(images: ImageDataset) -> dict[str, int]:
-    """Return the number of images of each class; an image of a multilabel set counts for each of its labels."""
+    """Return the number of images of each class; an image with several labels counts for each of them."""
     if isinstance(images, ScannedFolder):
         bounds = map(images.index.class_bounds, range(len(images.classes)))
         return {name: end - start for name, (start, end) in zip(images.classes, bounds, strict=True)}
     counts = np.zeros(len(images.classes), np.int64)
     for index in range(len(images)):
-        if images.multilabel:
+        if images.targets == "labels":
             counts += np.asarray(images.label(index), np.int64)
         else:
             counts[int(images.label(index))] += 1
@@ -105,7 +105,7 @@ def count_classes(images: ImageDataset) -> dict[str, int]:
 def labels_of(images: ImageDataset, index: int) -> list[str]:
     """Return the class names of an image."""
     label = images.label(index)
-    numbers = np.flatnonzero(label) if images.multilabel else [int(np.asarray(label))]
+    numbers = np.flatnonzero(label) if images.targets == "labels" else [int(np.asarray(label))]
     return [images.classes[int(number)] for number in numbers]
 
 
@@ -135,7 +135,7 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
         str(folders[name].folder / label) if name in folders else f"{name}: {label}"
         for name, classes in counts.items()
         for label, count in classes.items()
-        if not count and (name in folders or not splits[name].multilabel and name == next(iter(splits)))
+        if not count and (name in folders or splits[name].targets == "label" and name == next(iter(splits)))
     ]
     if empty := [path for path in empty if path not in unreadable]:
         message = f"{counted(len(empty), 'class')} without an image"

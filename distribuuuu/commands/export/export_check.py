@@ -114,7 +114,8 @@ def check_export(
         named = f"{images.describe(indices[bad[0]])}: {predicted[bad[0]].error}"
         raise BadImageError(f"broken image: {named}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
     kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
-    results = _run_code(code, [files[number] for number in kept], folder, temporary, without, images.multilabel)
+    has_several = images.targets == "labels"
+    results = _run_code(code, [files[number] for number in kept], folder, temporary, without, has_several)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
     return {**_compare(run, images, [indices[number] for number in kept], own, results), "images_of_set": len(images)}
@@ -185,7 +186,7 @@ def _compare(
     run: LoadedRun, images: ImageDataset, indices: list[int], own: list[Answer], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
     others: list[Answer] = [result.get("answer", []) for result in results]
-    num, multilabel = len(own), images.multilabel
+    num, multilabel = len(own), images.targets == "labels"
     equal = sum(map(_are_equal_labels if multilabel else _are_equal, own, others))
     differences = [_difference(one, other, multilabel) for one, other in zip(own, others, strict=True)]
     metric = "map" if multilabel else "top1"

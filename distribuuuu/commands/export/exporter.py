@@ -114,7 +114,7 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     """Return the evaluation set of a run.
 
     Raises:
-        ConfigError: it cannot be read, or has other classes than the model.
+        ConfigError: it cannot be read, has structured targets, or has other classes than the model.
     """
     found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
     if found:
@@ -122,6 +122,8 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     if run.cfg.TEST.LABELS:
         raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
     images = open_data(run.cfg)
+    if images.targets == "structured":
+        raise ConfigError(f"DATA.NAME: got {run.cfg.DATA.NAME} with structured targets; the check expects labels")
     if mismatch := find_class_mismatch({"classes": run.classes}, images.classes):
         raise ConfigError(f"TEST.DATASET: the model was trained on other classes: {mismatch}")
     return images

@@ -155,7 +155,7 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
 
     name, options = job.cfg.DATA.NAME, job.options
     images = get_dataset(name).from_cfg(job.cfg, train)
-    if images.multilabel:
+    if images.targets != "label":
         raise ConfigError(f"DATA.NAME {name}: a pack stores one class per image; train from the files")
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")

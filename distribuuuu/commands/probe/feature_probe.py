@@ -70,7 +70,7 @@ def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
     if found := [Problem(key, text, cfg.origins) for key, text in family.find_problems(cfg, train)]:
         raise ConfigError([*found, "the probe needs these images; fix: add TRAIN.DATASET FOLDER TEST.DATASET FOLDER"])
     images = open_data(cfg, train)
-    if images.multilabel or not len(images):
+    if images.targets != "label" or not len(images):
         raise ConfigError(f"DATA.NAME: got {cfg.DATA.NAME}; expected images with one label each")
     return images
 

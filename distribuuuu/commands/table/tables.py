@@ -198,7 +198,7 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
         "epochs": str(optim.MAX_EPOCH),
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
-        _METRIC_COLUMNS["map" if dataset_class(cfg).multilabel else "top1"]: "not measured",
+        _METRIC_COLUMNS["map" if dataset_class(cfg).targets == "labels" else "top1"]: "not measured",
     }
     order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
     label = name if by == "config" and name else cfg.MODEL.ARCH

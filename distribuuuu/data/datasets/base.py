@@ -20,6 +20,8 @@ JUNK_FOLDERS = (
 )  # fmt: skip
 # Levels of folders that are searched for images.
 MAX_DEPTH = 1000
+# Kinds of targets, see `ImageDataset.targets`.
+TARGETS = ("label", "labels", "structured")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -36,8 +38,9 @@ class ImageDataset:
     labels: "Sequence[int] | np.ndarray | torch.Tensor" = ()
     # Whether `describe(index)` is the path of an image file.
     has_files: bool = False
-    # Whether an image may have any number of classes.
-    multilabel: bool = False
+    # What `label` returns: "label", one class; "labels", any number of classes; or "structured", a dict or a tuple of
+    # numbers and arrays for a task of your own. `multilabel = True` in a class is another form of "labels".
+    targets: str = "label"
     # Reader of images at a URL, a `RemotePack`; it reads ahead.
     remote: Any = None
     # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
@@ -50,6 +53,10 @@ class ImageDataset:
     # Numbers of classes and of training images if they are known before the data is read, else 0.
     num_classes: int = 0
     num_images: int = 0
+
+    def __init_subclass__(cls) -> None:
+        if getattr(cls, "multilabel", False) and cls.targets == "label":
+            cls.targets = "labels"
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageDataset":
@@ -86,8 +93,13 @@ class ImageDataset:
             raise TypeError(f"{type(self).__name__} must define read")
         return read_file(self.describe(index))
 
-    def label(self, index: int) -> "int | np.ndarray":
-        """Return the class index of image `index`; for a multilabel set a float32 multi-hot vector (classes,)."""
+    def label(self, index: int) -> Any:
+        """Return the label of image `index`, by the kind of `targets`.
+
+        It is a class index, a float32 multi-hot vector (classes,), or a dict or tuple, also nested, of numbers and
+        arrays with the same names and shapes for all images. A batch stacks these: integers as int64, floating-point
+        numbers as float32. Crops and flips do not change them.
+        """
         return int(self.labels[index])
 
     def stamp(self, index: int) -> tuple[int, ...]:

@@ -210,7 +210,7 @@ class ImageList(SplitDataset):
         self.classes = self._table.names if classes is None else classes
         problems = [*self._table.problems, *_sentences(path, _unknown_labels(self._table, self.classes))]
         if problems:
-            name = "multilabel" if self.multilabel else "list"
+            name = "multilabel" if self.targets == "labels" else "list"
             raise ConfigError([f"DATA.NAME {name}: {problem}" for problem in problems])
         numbers = {name: number for number, name in enumerate(self.classes)}
         # From the index of a name in the table to its class.
@@ -246,7 +246,7 @@ class ImageList(SplitDataset):
             table = read_table(path, cls.columns)
             found = _unknown_labels(table, trained) if trained else {}
             found |= {"names images that do not exist": _missing_images(path.parent, table)}
-            found |= _odd_labels(table) if cls.multilabel else {}
+            found |= _odd_labels(table) if cls.targets == "labels" else {}
             yield from ((f"{name}.SPLIT", problem) for problem in (*table.problems, *_sentences(path, found)))
             if len(table) and not table.names:
                 yield f"{name}.SPLIT", f"{path} has no label on any line"
@@ -276,7 +276,7 @@ class ImageList(SplitDataset):
 class Multilabel(ImageList):
     """The images of a CSV with any number of classes each."""
 
-    multilabel = True
+    targets = "labels"
     columns = ("image", "labels")
 
     def label(self, index: int) -> "np.ndarray":

@@ -69,7 +69,8 @@ class RealLabels(ImageDataset):
         ConfigError: a file name has no number, or timm lacks the labels.
     """
 
-    has_files = multilabel = True
+    has_files = True
+    targets = "labels"
 
     def __init__(self, images: ImageDataset):
         self.classes = tuple(read_classes())

@@ -199,7 +199,7 @@ def test_workers_and_the_device_make_the_same_batches(cfg_of, words, train):
     mine, theirs = batches_of(cfg_of(), train), batches_of(cfg_of(*words), train)
     assert_same_batches(mine, theirs)
     assert all(targets.dtype == torch.float32 and targets.shape == (len(images), 3) for images, targets, *_ in theirs)
-    assert build_loader(cfg_of(*words), ALONE, CPU, train).images.multilabel
+    assert build_loader(cfg_of(*words), ALONE, CPU, train).images.targets == "labels"
     if not train:
         expected = torch.tensor([[0.0, 0, 1], [0, 0, 0], [0, 1, 1]]).repeat(13, 1)[:37]
         assert torch.equal(torch.cat([targets for _, targets, *_ in theirs]), expected)
