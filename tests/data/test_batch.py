@@ -1,10 +1,13 @@
 """Batches: the index of every image, and targets of every kind."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task, register
+from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack
 from support.runs import assert_same_run, train_and_kill
@@ -193,6 +196,14 @@ def test_what_needs_labels_says_so(small_cfg, boxes, monkeypatch):
         build_loader(cfg, ALONE, CPU, train=True)
 
 
-def test_commands_that_need_labels_refuse_structured_targets(boxes, tmp_path):
+def test_commands_that_need_labels_refuse_structured_targets(small_cfg, boxes, tmp_path):
     with pytest.raises(ConfigError, match="DATA.NAME boxes: a pack stores one class per image"):
         pack(tmp_path / "pack", *boxes, "MODEL.NUM_CLASSES", 3)
+    run = SimpleNamespace(cfg=small_cfg(*boxes), classes=Boxes.classes)
+    for name, call, message in [
+        ("export.exporter", lambda module: module.open_evaluation_set(run), "boxes with structured targets; the check"),
+        ("probe.feature_probe", lambda module: module.open_labeled_images(run, True), "expected images with one label"),
+        ("doctor.doctor", lambda module: module._run("doctor", [*boxes, "MODEL.NUM_CLASSES", "3"]), "expected labels"),
+    ]:
+        with pytest.raises(ConfigError, match=f"DATA.NAME.*{message}"):
+            call(command_module(name))
