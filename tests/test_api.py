@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,9 +14,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from support.errors import problems_of
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import ROOT, assert_same_run, newest, small_options
+from support.runs import assert_same_run, newest, run_python, small_options
 from torch import nn
 
 import distribuuuu
@@ -35,7 +35,6 @@ from distribuuuu.launch.signals import RunStopped, SignalState, exit_now
 
 @pytest.fixture
 def options(image_folder, tmp_path) -> dict:
-    """Overrides of a run of one epoch; OUT_DIR is `tmp_path / "out"`."""
     words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     return dict(zip(words[::2], words[1::2], strict=True))
 
@@ -57,11 +56,7 @@ class Signaling(nn.Sequential):
 
 @MODELS.register
 def signaling(num_classes: int, signum: int = signal.SIGINT) -> nn.Module:
-    """Return a `Signaling`."""
     return Signaling(num_classes, signum)
-
-
-# ------------------------------------------------------------------------------------------- import
 
 
 def test_the_import_imports_nothing_that_takes_time():
@@ -71,7 +66,7 @@ def test_the_import_imports_nothing_that_takes_time():
         "assert set(distribuuuu.__all__) <= set(dir(distribuuuu));"
         "sys.exit(bool({'torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.api'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 def test_the_members_are_found_on_first_use():
@@ -90,9 +85,6 @@ def test_a_run_predicts_images(image_folder, small_cfg):
     assert len(expected) == 37 and len(expected[0].labels) == 2
     with pytest.raises(ConfigError, match="no/such"):
         distribuuuu.predict("no/such/run", images)
-
-
-# ------------------------------------------------------------------------------------------ results
 
 
 def test_a_training_returns_its_results_and_can_be_evaluated(options, tmp_path):
@@ -161,15 +153,12 @@ def test_recomputed_statistics_are_those_of_precise_batch_norm(small_cfg):
         pass
 
 
-def test_a_finished_run_is_not_trained_again(options):
+def test_a_finished_run_is_not_trained_again_and_one_runs_at_a_time(options):
     first = distribuuuu.train(None, options)
     again = distribuuuu.train(None, [word for pair in options.items() for word in pair])
     assert again == first
-
-
-def test_no_epoch_has_no_results(options):
-    result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
-    assert (result.metrics, result.results, result.weights) == ({}, {}, None)
+    with api._run_of_program():
+        assert "a run is active in this process" in problems_of(distribuuuu.train, None, options)[0]
 
 
 def test_values_of_python_types(options, tmp_path):
@@ -193,15 +182,6 @@ def test_a_config_set_in_python_is_the_same_as_a_file(options, tmp_path):
     assert tree.TEST.DATASET == "/data" and tree.is_frozen() and not cfg.is_frozen()
 
 
-# ------------------------------------------------------------------------------------------- errors
-
-
-def problems_of(call, *args) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    return [str(problem) for problem in caught.value.problems]
-
-
 def test_all_problems_are_raised_and_name_their_origin(options):
     cfg = get_cfg()
     cfg.OPTIM.BASELR, cfg.OPTIM.MAX_EPOCH = 1, "many"
@@ -222,7 +202,8 @@ def test_what_cannot_be_evaluated(options, tmp_path):
     (tmp_path / "x.pth").write_bytes(b"x")
     assert "does not exist; fix: pass the OUT_DIR" in problems_of(distribuuuu.evaluate, tmp_path / "x.pth")[0]
     assert "no such file" in problems_of(distribuuuu.evaluate, tmp_path / "none")[0]
-    distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
+    result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
+    assert (result.metrics, result.results, result.weights) == ({}, {}, None)
     assert "is not set, and" in problems_of(distribuuuu.evaluate, tmp_path / "out")[0]
 
 
@@ -235,15 +216,7 @@ def test_an_error_during_the_run_is_raised(options, tmp_path):
     assert distribuuuu.train(None, {**options, "TRAIN.AUTO_RESUME": False}).metrics
 
 
-def test_one_run_at_a_time(options):
-    with api._run_of_program():
-        assert "a run is active in this process" in problems_of(distribuuuu.train, None, options)[0]
-
-
-# --------------------------------------------------------------------------------- signals and state
-
-
-def test_ctrl_c_saves_and_the_same_call_resumes(options, tmp_path):
+def test_a_signal_saves_and_the_same_call_resumes(options, tmp_path):
     settings = {**options, "MODEL.ARCH": "signaling", "MODEL.KWARGS": {"signum": int(signal.SIGINT)}}
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="a checkpoint was saved"):
@@ -252,13 +225,10 @@ def test_ctrl_c_saves_and_the_same_call_resumes(options, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         distribuuuu.train(None, settings)
     assert newest(tmp_path / "out")["step"] == 4
-
-
-def test_another_signal_raises_run_stopped(options, tmp_path):
-    settings = {**options, "MODEL.ARCH": "signaling", "MODEL.KWARGS": {"signum": int(signal.SIGTERM)}}
+    other = {**settings, "MODEL.KWARGS": {"signum": int(signal.SIGTERM)}, "OUT_DIR": tmp_path / "other"}
     with pytest.raises(distribuuuu.RunStopped, match="SIGTERM"):
-        distribuuuu.train(None, settings)
-    assert newest(tmp_path / "out")["step"] == 2
+        distribuuuu.train(None, other)
+    assert newest(tmp_path / "other")["step"] == 2
 
 
 def test_a_second_ctrl_c_interrupts_and_the_process_continues(options, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from support.commands import command_module
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
 from support.processes import on_processes
+from support.tiers import pairwise
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,20 +170,17 @@ def test_memory_that_is_not_pinned_is_copied_before_the_next_batch(small_cfg, mo
     assert after == after[:1] * 3 and not timeline.is_awaited(timeline.main, timeline.main.num)
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("interpolation", [*INTERPOLATIONS, "random"])
-@pytest.mark.parametrize("words", ["resized", "pad", "pad AUG.ERASING 0.5"])
-def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, words, interpolation, together):
-    if interpolation == "random" and words != "resized":
-        pytest.skip("only this crop draws the interpolation of an image")
-    words = ("DATA.CROP", *words.split(), "DATA.INTERPOLATION", interpolation)
-    check_device_loader(monkeypatch, small_cfg(*words), together, train=True)
+# Only the resized crop draws the interpolation of an image.
+CROPS = [(crop, kind) for crop in ("resized", "pad", "pad AUG.ERASING 0.5", "center")
+         for kind in (*INTERPOLATIONS, *(["random"] if crop == "resized" else []))]  # fmt: skip
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_center_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, interpolation, together):
-    check_device_loader(monkeypatch, small_cfg("TEST.INTERPOLATION", interpolation), together, train=False)
+@pytest.mark.parametrize("crop, together", pairwise(CROPS, [True, False]))
+def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, together):
+    words, interpolation = crop
+    train = words != "center"
+    options = ("DATA.CROP", *words.split(), "DATA.INTERPOLATION") if train else ("TEST.INTERPOLATION",)
+    check_device_loader(monkeypatch, small_cfg(*options, interpolation), together, train)
 
 
 def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
@@ -292,15 +290,14 @@ def test_a_step_does_not_synchronize(small_cfg, monkeypatch, overrides):
     assert all(parameter.grad is not None for parameter in state.model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch, precision):
-    calls = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
-    cfg = small_cfg("TRAIN.MATMUL_PRECISION", precision)
-    set_backends(cfg, CPU)
-    assert calls == []
-    set_backends(cfg, CUDA)
-    assert calls == [precision]
+def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch):
+    for precision in ("highest", "high", "medium"):
+        calls, cfg = [], small_cfg("TRAIN.MATMUL_PRECISION", precision)
+        monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
+        set_backends(cfg, CPU)
+        assert calls == []
+        set_backends(cfg, CUDA)
+        assert calls == [precision]
 
 
 def test_the_default_matmul_precision_is_tf32_without_warnings(small_cfg, recwarn):

@@ -51,7 +51,6 @@ SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
-    """Return the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -90,9 +89,8 @@ def split_command(command: str) -> tuple[str, str, list[str]]:
             name, *args = words[number + 1 :] or ["--help"]
             return "distribuuuu", name, args[: args.index(">")] if ">" in args else args
         if SCRIPT.fullmatch(word):
-            started = (
-                re.search(r'start_command\("(\w+)"', (ROOT / word).read_text()) if (ROOT / word).exists() else None
-            )
+            text = (ROOT / word).read_text() if (ROOT / word).exists() else ""
+            started = re.search(r'start_command\("(\w+)"', text)
             name = started[1] if started else "train" if word.endswith(".sbatch") else ""
             return word, name, words[number + 1 :]
     return "", words[0].removeprefix(".venv/bin/"), []
@@ -142,12 +140,10 @@ def parse_sweep(module: ModuleType, args: list[str]) -> None:
 
 # For commands whose arguments are more than flags.
 PARSE_WITH = {
-    "table": parse_table,
-    "pack": parse_pack,
-    "sweep": parse_sweep,
+    "table": parse_table, "pack": parse_pack, "sweep": parse_sweep,
     "doctor": lambda module, args: module.parse_args(None, args),
     "plan": lambda module, args: module.parse_flags_and_cfg(None, args),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(page if page.endswith(".md") else "headers" for page, _ in COMMANDS))
@@ -161,31 +157,23 @@ def test_every_command_is_accepted_by_its_tool(page, monkeypatch, capsys):
                 pytest.fail(f"{where}: {command}: {error}")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_wrong_command_is_not_accepted(monkeypatch):
+    for command in [
         "python tools/train_net.py OPTIM.NO_SUCH 1",
         "torchrun --nproc_per_node=8 tools/train_net.py --cfg configs/no.yaml",
-        "python tools/test_net.py TRAIN.TOPK many",
-        "sbatch tools/slurm/train.sbatch --config x",
-        "python tools/pack_dataset.py out NO.KEY 1",
-        "python tools/no_tool.py",
-        "distribuuuu trian --cfg shapes/resnet14",
-        "distribuuuu train --cfg shapes/resnet15",
+        "python tools/test_net.py TRAIN.TOPK many", "sbatch tools/slurm/train.sbatch --config x",
+        "python tools/pack_dataset.py out NO.KEY 1", "python tools/no_tool.py",
+        "distribuuuu trian --cfg shapes/resnet14", "distribuuuu train --cfg shapes/resnet15",
         ".venv/bin/distribuuuu test TRAIN.TOPK many",
-        "torchrun --nproc_per_node=8 -m distribuuuu train NO.KEY 1",
-        "python -m distribuuuu table --redme x",
-        "distribuuuu split my_images --vall 0.2",
-        "distribuuuu sweep OPTIM.BASE_LR=log:1 --trials 3 OUT_DIR x",
-    ],
-)
-def test_a_wrong_command_is_not_accepted(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    program, name, _ = split_command(command)
-    if is_deleted(name) or program in list_deleted_paths():
-        pytest.skip("the command has been deleted")
-    with pytest.raises((ConfigError, AssertionError)):
-        parse_command(command)
+        "torchrun --nproc_per_node=8 -m distribuuuu train NO.KEY 1", "python -m distribuuuu table --redme x",
+        "distribuuuu split my_images --vall 0.2", "distribuuuu sweep OPTIM.BASE_LR=log:1 --trials 3 OUT_DIR x",
+    ]:  # fmt: skip
+        monkeypatch.chdir(ROOT)
+        program, name, _ = split_command(command)
+        if is_deleted(name) or program in list_deleted_paths():
+            continue
+        with pytest.raises((ConfigError, AssertionError)):
+            parse_command(command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -261,26 +249,17 @@ def test_the_page_of_the_options_is_made_from_their_table():
     assert_same_sample(page, mark + shown, options_page())
 
 
-# ------------------------------------------------------------------------------------------- run
-
 SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD False"
 TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
 RUN = {
-    ("README.md", "train --cfg shapes"): "",
-    ("README.md", "test exp/"): None,
-    ("README.md", "train TRAIN.DATASET my_images"): TINY,
-    ("docs/cli.md", "train --cfg shapes"): "",
-    ("docs/cli.md", "test r"): None,
-    ("docs/cli.md", "--help"): None,
-    ("docs/configuration.md", "--dump-config"): None,
-    ("docs/configuration.md", "--help-config"): None,
-    ("docs/data.md", "tools/pack_dataset.py"): None,
-    ("docs/data.md", "DATA.NAME packed"): TINY,
-    ("docs/augmentation.md", "tools/train_net.py"): "",
-    ("docs/multi_label.md", "tools/train_net.py"): "",
-    ("docs/results.md", "train_net.py --cfg configs/shapes"): "",
+    ("README.md", "train --cfg shapes"): "", ("README.md", "test exp/"): None,
+    ("README.md", "train TRAIN.DATASET my_images"): TINY, ("docs/cli.md", "train --cfg shapes"): "",
+    ("docs/cli.md", "test r"): None, ("docs/cli.md", "--help"): None, ("docs/configuration.md", "--dump-config"): None,
+    ("docs/configuration.md", "--help-config"): None, ("docs/data.md", "tools/pack_dataset.py"): None,
+    ("docs/data.md", "DATA.NAME packed"): TINY, ("docs/augmentation.md", "tools/train_net.py"): "",
+    ("docs/multi_label.md", "tools/train_net.py"): "", ("docs/results.md", "train_net.py --cfg configs/shapes"): "",
     ("docs/results.md", "tools/make_table.py"): None,
-}
+}  # fmt: skip
 
 
 def script_of(page: str) -> str:
@@ -317,12 +296,9 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in RUN))
 def test_the_commands_of_a_page_run(page, checkout):
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(checkout / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(checkout / "cache"), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     command = ["bash", "-euo", "pipefail", "-c", script_of(page)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=environment, timeout=600)
     assert done.returncode == 0, f"{script_of(page)}\n{done.stdout}\n{done.stderr}"
@@ -442,9 +418,6 @@ def test_the_names_that_stay_can_be_imported():
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
-# --------------------------------------------------------------------------------------- figures
-
-
 def test_the_readme_is_short_and_names_every_package():
     assert len(README.splitlines()) <= 200
     for path in (ROOT / "distribuuuu").iterdir():
@@ -453,9 +426,8 @@ def test_the_readme_is_short_and_names_every_package():
 
 
 def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
-    claimed = [
-        int(number.replace(",", "")) for number in re.findall(r"(?:about|another) (\d+,\d+)(?: lines|\. Read)", README)
-    ]
+    numbers = re.findall(r"(?:about|another) (\d+,\d+)(?: lines|\. Read)", README)
+    claimed = [int(number.replace(",", "")) for number in numbers]
     core = count_core_lines()
     total = sum(len(path.read_text().splitlines()) for path in (ROOT / "distribuuuu").rglob("*.py"))
     assert list_deleted_paths() or claimed == pytest.approx([core, total - core], rel=0.05)
@@ -466,7 +438,8 @@ def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
 
 def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
     rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (.+) \|$", README, re.MULTILINE)
-    runs = {record["config"]: record for record in map(read_record, (ROOT / "benchmarks" / "results").rglob("*.json"))}
+    records = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").rglob("*.json")]
+    runs = {record["config"]: record for record in records}
     assert {name for name, *_ in rows} == set(runs)
     zoo = (ROOT / "docs" / "MODEL_ZOO.md").read_text()
     for name, *cells in rows:
@@ -474,10 +447,6 @@ def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
         row = next(line for line in zoo.splitlines() if line.startswith(f"| {name} |"))
         assert all(cell in row for cell in cells), name
         assert int(cells[1]) == record["training"]["epochs_done"] and cells[3] == record["hardware"]
-
-
-def read_record(path: Path) -> dict:
-    return json.loads(path.read_text())
 
 
 def test_the_speeds_of_the_readme_are_in_the_output_of_the_benchmarks():

@@ -85,15 +85,11 @@ def test_an_onnx_file_answers_as_the_run_on_clothing10(clothing_run, tmp_path):
     assert dispatch("distribuuuu", ["export", str(clothing_run), "--to", "onnx", str(tmp_path / "exported")]) == 0
     record = json.loads((tmp_path / "exported" / "export.json").read_text())
     assert record["verified"] and record["images"] == record["images_of_set"] == 372
-    assert (
-        record["top1"]["run"]
-        == json.loads((clothing_run / "results.json").read_text())["accuracy"]["raw"]["best"]["top1"]
-    )
+    results = json.loads((clothing_run / "results.json").read_text())
+    assert record["top1"]["run"] == results["accuracy"]["raw"]["best"]["top1"]
     run, by_size = load_run(clothing_run, device="cpu"), {}
-    images, reference = (
-        build_images(run.cfg, train=False),
-        torch_predict(run.model.requires_grad_(False), run.transform),
-    )
+    images = build_images(run.cfg, train=False)
+    reference = torch_predict(run.model.requires_grad_(False), run.transform)
     pixels = [open_lazy_image(images.read(index), "auto").pixels() for index in range(len(images))]
     for image in pixels:
         by_size.setdefault(image.shape, []).append(image)
@@ -111,12 +107,10 @@ def test_an_onnx_file_answers_as_the_run_on_clothing10(clothing_run, tmp_path):
 
 
 def check(root: Path) -> dict:
-    scan = command_module("scan.scan").scan_images(
-        command_module("doctor.layout").open_folder(root), DEFAULTS, 2, lambda num: None
-    )
-    return command_module("doctor.findings").examine(
-        scan, command_module("scan.duplicates").find_groups(scan, DEFAULTS), DEFAULTS
-    )
+    folder = command_module("doctor.layout").open_folder(root)
+    scan = command_module("scan.scan").scan_images(folder, DEFAULTS, 2, lambda num: None)
+    groups = command_module("scan.duplicates").find_groups(scan, DEFAULTS)
+    return command_module("doctor.findings").examine(scan, groups, DEFAULTS)
 
 
 def test_clothing10_has_no_findings(clothing):

@@ -21,6 +21,7 @@ from support.runs import (
     assert_same_run,
     newest,
     records,
+    run_python,
     run_tool,
     small_options,
     timeless,
@@ -88,9 +89,8 @@ def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run,
     cfg = small_cfg("RNG_SEED", 0, "TRAIN.AUTO_RESUME", False)
     train_model(cfg)
     assert newest(cfg.OUT_DIR)["seed"] == 0
-    assert not torch.equal(
-        newest(cfg.OUT_DIR)["state_dict"]["fc.weight"], newest(finished_run)["state_dict"]["fc.weight"]
-    )
+    weights = [newest(out)["state_dict"]["fc.weight"] for out in (cfg.OUT_DIR, finished_run)]
+    assert not torch.equal(*weights)
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
@@ -129,10 +129,8 @@ def test_a_corrupt_evaluation_image_loses_no_training_step(finished_run, image_f
 
 
 def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeypatch):
-    exchanges = []
-    monkeypatch.setattr(
-        "distribuuuu.engine.graceful_stop.dist.all_reduce_max", lambda values: exchanges.append(0) or values
-    )
+    exchanges, exchange = [], "distribuuuu.engine.graceful_stop.dist.all_reduce_max"
+    monkeypatch.setattr(exchange, lambda values: exchanges.append(0) or values)
     stop = StopRequest()
     for _ in range(40):
         stop.check("a step")
@@ -143,11 +141,9 @@ def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeyp
 
 
 def test_stop_requests_are_exchanged_in_every_epoch_however_short_and_in_every_long_call(monkeypatch):
-    now, exchanged_at = 0.0, []
-    monkeypatch.setattr("distribuuuu.engine.graceful_stop.time.monotonic", lambda: now)
-    monkeypatch.setattr(
-        "distribuuuu.engine.graceful_stop.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values
-    )
+    now, exchanged_at, room = 0.0, [], "distribuuuu.engine.graceful_stop"
+    monkeypatch.setattr(f"{room}.time.monotonic", lambda: now)
+    monkeypatch.setattr(f"{room}.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values)
     stop = StopRequest()
     for _ in range(20):
         now += 20  # e.g. statistics of batch norm
@@ -204,10 +200,9 @@ def test_each_model_that_trains_or_is_evaluated_is_compiled_once(small_cfg, monk
     monkeypatch.setattr("distribuuuu.engine.setup.wrap_model", wrap)
     compile_model = lambda model, mode: compiled.append((model, mode))  # noqa: E731
     monkeypatch.setattr("distribuuuu.engine.setup.compile_model", compile_model)
+    note = lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)  # noqa: E731
     for module in (trainer, evaluator):
-        monkeypatch.setattr(
-            module, "evaluate", lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)
-        )
+        monkeypatch.setattr(module, "evaluate", note)
     cfg = small_cfg("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.COMPILE", "default")
     train_model(cfg)
     models = [model for model, _ in compiled]
@@ -256,9 +251,7 @@ def test_the_previous_run_is_archived_only_when_the_new_one_starts(finished_run,
     (("OPTIM.WEIGHT_DECAY", 1e-3), "OPTIM.WEIGHT_DECAY 5e-05 -> 0.001"),
     (("TRAIN.WORKERS", 1, "LOG.TENSORBOARD", False), None),
 ])  # fmt: skip
-def test_a_finished_run_is_not_trained_and_other_options_are_reported(
-    finished_run, copied_run, small_cfg, options, changed
-):
+def test_other_options_of_a_finished_run_are_reported(finished_run, copied_run, small_cfg, options, changed):
     train_model(small_cfg(*options))
     log = (copied_run / "train.log").read_text()
     assert "nothing to train: 2 epochs finished" in log and timeless(copied_run) == timeless(finished_run)
@@ -362,10 +355,8 @@ def test_the_moving_average_starts_from_the_initial_weights(finished_run, small_
 @pytest.mark.slow
 def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path):
     overrides = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    trained = subprocess.run(
-        [*launcher, ROOT / "tools" / "train_net.py", *overrides], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    trained = run_python(*launcher, ROOT / "tools" / "train_net.py", *overrides)
     assert trained.returncode == 0, trained.stderr
     assert "launcher: torchrun, process 0 of 2; backend gloo" in trained.stderr
     assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in trained.stderr
@@ -377,11 +368,8 @@ def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path)
 @pytest.mark.parametrize("flag", [["--use_env"], []])
 def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
     overrides = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
-    done = subprocess.run(
-        [*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides],
-        capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
+    launcher = ["-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
+    done = run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
     assert done.returncode == 0, done.stderr
     assert "best top1: " in done.stderr
 

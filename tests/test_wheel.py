@@ -18,7 +18,6 @@ SMALL = ("MODEL.KWARGS.width", 8, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0
 
 
 def run(*command: object, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
-    """Run a command without the checkout on the import path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     environment |= {"OMP_NUM_THREADS": "1", **env}
@@ -29,7 +28,6 @@ def run(*command: object, cwd: Path, check: bool = True, **env: str) -> subproce
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel that is built from a source distribution, as by `python -m build`."""
     pytest.importorskip("setuptools")
     root = tmp_path_factory.mktemp("build")
     source = root / "source"

@@ -16,16 +16,8 @@ from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import AUGMENTATIONS
-from distribuuuu.data.augment import (
-    AugmentedCrop,
-    Erasing,
-    Policy,
-    build_augmentation,
-    grayscale,
-    make_jitter,
-    make_policy,
-    pca_noise,
-)
+from distribuuuu.data import augment
+from distribuuuu.data.augment import AugmentedCrop, Erasing, Policy, build_augmentation, make_jitter, make_policy
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.data.normalize import Normalizer
@@ -38,7 +30,6 @@ TORCHVISIONS = ["autoaugment", "randaugment", "trivialaugment"]
 
 
 def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
-    """Draw smooth colors: uint8 (3, side, side)."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     smooth = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(smooth)).permute(2, 0, 1)
@@ -158,9 +149,8 @@ def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
 def test_values_that_cannot_be_are_reported_with_near_names():
     near = {"TrivialAugmentWide": "trivialaugment", "rand_m9": "rand", "Auto-Augment": "autoaugment",
             "3-augment": "3augment", "agumix-m3": "augmix", "orginal": "original"}  # fmt: skip
-    wrong = {
-        ("POLICY", text): rf"got '{text}'; expected a policy .*did you mean.*{name}" for text, name in near.items()
-    }
+    said = "expected a policy .*did you mean"
+    wrong = {("POLICY", text): f"got '{text}'; {said}.*{name}" for text, name in near.items()}
     for value in ("[0.1, 0.2]", "-0.4", "[0.1, 0.1, 0.1, 0.6]", "[1, 2, 3, 0, 0]"):
         wrong["COLOR_JITTER", value] = "expected 0, 1, 3 or 4 numbers"
     for value in ("grayscal", "[grayscale, grayscal]"):
@@ -227,20 +217,16 @@ def test_erasing_leaves_what_it_was_given_and_takes_the_smallest_images():
 # The order, and nothing where nothing is asked for
 
 
-def test_the_policy_comes_first_then_the_jitter_the_operations_and_the_erasing():
+def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever_they_are():
     steps = []
 
     def note(name: str):
         return lambda value: (steps.append(name), value)[1]
 
     chosen = Policy(note("policy"), LocalGenerator)
-    AugmentedCrop(whole(), chosen, note("jitter"), (note("one"), note("two")), note("erase"))(
-        LazyImage(scene()), SampleRNG(0, 0)
-    )
+    transform = AugmentedCrop(whole(), chosen, note("jitter"), (note("one"), note("two")), note("erase"))
+    transform(LazyImage(scene()), SampleRNG(0, 0))
     assert steps == ["policy", "jitter", "one", "two", "erase"]
-
-
-def test_a_step_draws_the_same_whatever_the_others_are():
     alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
     jittered = AugmentedCrop(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
     assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
@@ -264,7 +250,6 @@ def test_a_registered_function_is_an_operation_whose_random_numbers_follow_from_
 
     @AUGMENTATIONS.register
     def add_noise(pixels: torch.Tensor) -> torch.Tensor:
-        """Draw from all generators that an operation may use."""
         noise = random.random() + np.random.rand() + torch.rand(3, 1, 1)
         return (pixels * 0.5 + 20 * noise).to(torch.uint8)
 
@@ -282,7 +267,7 @@ def test_a_registered_function_is_an_operation_whose_random_numbers_follow_from_
 
 
 def test_grayscale_converts_one_image_in_five():
-    transform = AugmentedCrop(whole(), operations=(grayscale,))
+    transform = AugmentedCrop(whole(), operations=(augment.grayscale,))
     images = [transform(LazyImage(scene()), SampleRNG(0, index)) for index in range(500)]
     is_gray = [bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all()) for pixels in images]
     assert 70 <= sum(is_gray) <= 130
@@ -291,7 +276,7 @@ def test_grayscale_converts_one_image_in_five():
 
 def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
     gray = torch.full((3, 4, 4), 128, dtype=torch.uint8)
-    transform = AugmentedCrop(whole(), operations=(pca_noise,))
+    transform = AugmentedCrop(whole(), operations=(augment.pca_noise,))
     shifts = torch.stack([transform(LazyImage(gray), SampleRNG(0, index)).double() - 128 for index in range(4000)])
     assert (shifts == shifts[:, :, :1, :1]).all(), "one shift for an image"
     # Deviations in gray levels and correlations, from the eigenvalues and eigenvectors of pycls; rounding adds 0.3.
@@ -320,14 +305,6 @@ def test_a_policy_is_a_function_of_its_seed_and_leaves_the_generators_alone():
         assert len({bytes(pixels.numpy()) for pixels in results[0]}) > 3, text
 
 
-def test_generators_are_put_back_after_an_error_too():
-    before = states()
-    with pytest.raises(KeyError), seeded_generators(5):
-        random.random(), np.random.rand(), torch.rand(3)
-        raise KeyError
-    assert states() == before
-
-
 def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
     """Dropout on the CPU draws from torch's default generator while worker threads make the next batches."""
     choices, image, done = [policy(text) for text in ("rand-m9-mstd0.5-inc1", "randaugment")], image_of(scene()), []
@@ -349,7 +326,7 @@ def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
     assert drawn == expected and len(done) == 4
 
 
-def test_threads_take_turns_at_the_generators_that_they_share():
+def test_threads_take_turns_at_the_generators_which_are_put_back_after_errors():
     def draw(seed: int) -> list[float]:
         with seeded_generators(seed):
             numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
@@ -360,6 +337,10 @@ def test_threads_take_turns_at_the_generators_that_they_share():
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(draw, range(12)))
     assert together == [draw(seed) for seed in range(12)] and states() == before
+    with pytest.raises(KeyError), seeded_generators(5):
+        random.random(), np.random.rand(), torch.rand(3)
+        raise KeyError
+    assert states() == before
 
 
 WAYS = [("process", 2), ("thread", 3)]

@@ -113,10 +113,8 @@ def test_the_error_of_a_broken_image_keeps_no_frames_of_its_decoder_or_of_earlie
 
 def test_a_broken_image_of_a_set_on_the_device_is_named_or_replaced_as_by_workers(small_cfg, broken_words):
     words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
-    strict, device, host = (
-        build_loader(small_cfg(*more), ALONE, CPU, train=True)
-        for more in (broken_words, words, (*words, "DATA.LOADER", "host"))
-    )
+    all_words = (broken_words, words, (*words, "DATA.LOADER", "host"))
+    strict, device, host = (build_loader(small_cfg(*more), ALONE, CPU, train=True) for more in all_words)
     with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
         list(strict.batches_from(seed=5, epoch=0, first_step=0))
     mine, theirs = (list(loader.batches_from(seed=5, epoch=0, first_step=0)) for loader in (device, host))

@@ -132,25 +132,19 @@ def test_mixing_follows_seed_epoch_and_step_and_nothing_else():
         assert not torch.equal(mixed(mixer(mixup=0.8), images, labels, *position)[0], first)
 
 
-def test_the_share_is_drawn_from_beta():
+def test_the_shares_are_drawn_from_beta_and_each_kind_has_its_own():
     for alpha in (0.1, 0.2, 0.8, 1.0, 4.0):
         kept = np.concatenate([mixer(2000, 1, 2000, mixup=alpha).draw(0, 0, step).lam for step in range(10)])
         variance = 1 / (4 * (2 * alpha + 1))
         assert abs(kept.mean() - 0.5) < 4 * (variance / len(kept)) ** 0.5
         assert abs(kept.var() / variance - 1) < 0.05
         assert kept.min() >= 0 and kept.max() <= 1
-
-
-def test_cutmix_and_mixup_and_what_is_not_mixed_have_their_shares():
     mix = mixer(20000, 1, 20000, mixup=0.2, cutmix=1.0, cutmix_share=0.3, probability=0.8)
     drawn = mix.draw(0, 0, 0)
     assert abs(drawn.use_cutmix.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
     assert abs(drawn.lam[drawn.use_cutmix].var() - 1 / 12) < 0.01  # Beta(1, 1)
     assert abs(drawn.lam[~drawn.use_cutmix].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
     assert abs(np.corrcoef(drawn.row, drawn.column)[0, 1]) < 0.04
-
-
-def test_a_pair_has_its_own_draw_and_a_step_has_one_for_all():
     assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
     drawn = [mixer(mixup=0.8, group=24).draw(0, 0, step) for step in range(5)]
     assert all(len(each.lam) == 1 for each in drawn) and len({float(each.lam[0]) for each in drawn}) == 5
@@ -240,12 +234,11 @@ def test_what_cannot_be_is_an_error():
     for said, line in {
         "AUG.CUTMIX_SHARE .* set AUG.CUTMIX 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 0",
         "AUG.CUTMIX_SHARE .* set AUG.MIXUP 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 1",
-        "AUG.MIX_PROB .*disables": "AUG.MIXUP 0.2 AUG.MIX_PROB 0",
+        "AUG.MIX_PROB .*disables": "AUG.MIXUP 0.2 AUG.MIX_PROB 0", "AUG.MIX_BY .*pair, step": "AUG.MIX_BY batch",
         "AUG.MIXUP .* expected 0 or more": "AUG.MIXUP -0.2",
-        "AUG.MIX_BY .*pair, step": "AUG.MIX_BY batch",
         "AUG.MIX_GROUP .*expected an even number": "AUG.MIXUP 0.2 AUG.MIX_GROUP 5",
         "AUG.MIX_GROUP .*expected 0 or more": "AUG.MIXUP 0.2 AUG.MIX_GROUP -2",
         "AUG.MIX_GROUP .*with AUG.MIX_BY step": "AUG.MIXUP 0.2 AUG.MIX_GROUP 8 AUG.MIX_BY step",
-    }.items():
+    }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             make_cfg(*line.split())

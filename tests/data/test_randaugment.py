@@ -73,9 +73,7 @@ def smoothed(pixels: np.ndarray) -> np.ndarray:
 
 
 FORMULAS = {
-    "AutoContrast": stretched,
-    "Equalize": equalized,
-    "Invert": lambda pixels: 255 - pixels,
+    "AutoContrast": stretched, "Equalize": equalized, "Invert": lambda pixels: 255 - pixels,
     "Posterize": lambda pixels: pixels // 16 * 16,  # 4 bits
     "Solarize": lambda pixels: 255 - pixels,  # the threshold 256 is 0 in a byte
     "SolarizeAdd": lambda pixels: np.where(pixels < 128, pixels.astype(int) + 110, pixels).clip(0, 255),
@@ -83,7 +81,7 @@ FORMULAS = {
     "Contrast": lambda pixels: blend(np.array(HEIGHT * WIDTH // 256), pixels),
     "Brightness": lambda pixels: blend(np.array(0), pixels),
     "Sharpness": lambda pixels: blend(smoothed(pixels), pixels),
-}
+}  # fmt: skip
 
 
 def test_an_operation_on_colors_is_its_formula():
@@ -114,11 +112,8 @@ def rotated(pixels: np.ndarray, sign: int) -> np.ndarray:
     x, y = grid(pixels)
     height, width = pixels.shape[:2]
     x, y, angle = x - (width - 1) / 2, y - (height - 1) / 2, sign * np.radians(30)
-    return gather(
-        pixels,
-        np.cos(angle) * x - np.sin(angle) * y + (width - 1) / 2,
-        np.sin(angle) * x + np.cos(angle) * y + (height - 1) / 2,
-    )
+    new_x, new_y = np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y
+    return gather(pixels, new_x + (width - 1) / 2, new_y + (height - 1) / 2)
 
 
 def moved(pixels: np.ndarray, **offsets: float) -> np.ndarray:

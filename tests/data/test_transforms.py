@@ -12,20 +12,12 @@ from torchvision import transforms as theirs
 from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data import transforms
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import Box, EncodedImage, LazyImage, open_lazy_image
 from distribuuuu.data.loader import build_transform
 from distribuuuu.data.seeding import BatchRNG, SampleRNG
-from distribuuuu.data.transforms import (
-    ATTEMPTS,
-    CenterCrop,
-    PaddedCrop,
-    ResizedCrop,
-    crop_square,
-    random_padded_corner,
-    random_resized_box,
-    resize,
-)
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, random_resized_box, resize
 
 SCALE = (0.08, 1.0)
 CROPS = {"resized": ResizedCrop, "pad": PaddedCrop}
@@ -84,7 +76,7 @@ def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
         assert batch.uniform().tolist() == [rng.uniform() for rng in single]
 
 
-def test_draws_are_uniform_and_a_function_of_the_position():
+def test_draws_are_uniform_independent_and_a_function_of_the_position():
     rng = BatchRNG([(7, index) for index in range(5000)])
     for _ in range(4):
         numbers = rng.uniform()
@@ -93,9 +85,6 @@ def test_draws_are_uniform_and_a_function_of_the_position():
         assert ((counts - 250) ** 2 / 250).sum() < 45  # chi-square of 19 degrees of freedom: beyond it, 1 in 1,500
     assert SampleRNG(3, 5).uniform() == SampleRNG(3, 5).uniform()
     assert len({SampleRNG(key, index).uniform() for key in range(30) for index in range(30)}) == 900
-
-
-def test_draws_are_independent_over_index_key_and_number():
     by_key = [BatchRNG([(key, index) for index in range(4000)]) for key in range(3)]
     numbers = [rng.uniform() for _ in range(3) for rng in by_key]
     correlations = np.corrcoef(np.array(numbers)) - np.eye(9)
@@ -154,7 +143,7 @@ def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
             expected = theirs.RandomResizedCrop.get_params(Image.new("L", (width, height)), (1.0, 1.0), ratios)
             rng = Counted(0, 0)
             assert random_resized_box(rng, height, width, (1.0, 1.0), ratios) == Box(*expected)
-            assert rng.num == 2 + 2 * ATTEMPTS
+            assert rng.num == 2 + 2 * transforms.ATTEMPTS
     rng = Counted(0, 0)
     random_resized_box(rng, 400, 400, (0.1, 0.2))
     assert rng.num == 4
@@ -207,28 +196,28 @@ def test_half_of_the_images_are_flipped_whatever_their_size_and_the_crop():
 # The padded crop
 
 
-@pytest.mark.parametrize("height, width, size, padding", [
-    (32, 32, 32, 4), (28, 28, 28, 2), (40, 32, 32, 4), (32, 51, 32, 3), (64, 48, 32, 4), (20, 13, 32, 4),
-    (32, 32, 32, 0), (8, 8, 8, 8), (8, 8, 8, 12),
-])  # fmt: skip
-def test_a_padded_crop_is_torchvisions_at_the_same_corner(height, width, size, padding):
-    image = scene(height, width)
-    resized = theirs.Resize(size)(image) if min(height, width) != size else image
-    padded = theirs.Pad(padding)(resized)
-    for index in range(25):
-        rng = SampleRNG(9, index)
-        rng.uniform()
-        top, left = random_padded_corner(rng, resized.height, resized.width, size, padding)
-        assert -padding <= top <= resized.height + padding - size
-        assert -padding <= left <= resized.width + padding - size
-        corner = (int(top) + padding, int(left) + padding)
-        expected = tensor_of(theirs.functional.crop(padded, *corner, size, size))
-        pixels = PaddedCrop(size, padding, flip=0)(lazy_image_of(image), SampleRNG(9, index))
-        assert difference(pixels, expected) <= (0 if resized is image else 0.3)
+def test_a_padded_crop_is_torchvisions_at_the_same_corner():
+    for height, width, size, padding in [
+        (32, 32, 32, 4), (28, 28, 28, 2), (40, 32, 32, 4), (32, 51, 32, 3), (64, 48, 32, 4), (20, 13, 32, 4),
+        (32, 32, 32, 0), (8, 8, 8, 8), (8, 8, 8, 12),
+    ]:  # fmt: skip
+        image = scene(height, width)
+        resized = theirs.Resize(size)(image) if min(height, width) != size else image
+        padded = theirs.Pad(padding)(resized)
+        for index in range(25):
+            rng = SampleRNG(9, index)
+            rng.uniform()
+            top, left = transforms.random_padded_corner(rng, resized.height, resized.width, size, padding)
+            assert -padding <= top <= resized.height + padding - size
+            assert -padding <= left <= resized.width + padding - size
+            corner = (int(top) + padding, int(left) + padding)
+            expected = tensor_of(theirs.functional.crop(padded, *corner, size, size))
+            pixels = PaddedCrop(size, padding, flip=0)(lazy_image_of(image), SampleRNG(9, index))
+            assert difference(pixels, expected) <= (0 if resized is image else 0.3)
 
 
 def test_the_corners_of_padded_crops_are_torchvisions_range_and_equally_likely():
-    corners = np.array([random_padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
+    corners = np.array([transforms.random_padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
     for side in corners.T:
         values, counts = np.unique(side, return_counts=True)
         assert values.tolist() == [-2, -1, 0, 1, 2]
@@ -267,19 +256,19 @@ def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tens
     return CenterCrop(resize_to, size)(lazy_image_of(image), SampleRNG(0, 0)), other
 
 
-@pytest.mark.parametrize("resize_to, size", [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33)])
-def test_evaluation_is_torchvisions(resize_to, size):
+def test_evaluation_is_torchvisions():
     """A crop larger than the image is padded as in torchvision."""
-    sizes, differences = random.Random(resize_to), []
-    for number in range(60):
-        height, width = (sizes.randint(1, 80), sizes.randint(1, 80)) if number % 2 else (
-            sizes.randint(20, 300), sizes.randint(20, 300))  # fmt: skip
-        if max(height, width) > 16 * min(height, width):
-            continue
-        mine, other = evaluated(scene(height, width, number), resize_to, size)
-        assert mine.dtype == torch.uint8
-        differences.append(difference(mine, other))
-    assert np.mean(differences) <= 0.1 and max(differences) <= 0.5
+    for resize_to, size in [(18, 16), (24, 24), (37, 30), (64, 56), (16, 24), (20, 33)]:
+        sizes, differences = random.Random(resize_to), []
+        for number in range(60):
+            height, width = (sizes.randint(1, 80), sizes.randint(1, 80)) if number % 2 else (
+                sizes.randint(20, 300), sizes.randint(20, 300))  # fmt: skip
+            if max(height, width) > 16 * min(height, width):
+                continue
+            mine, other = evaluated(scene(height, width, number), resize_to, size)
+            assert mine.dtype == torch.uint8
+            differences.append(difference(mine, other))
+        assert np.mean(differences) <= 0.1 and max(differences) <= 0.5
 
 
 def test_odd_shapes_are_evaluated_in_the_same_place_and_trained_on():
@@ -428,7 +417,7 @@ def test_a_square_beyond_the_image_is_black_there():
     pixels = torch.full((3, 4, 4), 9, dtype=torch.uint8)
     for top in range(-9, 10):
         for left in range(-9, 10):
-            square = crop_square(pixels, top, left, 6)
+            square = transforms.crop_square(pixels, top, left, 6)
             assert square.shape == (3, 6, 6), (top, left)
             rows, columns = (max(0, min(4, at + 6) - max(0, at)) for at in (top, left))
             assert int((square == 9).sum()) == 3 * rows * columns

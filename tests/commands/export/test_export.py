@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,8 @@ import timm
 import torch
 from PIL import Image
 from support.images import draw_folder
-from support.runs import ROOT
+from support.processes import wait_for
+from support.runs import ROOT, run_python
 from support.saved_runs import save_run
 from support.tiers import slow
 
@@ -51,7 +51,6 @@ def left_beside(tmp_path) -> list[str]:
 
 
 def command(*args) -> int:
-    """Run `distribuuuu export ...` in this process; return the exit status."""
     return dispatch("distribuuuu", ["export", *map(str, args)])
 
 
@@ -95,21 +94,17 @@ def test_the_crop_percentage_gives_the_resize_back():
     ("to", "options", "reason"),
     [("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
      ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: its "),
+     ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
      *((to, ("MODEL.ARCH", "resnet18", "TEST.INTERPOLATION", "opencv_area"),
         "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch"))],
 )  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
     run = load_run(save_run(small_cfg(*options)), device="cpu")
+    if "other outputs" in reason:
+        run.model.maxpool = torch.nn.AvgPool2d(3, 2, 1)
     with pytest.raises(ConfigError, match="--to safetensors") as caught:
         export_run(run, to, tmp_path / "exported")
     assert reason in str(caught.value) and left_beside(tmp_path) == []
-
-
-def test_a_model_of_timm_with_other_outputs_is_refused(small_cfg, tmp_path, monkeypatch):
-    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18")), device="cpu")
-    run.model.maxpool = torch.nn.AvgPool2d(3, 2, 1)
-    with pytest.raises(ConfigError, match="computes other outputs"):
-        export_run(run, "timm", tmp_path / "exported")
 
 
 @pytest.mark.parametrize("arch", ["botnet50", "resnet8"])
@@ -207,12 +202,8 @@ def test_a_mistake_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsy
     assert "NOT VERIFIED" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------ errors
-
-
 @pytest.fixture
 def saved(small_cfg):
-    """Return the folder of a run with random weights."""
     return save_run(small_cfg())
 
 
@@ -290,22 +281,14 @@ def test_images_that_cannot_be_read_leave_nothing_behind(saved, tmp_path, capsys
 
 
 def leave(tmp_path, name: str):
-    """Write a folder as a killed export leaves it; return it."""
     folder = tmp_path / name
     (folder / ".check").mkdir(parents=True)
     (folder / "model.pt2").write_bytes(b"part")
     return folder
 
 
-def dead_process() -> int:
-    """Return the number of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def test_what_killed_exports_have_left_is_deleted_by_the_next_one(saved, tmp_path):
-    dead, random = dead_process(), "0123456789abcdef"
+    dead, random = run_python("-c", "import os; print(os.getpid())").stdout.strip(), "0123456789abcdef"
     gone = leave(tmp_path, f".new.{dead}.{random}.new")
     others = (f".new.{os.getppid()}.{random}.new", f".newer.{dead}.{random}.new", f".new.{dead}.new",
               f"new.{dead}.{random}.new", ".new.x.new")  # fmt: skip
@@ -340,7 +323,6 @@ def test_an_export_that_is_killed_leaves_a_folder_that_the_next_one_deletes(smal
 
 
 def start_export(out, exported, to: str, limit: str = "") -> subprocess.Popen:
-    """Start `distribuuuu export` in a shell that may limit the size of files."""
     words = [sys.executable, "-m", "distribuuuu", "export", str(out), "--to", to, str(exported)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(["bash", "-c", f"{limit} exec {shlex.join(words)}"], env=env, text=True,
@@ -349,9 +331,8 @@ def start_export(out, exported, to: str, limit: str = "") -> subprocess.Popen:
 
 def start_and_signal(out, tmp_path, signum: int) -> subprocess.Popen:
     """Start an export into tmp_path / "new", and send it a signal while it writes."""
-    process, deadline = start_export(out, tmp_path / "new", "torch"), time.monotonic() + 120
-    while not left_beside(tmp_path) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
+    process = start_export(out, tmp_path / "new", "torch")
+    wait_for(lambda: left_beside(tmp_path), process)
     process.send_signal(signum)
     return process
 

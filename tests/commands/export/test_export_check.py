@@ -49,7 +49,6 @@ def draw_photographs(root, num: int = 16) -> None:
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """A data set of three classes whose files are turned by EXIF."""
     root = tmp_path_factory.mktemp("photographs")
     draw_photographs(root)
     return root
@@ -131,7 +130,6 @@ def test_five_mistakes_in_the_code_of_a_card_are_refused(turned_run, tmp_path, t
 
 
 def card_of(folder) -> str:
-    """Return the code of a card."""
     return re.search(r"```python\n(.*?)\n?```", (folder / "README.md").read_text(), re.DOTALL)[1]
 
 

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from support.hub import local_hub
-from support.runs import ROOT
+from support.runs import run_python
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
@@ -22,22 +20,15 @@ from distribuuuu.trainer import train_model
 OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
 
 
-def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run Python with the package; return its status and output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=300)
-
-
 @pytest.fixture
 def card(small_cfg, tmp_path) -> str:
-    """Return the README.md of a trained and exported run."""
     cfg = small_cfg("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True", *OTHER)
     train_model(cfg)
     export_run(load_run(cfg.OUT_DIR, device="cpu"), "safetensors", tmp_path / "exported")
     return (tmp_path / "exported" / "README.md").read_text()
 
 
-def test_the_metadata_are_valid_for_the_hub(card, tmp_path):
+def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     data = ModelCard(card).data
     assert (data.library_name, data.pipeline_tag) == ("distribuuuu", "image-classification")
     assert data.model_name == "resnet8" and data.tags == ["image-classification", "distribuuuu"]
@@ -49,13 +40,9 @@ def test_the_metadata_are_valid_for_the_hub(card, tmp_path):
     front_matter = yaml.safe_load(card.split("---\n")[1])
     assert ModelCard(f"---\n{data.to_yaml()}\n---\n").data.to_dict() == data.to_dict()
     assert front_matter["model-index"][0]["name"] == "resnet8"
-
-
-def test_the_card_has_the_numbers_of_the_run(card, tmp_path):
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    top1 = results["accuracy"]["ema"]["best"]["top1"]
     row = re.search(r"\| top1 \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|", card)
     value, low, high = map(float, row.groups())
+    top1 = best["top1"]
     assert value == round(top1, 2) and low <= value <= high and high - low > 5
     correct, z = round(top1 * 37 / 100), 1.96  # solves |p - p0| = z sqrt(p0 (1 - p0) / n), Wilson's definition
     for bound in (low / 100, high / 100):
@@ -96,9 +83,6 @@ def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
     card = (tmp_path / "exported" / "README.md").read_text()
     assert json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1]) == sorted(names)
     assert ModelCard(card).data.pipeline_tag == "image-classification"
-
-
-# --------------------------------------------------------------------------------------------- the Hub
 
 
 def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monkeypatch):

@@ -1,12 +1,11 @@
 """ONNX files: the preprocessing in the graph, batches and images of any size, and the check that finds mistakes."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from support.runs import run_python
 from support.saved_runs import save_run, torch_predict
 from support.tiers import slow
 from torch import nn
@@ -42,7 +41,6 @@ def photograph(height: int, width: int) -> torch.Tensor:
 
 
 def onnx_predict(path):
-    """Return the predictions of an ONNX file, for decoded images (3, H, W)."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
@@ -90,8 +88,6 @@ def test_the_normalization_is_exact(save):
 
 @pytest.fixture
 def trained(small_cfg):
-    """Return trained(KEY, VALUE, ...): a run of a few steps."""
-
     def train(*overrides):
         cfg = small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD), "OPTIM.BASE_LR", "0.02", *overrides)
         train_model(cfg)
@@ -154,7 +150,7 @@ def test_onnxruntime_loads_the_file_without_a_warning(small_cfg, tmp_path, flip)
     path = tmp_path / "model.onnx"
     path.write_bytes(build_onnx(FlipAverage(run.model) if flip else run.model, TRANSFORM, {}).SerializeToString())
     code = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     graph = onnx.load(path).graph
     assert {tensor.name for tensor in graph.initializer} <= {name for node in graph.node for name in node.input}

@@ -10,21 +10,12 @@ import threading
 import pytest
 import torch
 import yaml
-from support.runs import ROOT, small_options
+from support.runs import ROOT
 
 from distribuuuu.commands.measure import timing
 from distribuuuu.commands.plan import tune
 from distribuuuu.commands.plan.plan import format_text, parse_flags_and_cfg
-from distribuuuu.commands.plan.tune import (
-    Change,
-    Gain,
-    Process,
-    Unusable,
-    compare,
-    format_command,
-    list_changes,
-    serve_blocks,
-)
+from distribuuuu.commands.plan.tune import Change, Gain, Process, Unusable, format_command, list_changes
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch_plan import BatchPlan
@@ -65,8 +56,6 @@ class Machine:
 
 
 def factors(**by_key: float):
-    """Return the speeds of a machine on which each change multiplies the speed."""
-
     def speed_of(changes) -> float:
         speed = 100.0
         for change in changes:
@@ -91,21 +80,18 @@ def test_noise_and_drift_are_no_gain():
     recommended = 0
     for seed in range(400):
         machine = Machine(factors(), noise=0.2, drift=0.01, seed=seed)
-        recommended += compare(machine(()), machine(())).is_real
+        recommended += tune.compare(machine(()), machine(())).is_real
     assert recommended <= 8  # one in fifty
     with_drift = Machine(factors(AMP=1.1), drift=0.02)
-    gain = compare(with_drift(()), with_drift([AMP]))
+    gain = tune.compare(with_drift(()), with_drift([AMP]))
     assert gain.ratio == pytest.approx(1.1, rel=0.03) and 0 < gain.spread < 0.1 and gain.is_real
 
 
-def test_one_disturbed_pair_does_not_hide_a_gain():
+def test_one_disturbed_pair_does_not_hide_a_gain_and_small_gains_are_not_real():
     base, fast = (Machine(factors(AMP=1.5))(changes) for changes in ((), [AMP]))
     speeds = iter([100, 100, 100, 9, 100, 100, 100])
     base.block = lambda: next(speeds)
-    assert compare(base, fast) == Gain(pytest.approx(1.5), pytest.approx(0, abs=1e-9))
-
-
-def test_a_gain_below_two_percent_or_below_its_spread_is_not_real():
+    assert tune.compare(base, fast) == Gain(pytest.approx(1.5), pytest.approx(0, abs=1e-9))
     assert not Gain(1.019, 0.0).is_real and Gain(1.021, 0.0).is_real and not Gain(1.1, 0.11).is_real
     assert not Gain(0.99, 0.0).is_loss and Gain(0.9, 0.05).is_loss and not Gain(0.9, 0.2).is_loss
 
@@ -196,7 +182,9 @@ def test_the_command_replaces_the_options_that_it_changes():
         "OMP_NUM_THREADS=1 distribuuuu train --cfg shapes/resnet14 --nproc 2 OUT_DIR 'a b' "
         "TRAIN.AMP bf16 TRAIN.WORKERS 1"
     )
-    assert format_command(None, 1, words, [AMP]) == ("distribuuuu train TRAIN.WORKERS 0 OUT_DIR 'a b' TRAIN.AMP bf16")
+    assert format_command(None, 1, words, [AMP]) == "distribuuuu train TRAIN.WORKERS 0 OUT_DIR 'a b' TRAIN.AMP bf16"
+    flags = parse_flags_and_cfg(None, ["--tune", "TRAIN.AMP", "bf16"])[0]
+    assert flags.overrides == ["TRAIN.AMP", "bf16"] and flags.tune and not parse_flags_and_cfg(None, [])[0].tune
 
 
 PLANNED = {
@@ -205,19 +193,15 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("memory", "problem"),
-    [({"fits": False}, "does not fit into memory"),
-     ({"free_mib": 150}, "200 MiB for two runs at a time, 150 MiB are free; fix: a smaller TRAIN.BATCH_SIZE")],
-)  # fmt: skip
-def test_without_memory_for_two_runs_nothing_is_started(memory, problem, monkeypatch):
+@pytest.mark.parametrize("memory, problem", [
+    ({"fits": False}, "does not fit into memory"),
+    ({"free_mib": 150}, "200 MiB for two runs at a time, 150 MiB are free; fix: a smaller TRAIN.BATCH_SIZE"),
+])  # fmt: skip
+def test_without_memory_for_two_runs_or_a_base_nothing_is_measured(memory, problem, monkeypatch):
     monkeypatch.setattr(tune, "Process", None)
     found = tune.tune_plan(load_cfg(None), {**PLANNED, "memory": {**PLANNED["memory"], **memory}}, [])
     assert problem in found["problem"] and list(found) == ["problem"]
     assert list(tune.list_rows(found)) == [("tuning", f"not measured: {found['problem']}")]
-
-
-def test_a_base_that_cannot_be_measured_is_a_problem(monkeypatch):
     monkeypatch.setattr(tune, "Process", lambda cfg, plan, changes: Machine(lambda changes: "no data")(()))
     assert tune.tune_plan(load_cfg(None), PLANNED, []) == {"problem": "no data"}
 
@@ -266,30 +250,17 @@ def test_the_rows_have_80_columns_and_the_command_can_be_copied():
     assert "no option is faster" in str(list(tune.list_rows({**tuning, "used": []})))
 
 
-def test_tune_is_a_flag_of_plan_and_off_by_default():
-    assert parse_flags_and_cfg(None, ["--tune", "TRAIN.AMP", "bf16"])[0].overrides == ["TRAIN.AMP", "bf16"]
-    assert parse_flags_and_cfg(None, ["--tune"])[0].tune and not parse_flags_and_cfg(None, [])[0].tune
-
-
-# ------------------------------------------------------------------------------------- the processes
-
-
-@pytest.fixture
-def hurry(monkeypatch):
+@pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")])
+def test_blocks_are_timed_on_demand_and_the_weights_stay(small_cfg, tmp_path, monkeypatch, words):
     for name in ("MEASURE_S", "BLOCK_S", "WARM_UP_S"):
         monkeypatch.setattr(timing, name, 0.01)
-
-
-@pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")])
-def test_blocks_are_timed_on_demand_and_the_weights_stay(image_folder, tmp_path, hurry, monkeypatch, words):
-    cfg = load_cfg(None, list(map(str, small_options(image_folder, tmp_path / "out", *words))))
-    runs, steps = [], []
+    cfg, runs, steps = small_cfg(*words), [], []
     real = tune.train_step
     monkeypatch.setattr(tune, "train_step", lambda run, *rest: (runs.append(run), steps.append(1), real(run, *rest)))
     mine, theirs = multiprocessing.Pipe()
     (tmp_path / "trial").mkdir()
     args = (str(tmp_path / "trial"), cfg, BatchPlan(12, 1, 1), 0, theirs)
-    thread = threading.Thread(target=serve_blocks, args=args)
+    thread = threading.Thread(target=tune.serve_blocks, args=args)
     thread.start()
     assert mine.poll(60) and mine.recv() is None
     weights = [parameter.detach().clone() for parameter in runs[0].state.model.parameters()]
@@ -303,25 +274,19 @@ def test_blocks_are_timed_on_demand_and_the_weights_stay(image_folder, tmp_path,
     assert all(map(torch.equal, weights, runs[0].state.model.parameters()))
 
 
-def test_a_change_that_contradicts_the_config_is_unusable(image_folder, tmp_path):
-    cfg = load_cfg(None, list(map(str, small_options(image_folder, tmp_path / "out"))))
+def test_a_change_that_contradicts_the_config_is_unusable(small_cfg):
     with pytest.raises(Unusable, match="TRAIN.AMP"):
-        Process(cfg, BatchPlan(12, 1, 1), [Change("TRAIN.AMP", "bf17")])
+        Process(small_cfg(), BatchPlan(12, 1, 1), [Change("TRAIN.AMP", "bf17")])
 
 
 @pytest.mark.slow
-def test_a_process_serves_blocks_and_one_that_fails_says_why(image_folder, tmp_path):
-    cfg = load_cfg(None, list(map(str, small_options(image_folder, tmp_path / "out"))))
-    with contextlib.closing(Process(cfg, BatchPlan(12, 1, 1), [CHANNELS_LAST, THREADS])) as run:
+def test_a_process_serves_blocks_and_one_that_fails_says_why(small_cfg, tmp_path):
+    with contextlib.closing(Process(small_cfg(), BatchPlan(12, 1, 1), [CHANNELS_LAST, THREADS])) as run:
         assert run.block() > 0 and run.block() > 0
     assert not multiprocessing.active_children()
-    missing = load_cfg(None, list(map(str, small_options(tmp_path / "missing", tmp_path / "out"))))
     with pytest.raises(Unusable, match="MODEL.NUM_CLASSES"):
-        Process(missing, BatchPlan(12, 1, 1), [])
+        Process(small_cfg("TRAIN.DATASET", tmp_path / "missing"), BatchPlan(12, 1, 1), [])
     assert not multiprocessing.active_children() and not (tmp_path / "out").exists()
-
-
-# ------------------------------------------------------------------------------------- the overlay
 
 
 def test_the_overlay_the_documented_command_and_the_list_are_the_same():

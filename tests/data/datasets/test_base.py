@@ -15,8 +15,6 @@ from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 
 
 class Pixels(ImageDataset):
-    """Images in memory."""
-
     classes = ("dark", "light")
     labels = np.arange(30) % 2
 
@@ -29,8 +27,6 @@ class Pixels(ImageDataset):
 
 
 class CsvImages(ImageDataset):
-    """Image files listed in DATASET/SPLIT.csv."""
-
     has_files = True
 
     def __init__(self, root, split, classes=None):
@@ -51,8 +47,6 @@ class CsvImages(ImageDataset):
 
 @pytest.fixture
 def cfg_of(small_cfg, monkeypatch, tmp_path):
-    """Return a config of a data set class, registered for one test."""
-
     def make(dataset, *words):
         DATASETS.get("dummy")
         monkeypatch.setitem(DATASETS._table, "mine", dataset)

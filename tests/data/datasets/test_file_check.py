@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import draw_folder
+from support.images import age, draw_folder
 from support.processes import on_processes
 from support.runs import small_options
 
@@ -46,11 +46,6 @@ def root(tmp_path) -> Path:
     return root
 
 
-def age(root: Path) -> None:
-    for parent, _, _ in os.walk(root):
-        os.utime(parent, (time.time() - 100,) * 2)
-
-
 def load(root: Path, train: bool = False, *words):
     cfg = load_cfg(None, small_options(root, root.parent / "out", *words))
     return build_loader(cfg, detect_launch(), torch.device("cpu"), train)
@@ -64,7 +59,6 @@ def refusal(root: Path, train: bool = False, *words) -> str:
 
 @pytest.fixture
 def looks(monkeypatch) -> list[str]:
-    """The evaluation files that were looked at."""
     seen, check_file = [], file_check.check_file
     monkeypatch.setattr(file_check, "check_file", lambda path, *rest: seen.append(path) or check_file(path, *rest))
     return seen
@@ -232,9 +226,6 @@ def test_the_images_of_a_csv_are_checked_too(tmp_path, looks):
     assert "1 of 3 images are broken" in refusal(tmp_path, True, *words, "TRAIN.BATCH_SIZE", 1)
     (tmp_path / "val.csv").write_text("image,labels\n" + lines + "\n")
     assert "1 of 3 images are broken" in refusal(tmp_path, False, *words)
-
-
-# ------------------------------------------------------------------- what is ignored, and odd classes
 
 
 def test_files_of_other_types_are_counted_and_reported_at_every_start(root, caplog):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.images import age
 from support.processes import on_processes
 from torchvision import datasets as torchvision_datasets
 
@@ -27,16 +28,8 @@ FILES = [
 
 
 def make(path: Path, content: bytes = b"") -> None:
-    """Write a file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-
-
-def age(root: Path, seconds: float = 100) -> None:
-    """Date all folders back, so that an index relies on them."""
-    for parent, _, _ in os.walk(root):
-        then = time.time() - seconds
-        os.utime(parent, (then, then))
 
 
 @pytest.fixture
@@ -58,12 +51,9 @@ def files_of(index: FolderIndex) -> list[str]:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[str]:
-    """The folders that were scanned."""
     done: list[str] = []
-    scan_folder = folder_index.scan_folder
-    monkeypatch.setattr(
-        folder_index, "scan_folder", lambda folder, now_ns: done.append(folder) or scan_folder(folder, now_ns)
-    )
+    scan = folder_index.scan_folder
+    monkeypatch.setattr(folder_index, "scan_folder", lambda folder, now_ns: done.append(folder) or scan(folder, now_ns))
     return done
 
 
@@ -72,7 +62,6 @@ def samples_of(images: ImageFolder) -> list[tuple[str, int]]:
 
 
 def walked(folder: Path) -> list[tuple[str, int]]:
-    """Return the samples in the plainest way."""
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     return [
         (os.path.join(parent, name), label)
@@ -168,8 +157,7 @@ def test_the_second_start_reads_the_file(root, scans, caplog):
 
 
 CHANGES = {
-    "add": lambda folder: make(folder / "a" / "3.jpg"),
-    "remove": lambda folder: (folder / "a" / "1.jpg").unlink(),
+    "add": lambda folder: make(folder / "a" / "3.jpg"), "remove": lambda folder: (folder / "a" / "1.jpg").unlink(),
     "rename": lambda folder: (folder / "a" / "1.jpg").rename(folder / "a" / "9.jpg"),
     "add deeper": lambda folder: make(folder / "b" / "deep" / "5.jpg"),
     "new folder": lambda folder: make(folder / "b" / "new" / "5.jpg"),
@@ -177,7 +165,7 @@ CHANGES = {
     "removed class": lambda folder: shutil.rmtree(folder / "a"),
     "renamed class": lambda folder: (folder / "a").rename(folder / "z"),
     "link": lambda folder: (folder / "a" / "link").symlink_to(folder / "b"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -208,19 +196,10 @@ def test_young_folders_are_not_relied_on_by_the_clock_of_the_disk(root, scans, m
     assert len(scans) == 3
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-3])
-
-
 def flip(file: Path) -> None:
-    """Change one byte of the last array."""
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-def empty(file: Path) -> None:
-    file.write_bytes(b"")
 
 
 def replace_by_a_later_version(file: Path) -> None:
@@ -232,14 +211,20 @@ def forget_an_extension(file: Path) -> None:
     write_arrays(file, KIND, VERSION, {**meta, "extensions": [".jpg"]}, arrays)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, replace_by_a_later_version, forget_an_extension])
-def test_a_file_that_cannot_be_used_is_replaced(root, scans, caplog, damage):
+DAMAGES = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-3]), "empty": lambda file: file.write_bytes(b""),
+    "flipped": flip, "of a later version": replace_by_a_later_version, "of fewer extensions": forget_an_extension,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_file_that_cannot_be_used_is_replaced(root, scans, caplog, how):
     file = open_(root).file
-    damage(file)
+    DAMAGES[how](file)
     with caplog.at_level(logging.INFO):
         index = open_(root)
     assert len(index) == 4 and len(scans) == 2 and f"{file} is not used: " in caplog.text
-    is_damaged = damage in (cut, flip, empty)
+    is_damaged = how in ("cut", "flipped", "empty")
     assert len([record for record in caplog.records if record.levelno > logging.INFO]) == is_damaged
     open_(root)
     assert len(scans) == 2

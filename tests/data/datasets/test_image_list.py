@@ -60,9 +60,6 @@ def cfg_of(small_cfg, root):
     return lambda *words: small_cfg(*words_of(root, *words))
 
 
-# ------------------------------------------------------------------------------------- the CSV
-
-
 def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, root):
     cfg = resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0))
     assert cfg.MODEL.NUM_CLASSES == 3 and find_run_problems(cfg, train=True) == []
@@ -71,10 +68,8 @@ def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, ro
     expected = [[0, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [1, 0, 0]]
     assert [train.label(index).tolist() for index in range(5)] == expected
     assert [val.label(index).tolist() for index in range(3)] == [[0, 0, 1], [0, 0, 0], [0, 1, 1]]
-    assert (
-        train.describe(47) == str(root / "train/cat/015.jpg")
-        and train.read(47) == Path(train.describe(47)).read_bytes()
-    )
+    assert train.describe(47) == str(root / "train/cat/015.jpg")
+    assert train.read(47) == Path(train.describe(47)).read_bytes()
     again = pickle.loads(pickle.dumps(train))
     assert (again.describe(7), again.label(7).tolist()) == (train.describe(7), train.label(7).tolist())
 
@@ -116,7 +111,7 @@ def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path
     assert (images.classes, images.label(0)) == (("b;c",), 0)
 
 
-def test_a_million_images_are_a_handful_of_objects(tmp_path):
+def test_tables_take_little_memory_and_lines_of_any_length_are_read_in_pieces(tmp_path, monkeypatch):
     write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
     table = read_table(tmp_path / "train.csv", Multilabel.columns)
     parts = (table.paths, table.path_offsets, table.labels, table.label_offsets, table.lines)
@@ -124,6 +119,10 @@ def test_a_million_images_are_a_handful_of_objects(tmp_path):
     assert read_table(tmp_path / "train.csv", Multilabel.columns) is table
     write_csv(tmp_path / "train.csv", ["0.jpg,a"])
     assert len(read_table(tmp_path / "train.csv", Multilabel.columns)) == 1
+    monkeypatch.setattr(image_list, "_MAX_LINE", 50)
+    write_csv(tmp_path / "train.csv", ["a.jpg,bee", "b.jpg," + "wet;" * 30, "c.jpg,bee"])
+    table = read_table(tmp_path / "train.csv", Multilabel.columns)
+    assert "has lines with another number of fields" in table.problems[0]
 
 
 WRONG = {
@@ -178,19 +177,13 @@ def test_missing_files_and_wrong_numbers_are_reported(small_cfg, root, tmp_path)
     assert "MODEL.NUM_CLASSES" in message_of("MODEL.NUM_CLASSES", 4) and message_of() == ""
 
 
-def test_what_does_not_go_with_several_labels_is_refused(cfg_of):
+def test_what_does_not_go_with_several_labels_is_refused(cfg_of, root, tmp_path):
     for words in (("LOSS.NAME", "focal"), ("DATA.SAMPLING", "sqrt"),
                   ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"^{words[0]} .*DATA.NAME multilabel gives an image any number of"):
             cfg_of(*words)
-
-
-def test_packs_refuse(root, tmp_path):
     with pytest.raises(ConfigError, match="a pack stores one class per image"):
         pack(tmp_path / "pack", *words_of(root, "MODEL.NUM_CLASSES", 3))
-
-
-# ---------------------------------------------------------------------------------- the batches
 
 
 @pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")])
@@ -216,12 +209,8 @@ def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp
     assert loader.num_broken >= 1 and len(images) == 4 and targets.tolist() == [[0, 1]] * 4
 
 
-# ------------------------------------------------------------------------------------- the runs
-
-
 @pytest.fixture(scope="module")
 def reference(root, image_folder, tmp_path_factory):
-    """The uninterrupted run, with mixed images and averaged weights."""
     out_dir = tmp_path_factory.mktemp("reference")
     train_model(load_cfg(None, small_options(image_folder, out_dir, *words_of(root, *WHOLE))))
     return out_dir
@@ -279,10 +268,3 @@ def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(refer
         for result in on_processes(num, evaluate_run, cfg):
             assert (result["count"], result["map"]) == (37, expected["map"])
             assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-
-
-def test_a_line_of_any_length_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_list, "_MAX_LINE", 50)
-    write_csv(tmp_path / "train.csv", ["a.jpg,bee", "b.jpg," + "wet;" * 30, "c.jpg,bee"])
-    table = read_table(tmp_path / "train.csv", Multilabel.columns)
-    assert "has lines with another number of fields" in table.problems[0]

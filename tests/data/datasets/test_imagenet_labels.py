@@ -36,7 +36,6 @@ def options(root: Path, out: Path, labels: str, *overrides) -> list[str]:
 
 
 def evaluate(args: list[str]) -> dict:
-    """Return the evaluation of a model with random weights."""
     cfg = load_cfg(None, args)
     if not (Path(cfg.OUT_DIR) / "best.pth.tar").exists():
         save_run(cfg, SYNSETS)
@@ -44,7 +43,6 @@ def evaluate(args: list[str]) -> dict:
 
 
 def reference_logits(args: list[str], paths: list[Path]) -> torch.Tensor:
-    """Return the logits of timm's model with the weights of the run for images."""
     cfg = load_cfg(None, args)
     model = timm.create_model("test_resnet", num_classes=1000)
     model.load_state_dict(torch.load(Path(cfg.OUT_DIR) / "best.pth.tar")["state_dict"])
@@ -118,10 +116,8 @@ def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
     paths = draw_validation(tmp_path, numbers)
     args = options(tmp_path, tmp_path / "out", "imagenet_real")
     save_run(load_cfg(None, args), SYNSETS)
-    favor_labels(
-        tmp_path / "out" / "best.pth.tar",
-        [label for number in (*several[:2], *single[:2]) for label in table[number - 1]],
-    )
+    favored = [label for number in (*several[:2], *single[:2]) for label in table[number - 1]]
+    favor_labels(tmp_path / "out" / "best.pth.tar", favored)
 
     result = evaluate(args)
 

@@ -18,19 +18,16 @@ from distribuuuu.engine.preflight import find_run_problems
 
 FILES = {
     "images.zip": "is a ZIP archive; fix: python -m zipfile -e",
-    "images.ZIP": "is a ZIP archive; fix: python -m zipfile -e",
-    "images.tar": "is a tar archive; fix: mkdir",
-    "images.tar.gz": "is a tar archive; fix: mkdir",
-    "my images.tgz": "is a tar archive; fix: mkdir",
+    "images.ZIP": "is a ZIP archive; fix: python -m zipfile -e", "images.tar": "is a tar archive; fix: mkdir",
+    "images.tar.gz": "is a tar archive; fix: mkdir", "my images.tgz": "is a tar archive; fix: mkdir",
     "images.rar": "is a compressed file; fix: unpack it",
     "images.parquet": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
     "images.npz": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
     "train.csv": "is a CSV; fix for a list of images: DATA.NAME list TRAIN.DATASET",
     "cat.jpg": "is an image; expected the folder that holds the class folders",
-    "best.pth.tar": "is a checkpoint, not data",
-    "recipe.yaml": "is a config file; fix: --cfg",
+    "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",
     "data": "is a file; expected a folder",
-}
+}  # fmt: skip
 
 
 def errors_of(root: Path, tmp_path: Path, *words: object) -> str:

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image
-from support.runs import ROOT
+from support.runs import ROOT, run_python
 
 from distribuuuu.data.datasets import shapes as module
 from distribuuuu.data.datasets.shapes import MARKER, SHAPES, draw_shapes
@@ -31,7 +31,6 @@ def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """Return a drawing of 20 + 10 images, to be read only."""
     return draw_shapes(tmp_path_factory.mktemp("small") / "shapes", num_train=20, num_val=10)
 
 
@@ -196,4 +195,4 @@ def test_a_linear_model_on_pixels_fails(tmp_path):
 
 def test_importing_the_module_imports_neither_pillow_nor_torch():
     code = "import sys, distribuuuu.data.datasets.shapes\nsys.exit(bool({'PIL', 'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert run_python("-c", code).returncode == 0

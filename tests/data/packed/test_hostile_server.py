@@ -72,9 +72,6 @@ def refusal_of(url: str, timeout_s: float = 0.4, start: int = 10, end: int = 40)
     return str(error)
 
 
-# ------------------------------------------------------------------------------------------ answers
-
-
 def test_an_answer_without_end_is_given_up(server):
     for name, attack in ENDLESS.items():
         server.attack = attack
@@ -124,9 +121,6 @@ def test_connections_to_many_hosts_are_not_kept(server, monkeypatch):
         assert len(transport._connections.__dict__) == 2
 
 
-# ---------------------------------------------------------------------------------- before an answer
-
-
 def test_a_look_up_or_a_handshake_that_hangs_ends_at_the_deadline(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"https://127.0.0.1:{listening.getsockname()[1]}/x"
@@ -139,12 +133,7 @@ def test_a_look_up_or_a_handshake_that_hangs_ends_at_the_deadline(monkeypatch):
         assert "is no valid URL" in refusal_of(url)
 
 
-# ------------------------------------------------------------------------------------ object stores
-
-
 class HostileStore:
-    """A file system of fsspec of which one method is replaced."""
-
     def __init__(self, **methods):
         self.__dict__.update(methods)
 
@@ -172,19 +161,14 @@ def test_an_object_store_has_the_same_limits(monkeypatch):
         assert "no complete answer in time" in refusal_of_store(monkeypatch, **hangs)
     is_over.set()
     for data in (bytes(31), "text", None):
-        assert "more than the bytes 10 to 39" in refusal_of_store(
-            monkeypatch, cat_file=lambda *_, data=data, **__: data
-        )
+        answer = {"cat_file": lambda *_, data=data, **__: data}
+        assert "more than the bytes 10 to 39" in refusal_of_store(monkeypatch, **answer)
     for found in ({}, {"size": None}, {"size": -1}, {"size": "9"}, {"size": 1e9}, [], None):
         assert "does not tell its size" in refusal_of_store(monkeypatch, info=lambda _, found=found: found)
 
 
-# -------------------------------------------------------------------------------------------- packs
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
-    """A pack of 30 images in several shards."""
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
     draw_folder(root, "train", {"ant": 10, "bee": 20})
     draw_folder(root, "val", {"ant": 1, "bee": 1})
@@ -281,9 +265,6 @@ def test_a_hostile_index_with_a_right_checksum_is_refused(source, tmp_path, monk
         monkeypatch.setattr(pack, "_failures", {})
         for error in (outcome_of(pack.read_meta, f"{source.url}/train"), open_pack(source, tmp_path)):
             assert str(error).startswith(f"{source.url}/train/index.bin: it has an invalid header")
-
-
-# -------------------------------------------------------------------------------------------- cache
 
 
 def fail(part: bytes):

@@ -13,20 +13,19 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
+from support.errors import message_of
 from support.images import draw_folder
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import load_cfg
 from distribuuuu.data.packed import block_order, transport
 from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
-pack_command = command_module("pack.pack").pack
-
 pytestmark = pytest.mark.slow
-pack_command = pytest.importorskip("distribuuuu.commands.pack.pack", reason="needs the command pack").pack
+pack_command = command_module("pack.pack").pack
 
 URL = "s3://bucket/sets/small"
 CREDENTIALS = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
@@ -119,13 +118,6 @@ def problem_of(url, tmp_path) -> str:
     found = "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
     assert time.monotonic() - begin < 20
     return found
-
-
-def message_of(function, *args) -> str:
-    with pytest.raises(ConfigError) as error:
-        function(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_the_batches_of_a_written_pack_are_those_of_the_local_one(store, packed, tmp_path):

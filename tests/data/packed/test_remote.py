@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,10 +21,12 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
+from support.errors import message_of
 from support.images import draw_folder
 from support.packs import pack as make_pack
+from support.processes import wait_for
 from support.range_server import RangeServer
-from support.runs import ROOT, small_options
+from support.runs import run_python, small_options
 from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -48,7 +49,6 @@ KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
-    """A pack of 90 training images in several shards and of 20 evaluation images."""
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
     draw_folder(root, "train", {"ant": 30, "bee": 30, "cat": 30})
     draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
@@ -69,8 +69,6 @@ def source(packed, tmp_path, monkeypatch):
 
 @pytest.fixture
 def open_pack(source, tmp_path):
-    """Return open_pack(gb=1, timeout_s=5, split="train"): the served pack."""
-
     def open_it(gb=1.0, timeout_s=5.0, split="train"):
         return Packed(source.url, split, None, str(tmp_path / "cache"), gb, timeout_s)
 
@@ -83,23 +81,12 @@ def cfg_of(root, tmp_path, *overrides):
     return load_cfg(None, [*map(str, words), "TRAIN.DATASET", str(root), "TEST.DATASET", str(root), *overrides])
 
 
-def message_of(function, *args) -> str:
-    with pytest.raises(ConfigError) as error:
-        function(*args)
-    return str(error.value)
-
-
 def block_files(tmp_path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if path.name.isdigit() and path.is_file()]
 
 
-# ------------------------------------------------------------------------------------------ batches
-
-
 @pytest.mark.parametrize(("workers", "kind"), KINDS)
-def test_batches_over_a_faulty_network_are_those_of_the_local_pack(
-    source, packed, tmp_path, monkeypatch, workers, kind
-):
+def test_batches_over_a_faulty_network_are_the_local_ones(source, packed, tmp_path, monkeypatch, workers, kind):
     monkeypatch.setattr(block_order, "WINDOW", 5)
     for shuffle in ["global", "blocks"][kind == "process" :]:
         words = ["DATA.SHUFFLE", shuffle, "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
@@ -127,10 +114,7 @@ def test_what_each_batch_reads_is_fetched_ahead(source, open_pack, monkeypatch):
     assert pickle.loads(pickle.dumps(scheduled[0])).ahead == scheduled[0].ahead
     own, later = ({*images.remote.blocks_of([index for _, index in batch]).tolist()} for batch in keys[:9:8])
     images.remote.read_ahead(scheduled[0])
-    deadline = time.monotonic() + 10
-    while (names := {int(path.name) for path in block_files(source.folder.parent)}) != own | later:
-        assert time.monotonic() < deadline, names
-        time.sleep(0.01)
+    wait_for(lambda: {int(path.name) for path in block_files(source.folder.parent)} == own | later, timeout_s=10)
     monkeypatch.setattr(pack, "AHEAD_PART", 1e-6)  # a cache that could not hold them
     shutil.rmtree(source.folder.parent / "cache")
     wanted = []
@@ -154,10 +138,8 @@ def test_blocks_are_read_once_per_epoch_within_a_window():
     columns["shard"][-1] = 1  # begins a block
     assert len(block_order.block_starts(columns)) == 201
     columns["shard"][-1] = 0
-    orders = [
-        BlockShuffle(SimpleNamespace(columns=columns), 10).draw(num, torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    ]
+    shuffle = BlockShuffle(SimpleNamespace(columns=columns), 10)
+    orders = [shuffle.draw(num, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
     assert orders[0].sort().values.equal(torch.arange(num))
     block = block_of[orders[0].numpy()]
@@ -179,21 +161,16 @@ def test_the_order_of_blocks_does_not_depend_on_processes_or_on_the_first_step()
             one.set_position(3, 1, first_step)
             parts.append(list(one))
         accum = len(parts[0]) // (16 - first_step)
-        return [
-            [key for micro in range(step, step + accum) for part in parts for key in part[micro]]
-            for step in range(0, len(parts[0]), accum)
-        ]
+        return [[key for micro in range(step, step + accum) for part in parts for key in part[micro]]
+                for step in range(0, len(parts[0]), accum)]  # fmt: skip
 
     assert steps(1) == steps(2) == steps(3)
     assert steps(2, first_step=5) == steps(1)[5:]
 
 
-# ------------------------------------------------------------------------------------------- errors
-
-
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
     code = "import sys, distribuuuu.data.packed.remote; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
     def problems(url):
         return "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
@@ -280,9 +257,6 @@ def test_an_outage_is_waited_for_and_logged_and_has_a_limit(source, open_pack, p
     assert "DATA.TIMEOUT_S" in found
 
 
-# -------------------------------------------------------------------------------------------- cache
-
-
 def test_the_cache_is_bounded_and_evicts_what_was_not_used_for_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "TOUCH_S", 0)
     files = DiskCache(tmp_path, 1000)
@@ -308,10 +282,8 @@ def test_damage_in_the_cache_is_repaired(source, open_pack, packed, tmp_path):
     expected = [bytes(local.read(index)) for index in range(90)]
     assert [bytes(images.read(index)) for index in range(90)] == expected
     damages = [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),
-        Path.unlink,
-    ]
+        lambda path: path.write_bytes(b""), lambda path: path.write_bytes(bytes(path.stat().st_size)), Path.unlink,
+    ]  # fmt: skip
     for number, path in enumerate(sorted(block_files(tmp_path))):
         damages[number % 3](path)
     for index in (tmp_path / "cache").rglob("index.bin"):
@@ -375,14 +347,10 @@ def test_processes_share_the_cache_and_survive_kills(source, open_pack, packed, 
     assert sum(path.stat().st_size for path in files) <= gb * 1e9 + 100
 
 
-# ------------------------------------------------------------------------------------- a real server
-
-
 def start_nginx(folder: Path, served: Path, port: int) -> subprocess.Popen:
     """Serve a folder by nginx on a port of this machine; return when it answers."""
-    temporary = "".join(
-        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; {'user root;' if os.getuid() == 0 else ''} events {{}} http {{ {temporary}"
         f" access_log {folder}/access.log; server {{ listen 127.0.0.1:{port}; root {served}; }} }}"
