@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
@@ -273,7 +274,7 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
     if folder is None:
         fix = "pass the OUT_DIR of a run, or a config and {'MODEL.WEIGHTS': FILE}"
         raise ConfigError(f"{path}: {folders[0] / name} does not exist; fix: {fix}")
-    return str(folder / name), ["OUT_DIR", str(folder), "MODEL.WEIGHTS", "None" if path.is_dir() else str(path)]
+    return FoundConfig(folder / name), ["OUT_DIR", str(folder), "MODEL.WEIGHTS", "None" if path.is_dir() else str(path)]
 
 
 # ------------------------------------------------------------------------------------------- results

@@ -19,6 +19,7 @@ from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.explain import explain_options
+from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.untrusted import printable
@@ -148,7 +149,7 @@ def parse_args(
     if not prints:
         return resolve_num_classes(cfg), flags
     with ending_with_reader():
-        print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config), end="")
+        print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config, cfg), end="")
     return None, flags
 
 
@@ -182,7 +183,7 @@ def find_run_config(overrides: Sequence[str]) -> str | None:
     default = get_cfg()
     options = {"OUT_DIR": default.OUT_DIR, "CFG_DEST": default.CFG_DEST, **given}
     path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
-    return path if os.path.isfile(path) else None
+    return FoundConfig(path) if os.path.isfile(path) else None
 
 
 def _find_nproc_problems(nproc: int | None) -> list[Problem]:

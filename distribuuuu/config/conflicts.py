@@ -11,6 +11,7 @@ from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem
+from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
@@ -27,7 +28,6 @@ _FSDP_OPTIMIZERS = (
 _SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
 # These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
 _NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
-_BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
 
 
 def check_cfg(cfg: Config) -> None:
@@ -41,7 +41,7 @@ def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_words, _check_numbers, _check_images, _check_labels, _check_sizes, _check_augmentation,
               _check_targets, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
-              _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
+              find_settings_problems, _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
@@ -211,11 +211,11 @@ def _check_distillation(cfg: Config) -> Iterator[Problem]:
 
 def _check_task(cfg: Config) -> Iterator[Problem]:
     name, targets = cfg.TASK.NAME, dataset_class(cfg).targets
-    is_own = name not in ("auto", *_BUILT_IN_TASKS)
+    is_own = name not in ("auto", *BUILT_IN_TASKS)
     if targets == "structured" and not is_own:
         message = f"got {name}, but DATA.NAME {cfg.DATA.NAME} has structured targets; fix: set a task of your own"
         yield Problem("TASK.NAME", message)
-    elif name in _BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel"):
+    elif name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel"):
         labels = "several labels" if targets == "labels" else "one label"
         yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
     if cfg.DATA.VIEWS > 1 and not is_own:
@@ -223,10 +223,6 @@ def _check_task(cfg: Config) -> Iterator[Problem]:
         yield Problem("DATA.VIEWS", f"{message}, or TASK.NAME to a task of your own")
     if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
         yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
-    if cfg.TASK.KWARGS and not is_own:
-        keys = ", ".join(cfg.TASK.KWARGS)
-        message = f"got {keys}, but TASK.NAME {name} has no settings; fix: set TASK.NAME to a task of your own"
-        yield Problem("TASK.KWARGS", message)
 
 
 def _check_keywords(cfg: Config) -> Iterator[Problem]:

@@ -65,6 +65,13 @@ class Option:
         return isinstance(self.default, tuple) and (self.of is str or self.names is not None)
 
     @property
+    def range(self) -> str:
+        """The range of a number in words; empty: any number."""
+        if self.least is None:
+            return "" if self.most is None else f"at most {self.most}"
+        return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+
+    @property
     def in_recipe(self) -> bool:
         """Whether it is part of the recipe on a model card."""
         return self.recipe and self.hashed and not self.neutral and not self.path
@@ -83,11 +90,15 @@ class Option:
             yield f"got {list(words)}; expected each name once"
 
     def find_wrong_number(self, value: Any) -> Iterator[str]:
-        """Yield a message if a number is out of range."""
-        if self.least is None or value in (None, AUTO):
+        """Yield a message for a number, also one of a list, that is out of range."""
+        least, most = self.least, self.most
+        if not self.range:
             return
-        if value < self.least or (self.most is not None and value > self.most):
-            yield f"got {value}; expected {self.least} {'or more' if self.most is None else f'to {self.most}'}"
+        for number in value if isinstance(value, tuple) else (value,):
+            if number in (None, AUTO):
+                continue
+            if (least is not None and number < least) or (most is not None and number > most):
+                yield f"got {number}; expected {self.range}"
 
 
 class Section(SimpleNamespace):

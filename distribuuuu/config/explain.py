@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import options as defaults
+from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.settings import SETTINGS, describe_settings, find_declared
 
 
-def explain_options(section: str = "") -> str:
+def explain_options(section: str, cfg: Config) -> str:
     """Return the options of a section (all: '') with their defaults and meaning.
+
+    The settings of the entries that the config selects follow their option, e.g. TASK.KWARGS.
 
     Raises:
         ConfigError: unknown section.
@@ -21,7 +25,12 @@ def explain_options(section: str = "") -> str:
         sections = sorted({key.split(".")[0] for key in OPTIONS})
         message = f"no such section: {section}{did_you_mean(section, sections)}; expected one of {', '.join(sections)}"
         raise ConfigError(Problem("--help-config", message))
-    return "".join(f"{key}: {show_default(OPTIONS[key].default)}\n    {comments[key]}\n" for key in chosen)
+    text = ""
+    for key in chosen:
+        text += f"{key}: {show_default(OPTIONS[key].default)}\n    {comments[key]}\n"
+        if key in SETTINGS and (declared := find_declared(cfg, key)):
+            text += describe_settings(declared, key)
+    return text
 
 
 def show_default(default: Any) -> str:

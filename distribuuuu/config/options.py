@@ -49,7 +49,7 @@ _C.TASK = Section()
 # What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
 # DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
 _C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
-# Settings of a task of your own, by its own lower-case names: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
+# Settings of a task of your own, declared by its class `Settings`: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
 _C.TASK.KWARGS = Option({})
 
 _C.TRAIN = Section()
@@ -178,6 +178,8 @@ _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 # Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
+# Settings of a data set of your own, as TASK.KWARGS.
+_C.DATA.KWARGS = Option({})
 
 _C.AUG = Section()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
@@ -218,6 +220,8 @@ _C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"))
 _C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1)
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
+# Settings of a loss of your own, as TASK.KWARGS.
+_C.LOSS.KWARGS = Option({})
 
 _C.FINETUNE = Section()
 # Initial weights for all layers but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors,
@@ -361,6 +365,9 @@ _C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True, compared=Fal
 # Name of the file in OUT_DIR with the resolved config.
 _C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True, compared=False,
                      not_swept="it does not change a run; fix: remove it")  # fmt: skip
+# Plug-ins: Python code outside of the package that registers entries, imported first: names of modules, or paths of .py
+# files, relative to this file (on the command line: to the current folder), e.g. [my_lab.tasks, ./sam.py].
+_C.PLUGINS = Option((), of=str, hashed=False, recipe=False, not_swept="it is code; fix: PLUGINS FILE")
 # Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
 _C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False, compared=False,
                      not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip

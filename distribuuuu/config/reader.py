@@ -5,13 +5,9 @@
 The options, with their defaults and meaning, are in options.py.
 """
 
-import ast
-import contextlib
 import functools
-import math
 import os
 import re
-import reprlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,11 +17,13 @@ import yaml
 from distribuuuu.config import yaml_file
 from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_options
 from distribuuuu.config.conflicts import find_problems
-from distribuuuu.config.declaration import AUTO, Option
+from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.foreign_names import describe_missing, suggest_keys
 from distribuuuu.config.locate import find_config, suggest_configs
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.plugins import FoundConfig, import_plugins, resolve_plugins
+from distribuuuu.config.values import CliValue, coerce, frozen, parse
 
 # The origin of options that are set on the command line.
 COMMAND_LINE = "command line"
@@ -49,17 +47,26 @@ def load_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def read_cfg(cfg_file: str | Config | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
-    """Return the frozen tree of all valid settings of a file, or of a tree set in Python, and every problem."""
+    """Return the frozen tree of all valid settings of a file, or of a tree set in Python, and every problem.
+
+    The plug-ins of the config are imported; of a `FoundConfig`, only known ones.
+    """
     problems: list[Problem] = []
-    cfg = get_cfg()
+    cfg, folder = get_cfg(), ""
     if isinstance(cfg_file, Config):
         _merge(cfg, _read_tree(cfg_file), problems)
     elif cfg_file:
         _merge(cfg, _read_yaml(cfg_file, problems), problems)
+        folder = os.path.dirname(find_config(cfg_file))
+    cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
     of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
+    cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
     _inherit_test_dataset(cfg, of_file.TRAIN.DATASET)
-    problems += [*_find_inherited_arguments(cfg, of_file), *find_problems(cfg)]
+    failures = _find_plugin_problems(cfg, cfg_file)
+    problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
+    # An unknown name may be that of a plug-in that is missing.
+    problems += [problem for problem in find_problems(cfg) if not (failures and _names_entry(problem.key))]
     cfg.freeze()
     return cfg, problems
 
@@ -79,6 +86,21 @@ def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tupl
         raise ConfigError(problems)
     copied.freeze()
     return copied
+
+
+def _find_plugin_problems(cfg: Config, cfg_file: str | Config | None) -> list[Problem]:
+    """Import the plug-ins of a config; return a problem for each that cannot be imported."""
+    is_found = isinstance(cfg_file, FoundConfig) and cfg.origins.get("PLUGINS") != COMMAND_LINE
+    try:
+        import_plugins(cfg.PLUGINS, str(cfg_file) if is_found else "")
+    except ConfigError as error:
+        return [problem.located(cfg.origins) for problem in error.problems]
+    return []
+
+
+def _names_entry(key: str | tuple[str, ...]) -> bool:
+    """Tell whether an option is the name of a registered entry."""
+    return isinstance(key, str) and key in OPTIONS and OPTIONS[key].names is not None
 
 
 def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:
@@ -183,10 +205,6 @@ def _read_tree(tree: Config) -> list[Setting]:
 # ------------------------------------------------------------------------------------- command line
 
 
-class _CliValue(str):
-    """A value from the command line, to be parsed as the type of its option."""
-
-
 def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[Setting]:
     """Return the settings in KEY VALUE arguments; KEY=VALUE is read too, and reported."""
     pairs, joined, rest = [], [], list(overrides)
@@ -202,15 +220,15 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[S
             pairs = []
     if joined:
         problems.append(Problem(COMMAND_LINE, f"expected KEY VALUE pairs; write `{shlex.join(joined)}` without the ="))
-    return [setting for key, value in pairs for setting in _expand(key, _CliValue(value))]
+    return [setting for key, value in pairs for setting in _expand(key, CliValue(value))]
 
 
-def _expand(key: str, text: _CliValue) -> list[Setting]:
+def _expand(key: str, text: CliValue) -> list[Setting]:
     """Return the setting of a KEY VALUE pair; of `SECTION {NAME: VALUE}` one setting for each name.
 
     `SECTION {}` is a setting of its own, which empties the section.
     """
-    values = _parse(text) if key in OPEN_SECTIONS else None
+    values = parse(text) if key in OPEN_SECTIONS else None
     if isinstance(values, dict) and not values:
         return [(key, values, COMMAND_LINE)]
     if not isinstance(values, dict) or any(":" in str(name) and value is None for name, value in values.items()):
@@ -246,11 +264,11 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
             continue
         try:
             if section in OPEN_SECTIONS and OPTIONS[section].of is float:
-                value = _coerce(Option(1.0), value)
+                value = coerce(Option(1.0), value)
             elif section in OPEN_SECTIONS:
-                value = _parse(value) if isinstance(value, _CliValue) else _frozen(value)
+                value = parse(value) if isinstance(value, CliValue) else frozen(value)
             elif key in OPTIONS and not OPTIONS[key].is_open:
-                value = _coerce(OPTIONS[key], value)
+                value = coerce(OPTIONS[key], value)
             else:
                 raise ValueError(_describe_unknown_key(key))
         except (ValueError, OverflowError) as error:
@@ -271,92 +289,3 @@ def _describe_unknown_key(key: str) -> str:
         return f"no such key; {missing}"
     near = suggest_keys(key, known)
     return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")
-
-
-def _parse(text: str) -> Any:
-    """Return a text parsed as a Python literal, else as YAML, else unchanged; lists become tuples."""
-    try:
-        return _frozen(ast.literal_eval(text))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        pass
-    try:
-        return _frozen(yaml_file.load(text))
-    except (yaml.YAMLError, ValueError):
-        return str(text)
-
-
-def _frozen(value: Any) -> Any:
-    """Return a value with lists as tuples and dicts as configs.
-
-    Raises:
-        ValueError: a config cannot contain it.
-    """
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return Config({str(key): _frozen(item) for key, item in value.items()})  # yacs writes no other keys
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    raise ValueError(
-        f"got {reprlib.repr(value)}; expected text, numbers, true, false, null, or lists and dicts of them"
-    )
-
-
-_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text (quote it)"}
-
-
-def _coerce(option: Option, value: Any) -> Any:
-    """Return `value` as the type of its option.
-
-    Raises:
-        ValueError: it cannot be converted.
-    """
-    is_nullable = option.default is None
-    if is_nullable and (value is None or (isinstance(value, _CliValue) and value.lower() in ("none", "null"))):
-        return None
-    if option.auto and value == AUTO:
-        return AUTO
-    kind, given = option.kind, value
-    if isinstance(value, _CliValue) and kind is not str:
-        value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else _parse(value)
-    if type(value) is int and abs(value) >= 1 << 63:
-        raise ValueError(f"got {reprlib.repr(value)}; expected at most 64 bits")
-    if kind is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML reads 5e-5, without a dot, as text
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"got {given}; expected a finite number")
-    if option.has_texts:
-        return _coerce_texts(given)
-    if kind is tuple:
-        return _coerce_numbers(value, given, option.default)
-    if kind is str and isinstance(value, str):
-        return str(value)
-    if type(value) is not kind:
-        null = " or null" if is_nullable else f" or {AUTO}" if option.auto else ""
-        raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(option.default)})")
-    return value
-
-
-def _coerce_numbers(value: Any, given: Any, default: tuple) -> tuple:
-    value = value if isinstance(value, (list, tuple)) else [value]
-    numbers = [item for item in value if isinstance(item, (int, float)) and not isinstance(item, bool)]
-    if len(numbers) != len(value) or not all(math.isfinite(item) for item in numbers):
-        raise ValueError(f"got {_show(given)}; expected a list of numbers, e.g. [30, 60] (default {list(default)})")
-    return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
-
-
-def _coerce_texts(given: Any) -> tuple[str, ...]:
-    """Return a list, or a text `a, b`, as strings; integers, which may be module names, become strings."""
-    value = given
-    if isinstance(given, str):
-        parsed = _parse(given) if given.strip().startswith(("[", "(")) else given
-        value = parsed if isinstance(parsed, tuple) else [part.strip() for part in given.split(",") if part.strip()]
-    if not isinstance(value, (list, tuple)) or not all(type(item) in (str, int) for item in value):
-        expected = "expected a list of texts, e.g. [conv1, 'layer1.*']; quote numbers with a dot"
-        raise ValueError(f"got {_show(given)}; {expected}")
-    return tuple(str(item) for item in value)
-
-
-def _show(value: Any) -> str:
-    return repr(str(value)) if isinstance(value, str) else repr(value)

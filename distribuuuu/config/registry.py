@@ -1,8 +1,10 @@
 """Registries: tables of functions and classes by name, filled by decorators and imported on the first look-up."""
 
+import functools
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,24 +31,27 @@ class Registry:
         self.kind = kind
         self.package = package
         self._table: dict[str, Callable] = {}
-        self._declared: set[str] | None = None
 
     def register(self, entry: Callable | str) -> Callable:
         """Register a function or class under its own name, or, if called with a string, under that name.
 
         Raises:
-            ValueError: the name is already taken.
+            ValueError: the name is already taken, also by a module of the package that is not imported yet.
         """
         if isinstance(entry, str):
             return lambda function: self._add(entry, function)
         return self._add(entry.__name__, entry)
 
     def _add(self, name: str, function: Callable) -> Callable:
+        module, other = function.__module__, ""
+        if not module.startswith(f"{self.package}."):  # an entry of the package may not be imported yet
+            other, _ = self._declared.get(name, ("", False))
         known = self._table.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
-            raise ValueError(
-                f"{self.kind} {name!r} is registered twice: in {known.__module__} and in {function.__module__}"
-            )
+        if known is not None and (known.__module__, known.__qualname__) != (module, function.__qualname__):
+            other = known.__module__
+        if other:
+            files = [getattr(sys.modules.get(place), "__file__", None) or place for place in (other, module)]
+            raise ValueError(f"{self.kind} {name!r} is registered twice: in {files[0]} and in {files[1]}")
         self._table[name] = function
         return function
 
@@ -60,20 +65,23 @@ class Registry:
                 if f"{self.name}.register" in source and path.stem != "__init__":
                     yield ".".join((self.package, *path.relative_to(folder).with_suffix("").parts)), source
 
-    def _read_declarations(self) -> Iterator[str]:
-        """Yield the names in decorators, read from the source; a module with computed names is imported instead."""
-        name = re.escape(self.name)
+    @functools.cached_property
+    def _declared(self) -> dict[str, tuple[str, bool]]:
+        """Each name in a decorator: its module, and whether that has a class `Settings`; read from the sources.
+
+        A module with computed names is imported instead.
+        """
+        name, declared = re.escape(self.name), dict[str, tuple[str, bool]]()
         for module, source in self._sources():
             decorated = rf'^@{name}\.register(?:\("([^"]+)"\))?\n(?:@.*\n)*(?:def|class) (\w+)'
             found = re.findall(decorated, source, re.MULTILINE)
             if len(found) < len(re.findall(rf"^\s*@?{name}\.register", source, re.MULTILINE)):
                 importlib.import_module(module)
-            yield from (given or own for given, own in found)
+            declared |= {given or own: (module, "class Settings" in source) for given, own in found}
+        return declared
 
     def names(self) -> list[str]:
         """Return every registered name, sorted."""
-        if self._declared is None:
-            self._declared = set(self._read_declarations())
         return sorted({*self._declared, *self._table})
 
     def __contains__(self, name: str) -> bool:
@@ -92,6 +100,11 @@ class Registry:
             return self._table[name]
         hint = did_you_mean(name, self.names()) or f"; known: {', '.join(self.names())}"
         raise UnknownNameError(f"unknown {self.kind} {name!r}{hint}")
+
+    def settings_of(self, name: str) -> type | None:
+        """Return the class `Settings` of an entry, None if it has none; a module without any is not imported."""
+        has_settings = name in self._table or self._declared.get(name, ("", False))[1]
+        return getattr(self.get(name), "Settings", None) if has_settings else None
 
 
 MODELS = Registry("MODELS", "model", "distribuuuu.models")

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
 from distribuuuu.data.samples import HostBatch, Samples
@@ -307,6 +308,10 @@ class _Maker(Dataset):
 
     def __init__(self, sources: Sequence[Samples], memory: BatchMemory | None):
         self._sources, self._memory = sources, memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is not forked must import the plug-ins before it reads objects of their classes.
+        return {"_plugins": ImportedPlugins(), **vars(self)}
 
     def __getitems__(self, sent: tuple[int, BatchKeys, int | None]) -> Any:
         number, keys, slot = sent

@@ -19,6 +19,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.plugins import FoundConfig, import_plugins
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batches
 from distribuuuu.data.loader import build_loaders
@@ -120,7 +121,7 @@ def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
     """Return the micro-batch of the run in OUT_DIR that is resumed; 0: there is none, or it does not divide a step."""
     if not ((cfg.TRAIN.AUTO_RESUME or is_restart()) and CheckpointManager(cfg.OUT_DIR).list()):
         return 0
-    number = read_cfg(str(Path(cfg.OUT_DIR) / cfg.CFG_DEST))[0].TRAIN.BATCH_SIZE
+    number = read_cfg(FoundConfig(Path(cfg.OUT_DIR) / cfg.CFG_DEST))[0].TRAIN.BATCH_SIZE
     return number if number in sizes else 0
 
 
@@ -200,6 +201,7 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
         plan: the images of a step, of which the process takes `plan.per_process`.
         folder: OUT_DIR of the run.
     """
+    import_plugins(cfg.PLUGINS)  # in a new process
     batch = {"TRAIN.BATCH_SIZE": plan.micro_batch, "TRAIN.GLOBAL_BATCH_SIZE": plan.per_process}
     random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": ""}
     cfg = changed(cfg, {**batch, **random, "OUT_DIR": folder})

@@ -108,7 +108,8 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield from _finetune_problems(cfg)
     elif needs_weights:
         yield from _weights_problems(cfg)
-    if "torch" not in sys.modules:  # with torch imported, names are checked without the cached tables, later
+    # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
+    if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
     yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 

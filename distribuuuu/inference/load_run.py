@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import reprlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
-from distribuuuu.config import Config, ConfigError, get_cfg, load_cfg
+from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.options import OPEN_SECTIONS
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS
@@ -35,6 +37,8 @@ from distribuuuu.models.constructor import find_architecture
 logger = logging.getLogger(__name__)
 
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
+# Names of registered entries that a prediction does not need.
+_ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -84,7 +88,7 @@ def find_run(run: str | os.PathLike, cfg_file: str | None = None, overrides: Seq
 def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
     """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
     own = folder / _CONFIG
-    cfg_file = cfg_file or (str(own) if own.is_file() else None)
+    cfg_file = cfg_file or (FoundConfig(own) if own.is_file() else None)
     cfg = load_cfg(cfg_file, overrides) if cfg_file else None
     best = find_best(folder, build_kinds(cfg) if cfg else KINDS)
     if best is None:
@@ -312,16 +316,27 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     return build_images(own, train, family)
 
 
+def _is_unknown(key: str, value: Any) -> bool:
+    """Tell whether the value of an option has a name that is not registered."""
+    registry, names = OPTIONS[key].names, value if isinstance(value, (list, tuple)) else [value]
+    return registry is not None and any(isinstance(name, str) and name not in registry for name in names)
+
+
 def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
     """Return the config of the options that a checkpoint stores, changed by KEY VALUE pairs.
 
-    Options of other versions of this package are left out, with a warning.
+    Options of other versions of this package are left out, with a warning. Plug-ins are too, as a file imports no code;
+    and, unless `overrides` name them, entries that only a training needs and that this process does not know.
 
     Raises:
         ConfigError: a value is invalid.
     """
     known, words, unknown = dict(iter_options(get_cfg())), [], []
+    plugins = options.get("PLUGINS")
+    unneeded = [key for key in _ONLY_TRAINING if "PLUGINS" not in overrides[::2] and _is_unknown(key, options.get(key))]
     for key, value in options.items():
+        if key in ("PLUGINS", *unneeded) or (str(key).startswith("LOSS.KWARGS.") and "LOSS.NAME" in unneeded):
+            continue
         if str(key).startswith(tuple(f"{section}." for section in OPEN_SECTIONS)) or key in known:
             is_text = isinstance(value, str) and key in known
             words += [key, value if is_text else repr(value)]
@@ -331,6 +346,10 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         logger.warning("%s: options of another version are ignored: %s", source, first_few(unknown))
     cfg, problems = read_cfg(None, [*words, *overrides])
     origins = {**dict.fromkeys(map(str, options), source), **dict.fromkeys(overrides[::2], COMMAND_LINE)}
+    if problems and plugins and not cfg.PLUGINS:
+        named = ",".join(map(str, plugins)) if isinstance(plugins, (list, tuple)) else str(plugins)
+        message = f"{source} was trained with {named}, which is code that no file of weights may import"
+        problems.append(Problem("PLUGINS", f"{message}; fix: if you trust it, set PLUGINS {shlex.quote(named)}"))
     if problems:
         raise ConfigError(problems, origins)
     cfg.origins.update((key, origins.get(key, source)) for key in cfg.origins)  # an option may set another one

@@ -175,6 +175,12 @@ def _list_timm() -> NameTable:
     return NameTable(names, tuple(deprecated()))
 
 
+def _own_models() -> Iterator[tuple[str, Constructor]]:
+    """Yield the registered models without those of plug-ins, which other processes do not know."""
+    models = ((name, MODELS.get(name)) for name in MODELS.names())
+    yield from (pair for pair in models if pair[1].__module__.partition(".")[0] in SOURCES)
+
+
 def _torchvision_names() -> list[str]:
     """Return the names of the classifiers; those for other tasks are in sub-modules."""
     return torchvision.models.list_models(module=torchvision.models)
@@ -183,7 +189,7 @@ def _torchvision_names() -> list[str]:
 _SOURCES: dict[str, tuple[Callable[[str], Constructor | None], Callable[[], NameTable]]] = {
     "distribuuuu": (
         lambda name: MODELS.get(name) if name in MODELS else None,
-        lambda: NameTable({name: _defaults(MODELS.get(name)) for name in MODELS.names()}),
+        lambda: NameTable({name: _defaults(model) for name, model in _own_models()}),
     ),
     "timm": (_find_timm, _list_timm),
     "torchvision": (

@@ -12,6 +12,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import task_class, task_name
+from distribuuuu.config.settings import build_settings
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
@@ -38,7 +39,7 @@ class Task:
         precision: mixed precision of forward passes.
 
     Attributes:
-        settings: TASK.KWARGS.
+        settings: TASK.KWARGS: an instance of `Settings`; without that class, a dict.
         train_metrics, eval_metrics: metrics by name; the first evaluation metric selects the best checkpoint.
         state: the `TrainState` of the run, e.g. with the averages of the weights; None outside of a training.
     """
@@ -58,7 +59,7 @@ class Task:
         self.classes = classes
         self.device = device
         self.autocast = precision.autocast
-        self.settings = dict(cfg.TASK.KWARGS)
+        self.settings = build_settings(cfg, "TASK.KWARGS", type(self))
         self.state: Any = None
         self.train_metrics = self.build_metrics("TRAIN.METRICS", cfg.TRAIN.METRICS)
         self.eval_metrics = self.build_metrics("TEST.METRICS", cfg.TEST.METRICS)

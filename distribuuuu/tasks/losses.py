@@ -7,12 +7,14 @@ gradients averaged over the micro-batches of all processes are therefore those o
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.config.registry import LOSSES, dataset_class
+from distribuuuu.config.settings import build_settings
 from distribuuuu.data.datasets.base import ImageDataset
 
 
@@ -23,13 +25,14 @@ class Loss(nn.Module):
         smoothing: share of each label or soft target that is spread evenly over all classes (Szegedy et al.,
             arXiv 1512.00567). Mixup and CutMix must not smooth the targets again.
         weights: a factor for each class; empty: no weights.
+        settings: LOSS.KWARGS, an instance of the dataclass `Settings` that a subclass declares.
     """
 
     weights: torch.Tensor | None
 
-    def __init__(self, smoothing: float = 0.0, weights: Sequence[float] = ()):
+    def __init__(self, smoothing: float = 0.0, weights: Sequence[float] = (), settings: Any = None):
         super().__init__()
-        self.smoothing = smoothing
+        self.smoothing, self.settings = smoothing, settings
         factors = torch.tensor(weights, dtype=torch.float32) if weights else None
         self.register_buffer("weights", factors, persistent=False)  # as in the config, also after a resume
 
@@ -160,8 +163,11 @@ def build_loss(cfg, train: bool = True) -> Loss:
     if not train:
         return BinaryCrossEntropy() if dataset_class(cfg).targets == "labels" else CrossEntropy()
     loss = cfg.LOSS
-    options = {
+    family = LOSSES.get(loss.NAME)
+    options: dict[str, dict[str, Any]] = {
         "bce": {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum"},
         "focal": {"gamma": loss.FOCAL_GAMMA},
     }
-    return LOSSES.get(loss.NAME)(loss.LABEL_SMOOTHING, loss.CLASS_WEIGHTS, **options.get(loss.NAME, {}))
+    if hasattr(family, "Settings"):
+        options[loss.NAME] = {"settings": build_settings(cfg, "LOSS.KWARGS", family)}
+    return family(loss.LABEL_SMOOTHING, loss.CLASS_WEIGHTS, **options.get(loss.NAME, {}))

@@ -47,9 +47,11 @@ def test_an_unknown_name_lists_the_near_ones_or_all(table):
 
 
 def test_a_name_is_taken_once(table):
-    table.register("apple")(lambda: None)
-    with pytest.raises(ValueError, match="'apple' is registered twice"):
-        table.get("pear")
+    with pytest.raises(ValueError, match="'apple' is registered twice: in things_.*apple and in .*test_registry.py"):
+        table.register("apple")(lambda: None)
+    table.register("plum")(lambda: None)
+    with pytest.raises(ValueError, match="'plum' is registered twice"):
+        table.register("plum")(print)
 
 
 def test_near_matches_ignore_case():

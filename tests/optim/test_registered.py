@@ -40,7 +40,8 @@ def registries(monkeypatch):
     """Restore both registries after the test."""
     for registry in (OPTIMIZERS, SCHEDULES):
         monkeypatch.setattr(registry, "_table", dict(registry._table))
-        monkeypatch.setattr(registry, "_declared", None)
+        registry.names()
+        monkeypatch.delitem(vars(registry), "_declared")
 
 
 @pytest.fixture

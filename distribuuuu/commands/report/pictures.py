@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from distribuuuu.commands.report.saliency import compute_saliency
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
+from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.data.datasets.base import read_file
 from distribuuuu.inference.load_run import load_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -88,7 +89,8 @@ def load_model(out_dir: Path, content: Predictions) -> LoadedRun:
     """Return the model that made the predictions if its checkpoint is kept, else the best weights of the run."""
     epoch, raw = content.meta.get("epoch"), content.meta.get("weights") == "raw"
     path = out_dir / "checkpoints" / f"ckpt_ep_{epoch - 1:03d}.pth.tar" if isinstance(epoch, int) and raw else out_dir
-    return load_run(path if path.exists() else out_dir)
+    config = out_dir / get_cfg().CFG_DEST  # it may name plug-ins; a checkpoint may not
+    return load_run(path, FoundConfig(config) if config.is_file() else None) if path.exists() else load_run(out_dir)
 
 
 def make_pictures(

@@ -159,6 +159,8 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
     path = Path(find_config(flags.cfg)) if flags.cfg else None
     overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
     out_dir = Path(overrides.pop("OUT_DIR"))
+    if first.PLUGINS:  # the runs read a copy of the file, in another folder
+        overrides["PLUGINS"] = str(list(first.PLUGINS))
     inputs = {
         "config": f"config/{path.absolute().parent.name}/{path.name}" if path else "",
         "config_sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path else "",

@@ -266,6 +266,9 @@ def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
     if keys:
         changes = ", ".join(f"{key} {before.get(key) or 'unset'} -> {now.get(key) or 'unset'}" for key in keys)
         raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {changes}; {fix}")
+    copy = new.out_dir / new.inputs["config"]
+    if cfg_file and not (copy.is_file() and copy.read_bytes() == Path(cfg_file).read_bytes()):
+        raise ConfigError(f"OUT_DIR: {copy} is not a copy of {cfg_file}, which its runs expect; {fix}")
     return old
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.settings import build_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +63,11 @@ class ImageDataset:
     def from_cfg(cls, cfg, train: bool) -> "ImageDataset":
         """Return the training or the evaluation set of a config; download or generate it if necessary."""
         raise TypeError(f"{cls.__name__} must define from_cfg")
+
+    @classmethod
+    def read_settings(cls, cfg) -> Any:
+        """Return DATA.KWARGS: an instance of the dataclass `Settings` that the class declares."""
+        return build_settings(cfg, "DATA.KWARGS", cls)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:

@@ -108,8 +108,10 @@ def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, option
 
 
 @pytest.mark.parametrize("arch", ["botnet50", "resnet8"])
-def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch):
-    cfg = small_cfg("MODEL.ARCH", arch, "TEST.FLIP", "True", *OTHER)
+def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "own.py").write_text("")
+    cfg = small_cfg("MODEL.ARCH", arch, "TEST.FLIP", "True", *OTHER, "PLUGINS", tmp_path / "own.py")
     run = load_run(save_run(cfg), device="cpu")
     record = export_run(run, "safetensors", tmp_path / "exported", check_images=8)
     assert record["verified"] and record["max_probability_difference"] < 1e-6

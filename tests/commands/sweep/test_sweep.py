@@ -133,3 +133,13 @@ def test_a_killed_sweep_leaves_no_run_and_continues_and_a_failed_trial_is_listed
     assert "got norm 'nope'" in rows[1]["failures"]["3"] and "got norm 'nope'" in output
     assert (out / "trial_001" / "seed_3" / "failed.txt").read_text() == "2\n"
     assert load_cfg(str(out / "best.yaml")).MODEL.KWARGS.norm == "group"
+
+
+def test_the_runs_of_a_sweep_know_its_plug_ins_by_absolute_paths(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "own.yaml").write_text("PLUGINS: [./own.py]\n")
+    words = ["--cfg", str(tmp_path / "own.yaml"), "OPTIM.BASE_LR=0.1,0.2", *fixed_options(image_folder)]
+    plan = plan_sweep(*parse_args("sweep", [*words, "OUT_DIR", str(tmp_path / "out")]))
+    command = plan.job(0, 3, 1).command
+    assert command[command.index("PLUGINS") + 1] == f"['{tmp_path}/own.py']"

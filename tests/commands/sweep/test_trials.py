@@ -55,6 +55,10 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         open_sweep(other, str(file))
     assert "--seeds 1 -> 2, OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3; fix: set another OUT_DIR" in str(caught.value)
     assert "SHA-256 of --cfg 1 -> 2" in str(caught.value)
+    (tmp_path / "out/config/x/a.yaml").write_text("PLUGINS: [./evil.py]")  # the jobs would import it
+    with pytest.raises(ConfigError, match="a.yaml is not a copy of .*a.yaml, which its runs expect; fix"):
+        open_sweep(sweep, str(file))
+    (tmp_path / "out/config/x/a.yaml").write_text(file.read_text())
     whole = (tmp_path / "out/sweep.json").read_text()
     for content in ("", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "seeds": 3, "rungs": 1, "trials": 1}'):
         (tmp_path / "out/sweep.json").write_text(content)

@@ -1,0 +1,138 @@
+"""Settings of registered entries: the names, types and ranges of TASK.KWARGS, LOSS.KWARGS and DATA.KWARGS.
+
+An entry declares them in a dataclass of the name `Settings`:
+
+    @TASKS.register("sam")
+    class Sam(Classification):
+        @dataclass
+        class Settings:
+            rho: float = setting(0.05, "radius of the perturbation", least=0)
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from distribuuuu.config.config_node import Config, get_value
+from distribuuuu.config.declaration import AUTO, Option
+from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
+from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.values import coerce
+
+# The options with settings. The options beside them of the name NAME select the entries.
+SETTINGS = ("TASK.KWARGS", "LOSS.KWARGS", "DATA.KWARGS")
+_TYPES = (bool, int, float, str)
+BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
+
+
+def setting(
+    default: Any, help: str = "", least: float | None = None, most: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:
+    """Return the declaration of a field of `Settings`.
+
+    Args:
+        default: a number, text, True, False, None or a tuple of numbers or texts.
+        help: its meaning, for --help-config.
+        least, most: the range of a number, or of each number in a tuple.
+        choices: the allowed texts.
+    """
+    limits = {"help": help, "least": least, "most": most, "choices": choices}
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """Return an instance of a `Settings` dataclass with the given values, and every problem; None if there is one.
+
+    Args:
+        key: the option that holds the values, for messages.
+        declared: the dataclass. A ValueError of its `__post_init__` is a problem of `key`.
+        given: the values by field.
+    """
+    problems, values = [], {}
+    try:
+        options = dict(_list_options(declared))
+        for name, value in given.items():
+            if name not in options:
+                message = f"no such setting{did_you_mean(name, options)}; expected one of {', '.join(options)}"
+                problems.append(Problem(f"{key}.{name}", message))
+                continue
+            try:
+                values[name] = coerce(options[name], value)
+            except (ValueError, OverflowError) as error:
+                problems.append(Problem(f"{key}.{name}", str(error)))
+                continue
+            wrong = (*options[name].find_wrong_words(values[name]), *options[name].find_wrong_number(values[name]))
+            problems += [Problem(f"{key}.{name}", message) for message in wrong]
+        return (None, problems) if problems else (declared(**values), [])
+    except (TypeError, NameError) as error:
+        fix = "fix: give each field of the dataclass a type and a default"
+        return None, [Problem(key, f"{declared.__qualname__} is invalid: {error}; {fix}")]
+    except ValueError as error:
+        return None, [Problem(key, str(error))]
+
+
+def _list_options(declared: type) -> Iterator[tuple[str, Option]]:
+    """Yield the name and the declaration of each field of a `Settings` dataclass.
+
+    Raises:
+        TypeError: it is no dataclass, or a field has no default, or one of another type.
+    """
+    types, defaults = typing.get_type_hints(declared), declared()
+    for field in dataclasses.fields(declared):
+        default = getattr(defaults, field.name)
+        given = typing.get_args(types[field.name]) or (types[field.name],)
+        if type(default) is int and float in given:
+            default = float(default)
+        of = next((kind for kind in _TYPES if kind in given), None)
+        if not isinstance(default, (*_TYPES, tuple)) and (default is not None or of is None):
+            raise TypeError(f"{field.name}: got {default!r}; expected a number, text, true, false or a tuple of them")
+        limits = {name: value for name, value in field.metadata.items() if name in ("least", "most", "choices")}
+        yield field.name, Option(default, of=of, **limits)
+
+
+def build_settings(cfg: Config, key: str, entry: Any) -> Any:
+    """Return the settings of a registered entry: its `Settings`; a dict of the given values if it declares none.
+
+    Raises:
+        ConfigError: a name or a value is not allowed.
+    """
+    declared, given = getattr(entry, "Settings", None), get_value(cfg, key)
+    if declared is None:
+        return dict(given)
+    settings, problems = read_settings(key, declared, given)
+    if problems:
+        raise ConfigError(problems, cfg.origins)
+    return settings
+
+
+def find_declared(cfg: Config, key: str) -> type | None:
+    """Return the `Settings` of the entry that a config selects; None if it has none or is unknown."""
+    registry = OPTIONS[_name_of(key)].names
+    return registry.settings_of(get_value(cfg, _name_of(key))) if registry else None
+
+
+def find_settings_problems(cfg: Config) -> Iterator[Problem]:
+    """Yield a problem for each setting that the entry of the config does not have or does not allow."""
+    for key in SETTINGS:
+        name, given, declared = get_value(cfg, _name_of(key)), get_value(cfg, key), find_declared(cfg, key)
+        # A task without `Settings` takes any; an unknown name is reported elsewhere.
+        takes_any = key == "TASK.KWARGS" and name not in (AUTO, *BUILT_IN_TASKS)
+        if declared:
+            yield from read_settings(key, declared, given)[1]
+        elif given and not takes_any and not any(OPTIONS[_name_of(key)].find_wrong_words(name)):
+            message = f"got {', '.join(given)}, but {_name_of(key)} {name} has no settings"
+            yield Problem(key, f"{message}; fix: add {key} '{{}}', or set {_name_of(key)} to an entry of your own")
+
+
+def describe_settings(declared: type, key: str) -> str:
+    """Return the settings of an entry with their defaults and meaning, as lines for --help-config."""
+    helps, text = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(declared)}, ""
+    for name, option in _list_options(declared):
+        limits = option.range or ", ".join(option.choices)
+        text += f"{key}.{name}: {option.default!r}\n    {helps[name]}{f' ({limits})' if limits else ''}\n"
+    return text
+
+
+def _name_of(key: str) -> str:
+    return key.replace("KWARGS", "NAME")
