@@ -61,5 +61,5 @@ def test_near_matches_ignore_case():
 def test_the_names_of_the_data_sets_are_known_without_torch():
     code = "import sys, distribuuuu.config.registry as r; r.DATASETS.names(); sys.exit('torch' in sys.modules)"
     assert run_python("-c", code).returncode == 0
-    assert DATASETS.names() == ["cifar10", "cifar100", "dummy", "fashion_mnist", "imagefolder", "list", "mnist",
-                                "multilabel", "packed", "shapes"]  # fmt: skip
+    known = "cifar10 cifar100 dummy fashion_mnist imagefolder list mnist multilabel packed shapes"
+    assert {*known.split()} <= {*DATASETS.names()}

@@ -51,6 +51,17 @@ def list_core() -> set[str]:
     return core
 
 
-def count_core_lines() -> int:
-    """Return the number of lines of the files of the core."""
-    return sum(len(list_modules()[name].read_text(encoding="utf-8").splitlines()) for name in list_core())
+@functools.cache
+def list_entries() -> set[str]:
+    """Return the modules that register entries and that no other file imports: a fork may add any number of them."""
+    modules = list_modules()
+    imported = set().union(*(imports_of(path) for path in modules.values()))
+    rooms = [name for name in modules if name.split(".")[1:2] and name.split(".")[1] in ROOMS_WITH_ENTRIES]
+    entries = {name for name in rooms if ".register" in modules[name].read_text(encoding="utf-8")}
+    return {name for name in entries - imported if modules[name].stem != "__init__"}
+
+
+def count_core_lines(with_entries: bool = False) -> int:
+    """Return the number of lines of the files of the core, with or without those of `list_entries`."""
+    counted = list_core() if with_entries else list_core() - list_entries()
+    return sum(len(list_modules()[name].read_text(encoding="utf-8").splitlines()) for name in counted)
