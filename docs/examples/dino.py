@@ -1,0 +1,92 @@
+"""DINO (Caron et al., arXiv 2104.14294): self-distillation with a moving average of the weights as the teacher."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
+from distribuuuu.data.batch import Batch
+from distribuuuu.distributed import comm
+from distribuuuu.tasks.base import StepKey, Task
+from distribuuuu.tasks.metrics import StepOutput
+
+
+class MultiCrop(nn.Module):
+    """A network with a projection head for images of several sizes."""
+
+    def __init__(self, backbone: nn.Module, dim: int):
+        super().__init__()
+        width = backbone.fc.in_features
+        self.backbone, backbone.fc = backbone, nn.Identity()
+        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim))
+
+    def forward(self, *images: torch.Tensor) -> list[torch.Tensor]:
+        """Return the projections (N, dim) of each tensor of images (N, 3, H, W)."""
+        return [self.head(self.backbone(part)) for part in images]
+
+
+@TASKS.register("dino")
+class Dino(Task):
+    """The student predicts the output of its moving average for the large crops from the other crops."""
+
+    default_metrics = ()  # the loss of the evaluation selects the best checkpoint
+    num_outputs = None
+
+    @dataclass
+    class Settings:
+        dim: int = setting(256, "outputs of the projection head", least=2)
+        temperature: float = setting(0.1, "of the student", least=0)
+        teacher_temperature: float = setting(0.04, "of the teacher", least=0)
+        center_momentum: float = setting(0.9, "of the running mean of the teacher's outputs", least=0, most=1)
+        small_size: int = setting(16, "side of a small crop in pixels", least=1)
+
+    @classmethod
+    def views(cls, cfg, loader: str = "train") -> Sequence[Mapping[str, Any]]:
+        """Return two large and two small crops."""
+        size = cfg.TASK.KWARGS.get("small_size", cls.Settings.small_size)
+        small = {"TRAIN.IM_SIZE": size, "DATA.CROP_SCALE": [0.05, 0.4]}
+        return [{"DATA.CROP_SCALE": [0.4, 1.0]}] * 2 + [small] * 2
+
+    def adapt_model(self, model: nn.Module) -> nn.Module:
+        """Return the network with a projection head."""
+        return MultiCrop(model, self.settings.dim)
+
+    def prepare_training(self, plan, images, num_steps: int) -> None:
+        """Create the center of the teacher's outputs."""
+        self.center = torch.zeros(self.settings.dim, device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the center."""
+        return {"center": self.center}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the center."""
+        self.center = state["center"].to(self.device)
+
+    def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
+        """Return the mean cross-entropy over the pairs of a teacher's and another of the student's crops."""
+        large, small = torch.cat(batch.images[:2]), torch.cat(batch.images[2:])
+        with torch.no_grad(), self.autocast():
+            taught = self.state.averages["ema"].model.train()(large)[0].float()
+        with self.autocast():
+            learned = torch.cat([part.float() for part in model(large, small)]).chunk(4)
+        goals = ((taught - self.center) / self.settings.teacher_temperature).softmax(dim=1).chunk(2)
+        log_p = [(part / self.settings.temperature).log_softmax(dim=1) for part in learned]
+        losses = [-(goals[i] * log_p[j]).sum(dim=1).mean() for i in range(2) for j in range(4) if i != j]
+        mean = taught.mean(dim=0)
+        comm.scaled_all_reduce([mean])
+        self.center = torch.lerp(mean, self.center, self.settings.center_momentum)
+        sums = {"entropy": -(goals[0] * goals[0].clamp(min=1e-12).log()).sum()}
+        return StepOutput(torch.stack(losses).mean(), learned[0].detach(), batch.targets, sums)
+
+    def eval_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        """Return the cross-entropy of images and their mirror images; labels are not used."""
+        with self.autocast():
+            one, other = (part.float() for part in model(batch.images, batch.images.flip(-1)))
+        goal = (one / self.settings.teacher_temperature).softmax(dim=1)
+        loss = -(goal * (other / self.settings.temperature).log_softmax(dim=1)).sum(dim=1).mean()
+        return StepOutput(loss, one, batch.targets)

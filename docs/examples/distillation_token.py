@@ -1,0 +1,41 @@
+"""The distillation token of DeiT (Touvron et al., arXiv 2012.12877): a second head that learns from a teacher.
+
+    distribuuuu train --cfg distillation_token.yaml DISTILL.WEIGHTS exp/teacher/best.pth.tar
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distribuuuu.config.registry import TASKS
+from distribuuuu.data.batch import Batch
+from distribuuuu.tasks.base import StepKey
+from distribuuuu.tasks.distillation import Distillation
+from distribuuuu.tasks.metrics import StepOutput
+
+
+@TASKS.register("distillation_token")
+class DistillationToken(Distillation):
+    """The class token learns the labels, the distillation token the class that the teacher predicts.
+
+    For models of timm that end with `_distilled`. In evaluation, they return the mean of both heads.
+    """
+
+    num_outputs = None  # in training, the model returns the logits of both heads
+
+    def adapt_model(self, model: nn.Module) -> nn.Module:
+        """Return the model, which then returns both heads in training."""
+        model.set_distilled_training(True)
+        return model
+
+    def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
+        """Return the mean of both losses, and the loss of the distillation token by itself."""
+        with torch.no_grad(), self.autocast():
+            chosen = self.teacher(batch.images).argmax(dim=1)
+        with self.autocast():
+            logits, of_token = model(batch.images)
+        token_loss = F.cross_entropy(of_token.float(), chosen)
+        alpha = self.cfg.DISTILL.ALPHA
+        loss = (1 - alpha) * self.criterion(logits, batch.targets) + alpha * token_loss
+        sums = {"token_loss": token_loss.detach() * len(chosen)}
+        return StepOutput(loss, logits.detach(), self.metric_targets(batch.targets), sums)

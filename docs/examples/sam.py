@@ -1,0 +1,44 @@
+"""Sharpness-aware minimization (Foret et al., arXiv 2010.01412): the gradient at the worst point of a neighborhood.
+
+    distribuuuu train --cfg sam.yaml
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
+from distribuuuu.tasks.classification import Classification
+
+
+@TASKS.register("sam")
+class Sam(Classification):
+    """Classification whose step uses the gradient at `w + rho * g / |g|`, where g is the gradient at the weights w."""
+
+    gradient_passes = 2
+
+    @dataclass
+    class Settings:
+        rho: float = setting(0.05, "radius of the neighborhood", least=0)
+
+    def update(self, compute_gradients: Callable[..., None], apply_gradients: Callable[[], None]) -> None:
+        """Move the weights to the worst point, compute the gradients there, move back, and take the step."""
+        compute_gradients()
+        weights = [weight for weight in self.state.model.parameters() if weight.grad is not None]
+        grads = [weight.grad for weight in weights]
+        scale = self.settings.rho / (nn.utils.get_total_norm(grads) + 1e-12)  # also right if float16 scales them
+        before = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            torch._foreach_add_(weights, torch._foreach_mul(grads, scale))
+        momenta = {layer: layer.momentum for layer in self.state.model.modules() if hasattr(layer, "running_mean")}
+        for layer in momenta:  # its statistics are those of the first pass
+            layer.momentum = 0.0
+        compute_gradients(in_metrics=False)
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum
+        with torch.no_grad():
+            torch._foreach_copy_(weights, before)
+        apply_gradients()

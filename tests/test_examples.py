@@ -1,0 +1,100 @@
+"""The examples in docs/examples: each resumes bitwise, runs on two processes, is evaluated, and records its values."""
+
+import ast
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import on_processes
+from support.runs import ROOT, assert_close, newest, records
+
+from distribuuuu import trainer
+from distribuuuu.commands.main import dispatch
+from distribuuuu.config import load_cfg
+
+EXAMPLES = ROOT / "docs" / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+MAX_LINES = 90
+# Options that make the runs small and, with group norm, independent of the division into processes.
+SMALL = ("OPTIM.MAX_EPOCH 2 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 TRAIN.PRINT_FREQ 5 CHECKPOINT.EVERY_STEPS 4 "
+         "TRAIN.GLOBAL_BATCH_SIZE 80 TRAIN.BATCH_SIZE 80 LOG.TENSORBOARD True OPTIM.BASE_LR 0.001").split()  # fmt: skip
+
+
+def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
+    """Return the overrides of a small run of an example."""
+    words = [*SMALL, "DATA.CACHE_DIR", str(root / "cache"), "OUT_DIR", str(out_dir)]
+    cfg = load_cfg(str(EXAMPLES / f"{name}.yaml"))
+    words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []
+    return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])
+
+
+def run(name: str, words: list[str], kill_after: int | None = None) -> None:
+    """Train an example; kill this process in a step."""
+    train_step, steps = trainer.train_step, iter(range(10**6))
+
+    def count_and_train(*args):
+        if next(steps) == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(*args)
+
+    trainer.train_step = count_and_train
+    trainer.train_model(load_cfg(str(EXAMPLES / f"{name}.yaml"), words))
+
+
+def run_killed(name: str, words: list[str], kill_after: int) -> None:
+    """Train an example in a process that is killed in a step."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=(name, words, kill_after))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A folder with the data and a teacher."""
+    root = tmp_path_factory.mktemp("examples")
+    from distribuuuu.models import build_model
+
+    torch.save(build_model(load_cfg(None, ["MODEL.ARCH", "resnet14", "MODEL.NUM_CLASSES", "10"])).state_dict(),
+               root / "teacher.pth.tar")  # fmt: skip
+    return root
+
+
+def assert_equal(one: dict, other: dict) -> None:
+    """Compare the tensors of two checkpoints bit by bit: weights, averages, optimizer and state of the task."""
+    for key in ("state_dict", "ema_state_dict", "optimizer", "task"):
+        found = [torch.utils._pytree.tree_leaves(content.get(key)) for content in (one, other)]
+        assert len(found[0]) == len(found[1])
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_has_a_config(name):
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert len(source.splitlines()) <= MAX_LINES
+    assert "arXiv" in ast.get_docstring(ast.parse(source)) or name == "parquet_set"
+    assert f"./{name}.py" in (EXAMPLES / f"{name}.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_path):
+    whole, killed, two = (words_of(name, root, tmp_path / part) for part in ("whole", "killed", "two"))
+    on_processes(1, run, name, whole)
+    expected = newest(tmp_path / "whole")
+    num_steps = 2 * sum(1 for entry in records(tmp_path / "whole") if entry["kind"] == "train") * 5 // 2
+    for seed in range(3):
+        run_killed(name, killed, random.Random(f"{name} {seed}").randrange(1, max(2, num_steps // 3)))
+    on_processes(1, run, name, killed)
+    assert_equal(newest(tmp_path / "killed"), expected)
+    on_processes(2, run, name, [*two, "TRAIN.BATCH_SIZE", "40"])
+    assert_close(newest(tmp_path / "two"), expected, 1e-3)
+    assert dispatch("distribuuuu", ["test", str(tmp_path / "whole")]) == 0
+    result = json.loads((tmp_path / "whole" / "test_results.json").read_text())
+    assert result["evaluation"]["count"] > 0
