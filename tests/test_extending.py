@@ -17,6 +17,8 @@ LIMITS = {
     anchor: (int(files), int(lines))
     for files, lines, anchor in re.findall(r"^\| .+ \| (\d+) \| (\d+) \| \[example\]\(#(.+)\) \|$", PAGE, re.MULTILINE)
 }
+# The sections with an example; the others describe interfaces.
+EXAMPLES = [title for title in SECTIONS if title.lower().replace(" ", "-") in LIMITS]
 # What makes a run of the page short.
 SHORT = ("OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0", "TRAIN.WORKERS", "0", "LOG.TENSORBOARD", "False")
 
@@ -74,11 +76,10 @@ def run(project: Path, command: list[str], *options: str) -> subprocess.Complete
 
 
 def test_every_row_of_the_table_has_an_example():
-    titles = {anchor_of(title) for title in SECTIONS}
-    assert len(LIMITS) == 11 and LIMITS.keys() <= titles
+    assert {anchor_of(title) for title in EXAMPLES} == LIMITS.keys() and len(LIMITS) >= 9
 
 
-@pytest.mark.parametrize("title", SECTIONS)
+@pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_costs_no_more_files_and_lines_than_the_table_says(title):
     files, (most_files, most_lines) = files_of(SECTIONS[title]), LIMITS[anchor_of(title)]
     assert 1 <= len(files) <= most_files
@@ -86,7 +87,7 @@ def test_an_example_costs_no_more_files_and_lines_than_the_table_says(title):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", [title for title in SECTIONS if title != "A self-supervised task"])
+@pytest.mark.parametrize("title", [title for title in EXAMPLES if title != "A self-supervised task"])
 def test_an_example_trains(project, title):
     write_example(project, title)
     (command,) = commands_of(SECTIONS[title])

@@ -109,6 +109,11 @@ class TrainState:
         """The models to evaluate, by kind of weights."""
         return {RAW: self.model, **{kind: average.model for kind, average in self.averages.items()}}
 
+    @property
+    def ema(self) -> nn.Module | None:
+        """The moving average of the weights; None without one."""
+        return self.averages["ema"].model if self.averages else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
         if self.changes:

@@ -126,7 +126,8 @@ def read_predictions(path: Path, command: str) -> Predictions:
             with zipfile.ZipFile(file) as archive:
                 return _read_content(archive)
     except FileNotFoundError:
-        raise ConfigError(f"RUN: {path} does not exist; fix: {command}") from None
+        note = "a task without predict_step, whose model has no score for each class, has none"
+        raise ConfigError(f"RUN: {path} does not exist; fix: {command}; {note}") from None
     except _DAMAGE as error:
         problem = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         what = f"{path} is damaged, or not written by this version: {problem or type(error).__name__}"

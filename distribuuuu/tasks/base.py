@@ -41,7 +41,7 @@ class Task:
     Attributes:
         settings: TASK.KWARGS: an instance of `Settings`; without that class, a dict.
         train_metrics, eval_metrics: metrics by name; the first evaluation metric selects the best checkpoint.
-        state: the `TrainState` of the run, e.g. with the averages of the weights; None outside of a training.
+        state: the `TrainState` of the run, e.g. with `state.ema`; None outside of a training.
     """
 
     # Names of metrics if TRAIN.METRICS or TEST.METRICS is empty.

@@ -71,7 +71,7 @@ class Dino(Task):
         """Return the mean cross-entropy over the pairs of a teacher's and another of the student's crops."""
         large, small = torch.cat(batch.images[:2]), torch.cat(batch.images[2:])
         with torch.no_grad(), self.autocast():
-            taught = self.state.averages["ema"].model.train()(large)[0].float()
+            taught = self.state.ema.train()(large)[0].float()
         with self.autocast():
             learned = torch.cat([part.float() for part in model(large, small)]).chunk(4)
         goals = ((taught - self.center) / self.settings.teacher_temperature).softmax(dim=1).chunk(2)

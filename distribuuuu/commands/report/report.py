@@ -12,7 +12,7 @@ from distribuuuu.files.untrusted import printable
 SUMMARY = "make an HTML page about a run"
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
 the confusion matrix, the most confident mistakes and the calibration. RUN is its
-OUT_DIR, which must hold predictions.npz; distribuuuu test OUT_DIR RUN makes it.
+OUT_DIR, which must hold predictions.npz; distribuuuu test RUN makes it.
 
   %(prog)s exp/r50                    writes exp/r50/report.html
   %(prog)s exp/r50 --out r50.html
