@@ -21,13 +21,16 @@ EXAMPLES = ROOT / "docs" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 MAX_LINES = 90
 # Options that make the runs small and, with group norm, independent of the division into processes.
-SMALL = ("OPTIM.MAX_EPOCH 2 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 TRAIN.PRINT_FREQ 5 CHECKPOINT.EVERY_STEPS 4 "
-         "TRAIN.GLOBAL_BATCH_SIZE 80 TRAIN.BATCH_SIZE 80 LOG.TENSORBOARD True OPTIM.BASE_LR 0.001").split()  # fmt: skip
+SMALL = {
+    "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 0, "OPTIM.BASE_LR": 0.001, "TRAIN.WORKERS": 0, "TRAIN.PRINT_FREQ": 5,
+    "TRAIN.BATCH_SIZE": 80, "TRAIN.GLOBAL_BATCH_SIZE": 80, "CHECKPOINT.EVERY_STEPS": 4,
+}  # fmt: skip
 
 
 def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
     """Return the overrides of a small run of an example."""
-    words = [*SMALL, "DATA.CACHE_DIR", str(root / "cache"), "OUT_DIR", str(out_dir)]
+    small = [str(word) for pair in SMALL.items() for word in pair]
+    words = [*small, "DATA.CACHE_DIR", str(root / "cache"), "OUT_DIR", str(out_dir)]
     cfg = load_cfg(str(EXAMPLES / f"{name}.yaml"))
     words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []
     return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])

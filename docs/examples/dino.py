@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
-from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.distributed import comm
 from distribuuuu.tasks.base import StepKey, Task
@@ -59,12 +59,10 @@ class Dino(Task):
         """Create the center of the teacher's outputs."""
         self.center = torch.zeros(self.settings.dim, device=self.device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the center."""
+    def state_dict(self) -> dict[str, torch.Tensor]:  # what a resumed run needs
         return {"center": self.center}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the center."""
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.center = state["center"].to(self.device)
 
     def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
@@ -81,7 +79,7 @@ class Dino(Task):
         comm.scaled_all_reduce([mean])
         self.center = torch.lerp(mean, self.center, self.settings.center_momentum)
         sums = {"entropy": -(goals[0] * goals[0].clamp(min=1e-12).log()).sum()}
-        return StepOutput(torch.stack(losses).mean(), learned[0].detach(), batch.targets, sums)
+        return StepOutput(sum(losses) / len(losses), learned[0].detach(), batch.targets, sums)
 
     def eval_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         """Return the cross-entropy of images and their mirror images; labels are not used."""

@@ -1,6 +1,6 @@
 """The distillation token of DeiT (Touvron et al., arXiv 2012.12877): a second head that learns from a teacher.
 
-    distribuuuu train --cfg distillation_token.yaml DISTILL.WEIGHTS exp/teacher/best.pth.tar
+distribuuuu train --cfg distillation_token.yaml DISTILL.WEIGHTS exp/teacher/best.pth.tar
 """
 
 import torch

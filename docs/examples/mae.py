@@ -1,16 +1,16 @@
 """Masked autoencoder (He et al., arXiv 2111.06377): reconstruct the hidden patches of images.
 
-    distribuuuu train --cfg mae.yaml
-    distribuuuu train --cfg vit.yaml FINETUNE.WEIGHTS exp/mae/best.pth.tar
+distribuuuu train --cfg mae.yaml
+distribuuuu train --cfg vit.yaml FINETUNE.WEIGHTS exp/mae/best.pth.tar
 """
 
 from dataclasses import dataclass
 
 import torch
+from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
-from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.tasks.base import StepKey, Task

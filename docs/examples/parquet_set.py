@@ -1,15 +1,16 @@
 """A data set in a parquet file: a column with the bytes of images, and one with their labels.
 
-    pip install pyarrow
+pip install pyarrow
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.config.settings import setting
+
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 
 

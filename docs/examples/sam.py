@@ -1,16 +1,16 @@
 """Sharpness-aware minimization (Foret et al., arXiv 2010.01412): the gradient at the worst point of a neighborhood.
 
-    distribuuuu train --cfg sam.yaml
+distribuuuu train --cfg sam.yaml
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
-from distribuuuu.config.settings import setting
 from distribuuuu.tasks.classification import Classification
 
 

@@ -1,16 +1,16 @@
 """Test-time adaptation by entropy minimization (Tent, Wang et al., arXiv 2006.10726).
 
-    distribuuuu test --cfg test_time_adaptation.yaml MODEL.WEIGHTS exp/plain/best.pth.tar
+distribuuuu test --cfg test_time_adaptation.yaml MODEL.WEIGHTS exp/plain/best.pth.tar
 """
 
 import copy
 from dataclasses import dataclass
 
 import torch
+from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
-from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
