@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from distribuuuu.distributed.comm import all_reduce_max, is_distributed
 from distribuuuu.distributed.fsdp import is_sharded
@@ -79,11 +80,17 @@ def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) ->
     buffers = [buffer.clone() for buffer in wrapped.module.buffers()]
     wrapped.train()
     for _ in range(2):  # the second forward pass applies the order
-        wrapped(example).sum().backward()
+        sum_output(wrapped(example)).backward()
     wrapped.zero_grad()
     with torch.no_grad():
         for buffer, before in zip(wrapped.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
+
+
+def sum_output(output: Any) -> torch.Tensor:
+    """Return the sum () of the values of an output that have a gradient, e.g. of a tuple or a dict of tensors."""
+    tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 def compile_model(model: nn.Module, mode: str) -> None:

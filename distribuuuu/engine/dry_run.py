@@ -6,14 +6,14 @@ import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.distributed.ddp import sum_output
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.distributed.process_group import is_communication_error
 from distribuuuu.engine.out_of_memory import is_out_of_memory
@@ -70,11 +70,11 @@ def dry_run_training(
     with _restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
         output = model(images)
         _check_output(cfg, output, len(images), num_outputs)
-        _sum_of(output).backward()
+        sum_output(output).backward()
         skipped = unused = _without_gradient(model)
         if unused and not is_sharded(model):
             model.eval()
-            _sum_of(model(images[:1])).backward()  # adds to the gradients of training
+            sum_output(model(images[:1])).backward()  # adds to the gradients of training
             unused = _without_gradient(model)
     if unused:
         names = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
@@ -121,12 +121,6 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = f"{cfg.MODEL.ARCH} fails on an input of shape {tuple(images.shape)}: {reason} ({place})"
         raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
-
-
-def _sum_of(output: Any) -> torch.Tensor:
-    """Return the sum () of all values of an output that have a gradient."""
-    tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 def _check_output(cfg, logits: object, num_images: int, num_outputs: int | None) -> None:

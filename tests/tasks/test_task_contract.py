@@ -320,7 +320,7 @@ class TwoHeads(Task):
 def test_models_may_return_anything(register, small_cfg, tmp_path, image_folder):
     register(TwoHeads)
     cfg = small_cfg("TASK.NAME", "TwoHeads")
-    train_model(cfg)
+    on_processes(2, train_on_two, cfg)
     assert evaluate_run(cfg)["count"] == 37
     photo = next(iter(sorted((Path(image_folder) / "val").rglob("*.*"))))
     with pytest.raises(ConfigError, match="TASK.NAME: got TwoHeads, whose .*; fix: define predict_step in the task"):
