@@ -31,11 +31,25 @@ SMALL = {
 }  # fmt: skip
 
 
+def write_parquet(folder: Path) -> None:
+    """Write the shapes into train.parquet and val.parquet."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    root = draw_shapes(folder / "shapes", NUM_IMAGES, 100)
+    for split in ("train", "val"):
+        images = sorted((root / split).rglob("*.jpg"))
+        columns = {"image": [image.read_bytes() for image in images], "label": [image.parent.name for image in images]}
+        parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet", row_group_size=20)
+
+
 def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
     """Return the overrides of a small run of an example."""
     small = [str(word) for pair in SMALL.items() for word in pair]
     words = [*small, "DATA.CACHE_DIR", str(root / "cache"), "OUT_DIR", str(out_dir)]
     cfg = load_cfg(str(EXAMPLES / f"{name}.yaml"))
+    if cfg.DATA.NAME == "parquet":
+        write_parquet(root)
+        words += ["TRAIN.DATASET", str(root), "TEST.DATASET", str(root)]
     words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []
     return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])
 
