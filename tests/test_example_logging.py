@@ -1,7 +1,6 @@
 """docs/examples/layer_norms and soup: values in the records, resumption, two processes, and saved soups."""
 
 import re
-import runpy
 import subprocess
 import sys
 
@@ -28,7 +27,6 @@ def load(shapes_folder, tmp_path, monkeypatch):
     """Return load(example, OUT_DIR in the folder of the test, more words): the config of a short run."""
 
     monkeypatch.setattr(TASKS, "_table", dict(TASKS._table))
-    runpy.run_path(str(EXAMPLES / "layer_norms.py"))
 
     def make(name: str, out: str, *words):
         folders = ("TRAIN.DATASET", shapes_folder, "TEST.DATASET", shapes_folder, "OUT_DIR", tmp_path / out)

@@ -21,7 +21,7 @@ from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
 
 EXAMPLES = ROOT / "docs" / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script of its own
 MAX_LINES = 90
 NUM_IMAGES, NUM_STEPS = 320, 16
 # Options that make the runs small and, with group norm, independent of the division into processes.
@@ -107,7 +107,7 @@ def assert_equal(one: dict, other: dict) -> None:
 def test_an_example_is_short_and_has_a_config(name):
     source = (EXAMPLES / f"{name}.py").read_text()
     assert len(source.splitlines()) <= MAX_LINES
-    assert "arXiv" in ast.get_docstring(ast.parse(source)) or name == "parquet_set"
+    assert "arXiv" in ast.get_docstring(ast.parse(source)) or name in ("layer_norms", "parquet_set")
     assert f"./{name}.py" in (EXAMPLES / f"{name}.yaml").read_text()
 
 

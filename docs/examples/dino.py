@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.distributed import comm
 from distribuuuu.tasks.base import StepKey, Task

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import DATASETS, TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.tasks.base import StepKey

@@ -9,16 +9,12 @@ logged: the norm of the weight over that of its gradient, by which LARS multipli
 The option LOG.LAYER_NORMS logs the norms of weights, gradients and updates of any task, with each row of metrics.
 """
 
-import sys
-
 import torch
 from torch import nn
 
-from distribuuuu.commands.arguments import run_on_config
 from distribuuuu.config.registry import TASKS
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
-from distribuuuu.trainer import train_model
 
 
 @TASKS.register("layer_norms")
@@ -84,7 +80,3 @@ class LayerNorms(Classification):
         """Restore the ratios."""
         super().load_state_dict(state)
         self.ratios = state["ratios"].to(self.device)
-
-
-if __name__ == "__main__":
-    sys.exit(run_on_config(sys.argv[0], sys.argv[1:], __doc__, train_model, train=True))

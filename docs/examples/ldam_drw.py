@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import Loss

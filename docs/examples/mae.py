@@ -7,10 +7,10 @@ distribuuuu train --cfg vit.yaml FINETUNE.WEIGHTS exp/mae/best.pth.tar
 from dataclasses import dataclass
 
 import torch
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.tasks.base import StepKey, Task

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.settings import setting
-
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 
 
@@ -43,7 +42,7 @@ class ParquetSet(ImageDataset):
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> ImageDataset:
         """Return the training or the evaluation set."""
-        columns = {"image": "image", "label": "label", **cfg.DATA.KWARGS}
+        columns = vars(cls.read_settings(cfg))
         training = cls(Path(cfg.TRAIN.DATASET, f"{cfg.TRAIN.SPLIT}.parquet"), **columns)
         if train:
             return training

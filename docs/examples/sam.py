@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.tasks.classification import Classification
 
 

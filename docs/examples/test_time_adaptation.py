@@ -7,10 +7,10 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from distribuuuu.config.settings import setting
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
 from distribuuuu.data.batch import Batch
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
