@@ -4,7 +4,7 @@ The norm of the output of each stage of the model is a sum in `StepOutput.sums`:
 the metrics, for training and evaluation. After each evaluation, the trust ratio of each weight in the last step is
 logged: the norm of the weight over that of its gradient, by which LARS multiplies the rate (not with TRAIN.AMP fp16).
 
-    python docs/examples/layer_norms.py --cfg docs/examples/layer_norms.yaml
+    distribuuuu train --cfg docs/examples/layer_norms.yaml
 
 The option LOG.LAYER_NORMS logs the norms of weights, gradients and updates of any task, with each row of metrics.
 """
