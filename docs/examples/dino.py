@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.config.registry import TASKS
@@ -22,11 +22,12 @@ class MultiCrop(nn.Module):
         super().__init__()
         width = backbone.fc.in_features
         self.backbone, backbone.fc = backbone, nn.Identity()
-        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim))
+        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.directions = nn.Parameter(torch.randn(dim, width))
 
     def forward(self, *images: torch.Tensor) -> list[torch.Tensor]:
-        """Return the projections (N, dim) of each tensor of images (N, 3, H, W)."""
-        return [self.head(self.backbone(part)) for part in images]
+        """Return the cosines (N, dim) with the learned directions, for each tensor of images (N, 3, H, W)."""
+        return [F.linear(F.normalize(self.head(self.backbone(x))), F.normalize(self.directions)) for x in images]
 
 
 @TASKS.register("dino")
@@ -45,7 +46,7 @@ class Dino(Task):
         small_size: int = setting(16, "side of a small crop in pixels", least=1)
 
     @classmethod
-    def views(cls, cfg, loader: str = "train") -> Sequence[Mapping[str, Any]]:
+    def views(cls, cfg, loader: str = "train") -> Sequence[Mapping[str, object]]:
         """Return two large and two small crops."""
         size = cfg.TASK.KWARGS.get("small_size", cls.Settings.small_size)
         small = {"TRAIN.IM_SIZE": size, "DATA.CROP_SCALE": [0.05, 0.4]}
@@ -75,8 +76,7 @@ class Dino(Task):
         goals = ((taught - self.center) / self.settings.teacher_temperature).softmax(dim=1).chunk(2)
         log_p = [(part / self.settings.temperature).log_softmax(dim=1) for part in learned]
         losses = [-(goals[i] * log_p[j]).sum(dim=1).mean() for i in range(2) for j in range(4) if i != j]
-        mean = taught.mean(dim=0)
-        comm.scaled_all_reduce([mean])
+        (mean,) = comm.scaled_all_reduce([taught.mean(dim=0)])
         self.center = torch.lerp(mean, self.center, self.settings.center_momentum)
         sums = {"entropy": -(goals[0] * goals[0].clamp(min=1e-12).log()).sum()}
         return StepOutput(sum(losses) / len(losses), learned[0].detach(), batch.targets, sums)
