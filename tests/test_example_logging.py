@@ -11,7 +11,6 @@ from support.runs import GROUP_NORM, ROOT, assert_same_run, records, timeless, t
 
 import distribuuuu
 from distribuuuu.config import load_cfg
-from distribuuuu.config.registry import TASKS
 from distribuuuu.trainer import train_model
 
 pytestmark = pytest.mark.slow
@@ -23,10 +22,8 @@ SHORT = ("DATA.NAME", "imagefolder", "OPTIM.MAX_EPOCH", 2, "TRAIN.WORKERS", 0, "
 
 
 @pytest.fixture
-def load(shapes_folder, tmp_path, monkeypatch):
+def load(shapes_folder, tmp_path):
     """Return load(example, OUT_DIR in the folder of the test, more words): the config of a short run."""
-
-    monkeypatch.setattr(TASKS, "_table", dict(TASKS._table))
 
     def make(name: str, out: str, *words):
         folders = ("TRAIN.DATASET", shapes_folder, "TEST.DATASET", shapes_folder, "OUT_DIR", tmp_path / out)

@@ -45,6 +45,7 @@ class Logging(Classification):
 @pytest.fixture(autouse=True)
 def task(monkeypatch):
     """Register the task for the length of a test."""
+    TASKS.get("distillation")  # imports the modules of the package, which register their entries once
     monkeypatch.setattr(TASKS, "_table", dict(TASKS._table))
     TASKS.register("logging")(Logging)
     BATCHES.clear()

@@ -27,7 +27,8 @@ from distribuuuu.trainer import train_model
 @pytest.fixture
 def register(monkeypatch):
     """Return a decorator that registers a task or a loss under its own name for the length of the test."""
-    for registry in (TASKS, LOSSES):
+    for registry, name in ((TASKS, "distillation"), (LOSSES, "focal")):
+        registry.get(name)  # imports the modules of the package, which register their entries once
         monkeypatch.setattr(registry, "_table", dict(registry._table))
     return lambda entry: (LOSSES if issubclass(entry, nn.Module) else TASKS).register(entry)
 
