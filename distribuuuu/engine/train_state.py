@@ -205,8 +205,10 @@ class TrainState:
         Raises:
             CheckpointError: its names or shapes differ.
         """
-        if self.task and self._task_content and (warning := restore_state(self.task, *self._task_content)):
-            logger.warning("%s", warning)
+        if self.task and self._task_content:
+            warning, self._task_content = restore_state(self.task, *self._task_content), None
+            if warning:
+                logger.warning("%s", warning)
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.
