@@ -270,8 +270,8 @@ def test_a_better_epoch_takes_the_place_of_a_best_of_2021(tmp_path):
     original_checkpoint(tmp_path / "old.pth.tar", make_state())
     state = make_state()
     state.load_dict(read_checkpoint(tmp_path / "old.pth.tar"), "old.pth.tar")
-    assert state.finish_epoch({"raw": 33.5}) == [] and str(state.bests["raw"]) == "33.50 (epoch unknown)"
-    assert state.finish_epoch({"raw": 33.6}) == ["raw"] and str(state.bests["raw"]) == "33.60 (epoch 7)"
+    assert state.finish_epoch({"raw": 33.5}) == [] and state.bests["raw"].describe("top1") == "33.50 (epoch unknown)"
+    assert state.finish_epoch({"raw": 33.6}) == ["raw"] and state.bests["raw"].describe("top1") == "33.60 (epoch 7)"
 
 
 def strided_state(cfg) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
