@@ -65,16 +65,16 @@ def test_soups_are_evaluated_and_saved(load, tmp_path):
         train_model(load("soup", member.name, "FINETUNE.WEIGHTS", tmp_path / "base", "RNG_SEED", seed))
     script = [str(EXAMPLES / "soup.py"), *map(str, members), "--recalibrate", "80", "--out"]
     shown = []
-    for words in ([sys.executable], ["torchrun", "--nproc_per_node=2"]):
+    for words in ((), ("-m", "torch.distributed.run", "--nproc_per_node=2")):
         out = tmp_path / f"out_{len(shown)}"
-        done = subprocess.run([*words, *script, str(out)], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run([sys.executable, *words, *script, str(out)], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         shown.append(re.findall(r"(\w+) soup of (.+): top1 ([\d.]+);", done.stdout))
     assert all([kind for kind, *_ in lines] == ["uniform", "greedy"] for lines in shown)
     for kind, _, value in shown[0]:
         test = distribuuuu.evaluate(members[0], {"MODEL.WEIGHTS": tmp_path / "out_0" / f"{kind}.pth.tar"})
         assert f"{test['top1']:.2f}" == value
-    uniform, *states = (torch.load(path, weights_only=False) for path in (
+    uniform, *states = (torch.load(path, weights_only=True) for path in (
         tmp_path / "out_0" / "uniform.pth.tar", *(member / "best.pth.tar" for member in members)))  # fmt: skip
     mean = torch.stack([state["state_dict"]["fc.weight"] for state in states]).mean(0)
     assert torch.equal(uniform["fc.weight"], mean)
