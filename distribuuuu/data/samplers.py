@@ -64,7 +64,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
             its own; None: a permutation.
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
         extra: by name, the samplers of other data sets, whose micro-batches come along with those of this one. Each
-            goes on from epoch to epoch, and starts again in a new order when its images are used up.
+            continues from epoch to epoch, and restarts in a new order after its last image.
         seed, epoch, first_step: where the next iteration starts.
     """
 

@@ -51,6 +51,8 @@ def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any)
         return None
     if saved is None:  # of an older version, or of the 2021 distribuuuu
         return f"{path} has no state of the task; it starts anew: {', '.join(own)}"
+    if not isinstance(saved, Mapping) or {type(part) for part in _parts_of(saved)} != {dict}:
+        raise CheckpointError(f"{path}: the entry task is damaged; expected dicts; fix: {WEIGHTS_ONLY}")
     by_rank, problem = saved.get("by_rank") or [], None
     state = dict(saved["shared"])
     if len(by_rank) == dist.world_size():
@@ -64,6 +66,12 @@ def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any)
                               f" or {WEIGHTS_ONLY}")  # fmt: skip
     task.load_state_dict(state)
     return problem
+
+
+def _parts_of(saved: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a saved state: what the processes share, then those of each; None for a wrong container."""
+    by_rank = saved.get("by_rank", [])
+    return [saved.get("shared"), *(by_rank if isinstance(by_rank, list) else [None])]
 
 
 def find_mismatches(own: Any, saved: Any, name: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a task logs: sums as means, numbers and images after an evaluation; and the norms of each layer."""
+"""Logging from a task: sums as means, numbers and images after an evaluation; and the norms of each layer."""
 
 import json
 from pathlib import Path

@@ -93,6 +93,18 @@ def test_a_state_that_differs_in_names_or_shapes_is_refused(register, small_cfg,
         train_model(small_cfg())
 
 
+@pytest.mark.parametrize(
+    "entry", ["text", [1], {}, {"shared": 3}, {"shared": {}, "by_rank": 1}, {"shared": {}, "by_rank": ["x"]}]
+)
+def test_a_damaged_state_is_refused(register, small_cfg, tmp_path, entry):
+    register(Centered)
+    train_model(small_cfg("TASK.NAME", "Centered"), stop_epoch=1)
+    (path,) = (tmp_path / "out" / "checkpoints").iterdir()
+    torch.save({**torch.load(path, weights_only=True), "task": entry}, path)
+    with pytest.raises(ConfigError, match="the entry task is damaged"):
+        train_model(small_cfg("TASK.NAME", "Centered"))
+
+
 def train_on_two(cfg, stop_epoch=None):
     train_model(cfg, stop_epoch)
 
