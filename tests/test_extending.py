@@ -112,7 +112,7 @@ def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_prob
     short = ("OPTIM.MAX_EPOCH", "3", "OPTIM.WARMUP_EPOCHS", "0", "TRAIN.WORKERS", "0", "LOG.TENSORBOARD", "False",
              "MODEL.KWARGS.norm", "group", "TRAIN.PRINT_FREQ", "1", "OPTIM.BASE_LR", "0.01")  # fmt: skip
     run(project, train, *short)
-    run(project, train, *short, "TRAIN.BATCH_SIZE", "128", "OUT_DIR", "exp/two", "--nproc", "2")
+    run(project, train, *short, "TRAIN.BATCH_SIZE", "64", "OUT_DIR", "exp/two", "--nproc", "2")
     one, two = (
         [(row["step"], row["loss"]) for row in records(project / "exp" / name) if row["kind"] == "train"]
         for name in ("simclr", "two")
