@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, assert_close, newest
+from support.runs import ROOT, assert_close, newest, records
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distribuuuu import trainer
 from distribuuuu.commands.main import dispatch
@@ -24,6 +25,12 @@ EXAMPLES = ROOT / "docs" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script of its own
 MAX_LINES = 90
 NUM_IMAGES, NUM_STEPS = 320, 16
+# The quantities that an example records: in training, and in the evaluation.
+QUANTITIES = {
+    "dino": ({"entropy"}, set()), "distillation_token": ({"token_loss"}, set()),
+    "fixmatch": ({"used", "unlabelled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
+    "test_time_adaptation": (set(), {"entropy"}), "two_heads": ({"group_right"}, {"group_right"}),
+}  # fmt: skip
 # Options that make the runs small and, with group norm, independent of the division into processes.
 SMALL = {
     "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 0, "OPTIM.BASE_LR": 0.001, "TRAIN.WORKERS": 0, "TRAIN.PRINT_FREQ": 5,
@@ -103,6 +110,17 @@ def assert_equal(one: dict, other: dict) -> None:
             assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, key
 
 
+def check_quantities(name: str, out_dir: Path) -> None:
+    """Find the quantities of an example in metrics.jsonl, in the table on the terminal and in TensorBoard."""
+    rows, written = records(out_dir), EventAccumulator(str(out_dir / "tensorboard"))
+    written.Reload()
+    log, tags = (out_dir / "train.log").read_text(), " ".join(written.Tags()["scalars"])
+    for kind, names in zip(("train", "eval"), QUANTITIES.get(name, ((), ())), strict=True):
+        for row in rows:
+            assert row["kind"] != kind or row.keys() >= {*names, "loss"}
+        assert all(f" {quantity} " in log and f"{kind}/{quantity}" in tags for quantity in (*names, "loss"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short_and_has_a_config(name):
     source = (EXAMPLES / f"{name}.py").read_text()
@@ -117,6 +135,7 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     whole, killed, two = (words_of(name, root, tmp_path / part) for part in ("whole", "killed", "two"))
     on_processes(1, run, name, whole)
     expected = newest(tmp_path / "whole")
+    check_quantities(name, tmp_path / "whole")
     for seed in range(3):  # a start takes at most a third of the steps
         run_killed(name, killed, random.Random(f"{name} {seed}").randrange(1, NUM_STEPS // 3))
     on_processes(1, run, name, killed)

@@ -96,6 +96,8 @@ def _check_labels(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_sizes(cfg: Config) -> Iterator[Problem]:
+    if (off := cfg.AUG.OFF_EPOCHS) and off >= cfg.OPTIM.MAX_EPOCH:
+        yield Problem("AUG.OFF_EPOCHS", f"got {off}; expected less than OPTIM.MAX_EPOCH {cfg.OPTIM.MAX_EPOCH}")
     start, final, epochs = cfg.TRAIN.IM_SIZE_START, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE_EPOCHS
     if not start:
         return

@@ -1,5 +1,6 @@
 """Values that several options decide together, and the conditions without which options have no effect."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,12 @@ def training_crop(cfg) -> str | None:
     if cfg.DATA.CROP != "auto":
         return cfg.DATA.CROP
     return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
+
+
+def stage_without_augmentation(cfg) -> dict[int, dict[str, Any]]:
+    """Return, by its first epoch from 0, the options of the stage of AUG.OFF_EPOCHS; empty if there is none."""
+    off = {"AUG.POLICY": "none", "AUG.COLOR_JITTER": (), "AUG.OPERATIONS": (), "AUG.ERASING": 0.0}
+    return {math.ceil(cfg.OPTIM.MAX_EPOCH) - cfg.AUG.OFF_EPOCHS: off} if cfg.AUG.OFF_EPOCHS else {}
 
 
 # The condition in words, which `Option.needs` names, and whether a config fulfills it.

@@ -205,6 +205,8 @@ _C.AUG.CUTMIX_SHARE = Option(0.5, least=0, most=1, needs="both AUG.MIXUP and AUG
 _C.AUG.MIX_BY = Option("pair", choices=("pair", "step"), needs="AUG.MIXUP or AUG.CUTMIX above 0")
 # Draw them once per group of this many consecutive images of the global batch, an even number; 0: as MIX_BY says.
 _C.AUG.MIX_GROUP = Option(0, least=0, needs="AUG.MIXUP or AUG.CUTMIX above 0")
+# Epochs at the end of the training without augmentation: crop and flip only, neither mixup nor CutMix.
+_C.AUG.OFF_EPOCHS = Option(0, least=0)
 
 _C.LOSS = Section()
 # Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label

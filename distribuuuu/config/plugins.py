@@ -65,6 +65,17 @@ def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
         _record(entry)
 
 
+def hash_plugins(entries: Iterable[str]) -> dict[str, str | None]:
+    """Return by the name of its file or module the SHA-256 of each imported plug-in; None: its file cannot be read."""
+    hashes: dict[str, str | None] = {}
+    for entry in entries:
+        path = entry if is_file(entry) else getattr(sys.modules.get(entry), "__file__", None)
+        hashes[os.path.basename(entry)] = None
+        with contextlib.suppress(OSError):
+            hashes[os.path.basename(entry)] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+    return hashes
+
+
 class ImportedPlugins:
     """The files of plug-ins in this process: a process that unpickles it imports them, with the names used here."""
 
@@ -76,6 +87,8 @@ class ImportedPlugins:
 def _import(entry: str) -> str | None:
     """Import a plug-in; return why this fails, None if it does not."""
     if is_file(entry) and not os.path.isfile(entry):
+        if os.path.exists(entry):
+            return f"{entry} is not a regular file"
         beside = [path.name for path in Path(entry).parent.glob("*.py")]
         return f"no such file: {entry}{did_you_mean(os.path.basename(entry), beside)}"
     if not is_file(entry) and not _MODULE.fullmatch(entry):

@@ -13,7 +13,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samples import Allocate, HostBatch, Samples, as_targets
 from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
-from distribuuuu.data.transforms import BatchTransform, Views, list_views
+from distribuuuu.data.transforms import BatchTransform, Views, list_views, transform_at
 from distribuuuu.launch.host import copy_to_device
 
 # Images that a thread decodes at a time.
@@ -110,15 +110,14 @@ class DeviceSamples(Samples):
 
     def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
         """Return the batch of some keys; images of one size are transformed together if the transforms allow that."""
-        pixels, views = self.images.same_size, list_views(self.transform)
+        transform = transform_at(self.transform, keys[0])  # one epoch for the batch
+        pixels, views = self.images.same_size, list_views(transform)
         if pixels is None or not all(isinstance(view, BatchTransform) for view in views):
             return super().make_batch(keys, allocate)
-        _, _, *size = keys[0]  # one size for the batch
         index = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
         images = []
         for number, view in enumerate(views):
             rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
-            resized: Any = view.at_size(*size) if size else view
-            images.append(resized.transform_batch(pixels[index], rng).expand(-1, 3, -1, -1))
+            images.append(view.transform_batch(pixels[index], rng).expand(-1, 3, -1, -1))  # type: ignore[attr-defined]
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
-        return Batch(tuple(images) if isinstance(self.transform, Views) else images[0], targets, index), ()
+        return Batch(tuple(images) if isinstance(transform, Views) else images[0], targets, index), ()

@@ -29,7 +29,15 @@ from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
 from distribuuuu.data.samples import HostBatch, Samples, as_targets
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform, Views, list_views
+from distribuuuu.data.transforms import (
+    CenterCrop,
+    EpochTransforms,
+    PaddedCrop,
+    ResizedCrop,
+    Transform,
+    Views,
+    list_views,
+)
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
@@ -41,6 +49,7 @@ MAIN = "train"
 # First letters of the options that a view of an image, and a further loader, may set.
 _OF_VIEW = ("TRAIN.IM_SIZE", "DATA.CROP", "DATA.FLIP", "DATA.INTERPOLATION",
             "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING")  # fmt: skip
+_OF_STAGE = tuple(key for key in _OF_VIEW if key != "TRAIN.IM_SIZE")
 _OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.", "AUG.")
 
 
@@ -271,8 +280,9 @@ def build_samples(
     samples_class = Samples
     if cfg.DATA.LOADER == "device":
         # Other augmentation than erasing runs on the host: pixels on the device would be copied back image by image.
+        stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
         is_on_host = any(isinstance(view, AugmentedCrop) and not isinstance(view, ErasedCrop)
-                         for view in list_views(transform))  # fmt: skip
+                         for stage in stages for view in list_views(stage))  # fmt: skip
         pixel_device = torch.device("cpu") if is_on_host else device
         images = DeviceDataset(
             images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
@@ -359,23 +369,36 @@ def build_sampler(
         )
     plan = plan or plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
-    balance, im_size_at = build_class_balance(cfg, images), build_im_size(cfg)
+    balance, depends = build_class_balance(cfg, images), depends_on_epoch(cfg)
     blocks = None
     if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
         from distribuuuu.data.packed.block_order import BlockShuffle
 
         blocks = BlockShuffle(images)
-    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, im_size_at, balance, blocks)
+    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, depends, balance, blocks)
 
 
-def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform | Views:
+def depends_on_epoch(cfg) -> bool:
+    """Tell whether the transform of the training images depends on the epoch."""
+    return bool(cfg.TRAIN.IM_SIZE_START or task_class(cfg).augmentation_stages(cfg))
+
+
+def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform | Views | EpochTransforms:
     """Return the transform from an image to uint8 (3, H, W), or to several views of a training image.
 
     Raises:
-        ConfigError: AUG.POLICY is not understood, or the options of a view have problems.
+        ConfigError: AUG.POLICY is not understood, or the options of a view or a stage have problems.
     """
     if not train:
         return CenterCrop(cfg.TEST.IM_SIZE, eval_crop_size(cfg), cfg.TEST.INTERPOLATION)
+    stages = {0: build_views(cfg, images, name)}
+    for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
+        stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
+    return EpochTransforms(stages, build_im_size(cfg)) if depends_on_epoch(cfg) else stages[0]
+
+
+def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
+    """Return the transform of the training images of a loader; errors as `build_transform`."""
     views = []
     for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
         own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW) if options else cfg

@@ -1,7 +1,7 @@
 """Samplers: which images a step takes, in which order, and at which size.
 
 Both samplers yield micro-batches as lists of sample keys; a key identifies the image and seeds its augmentation.
-Workers are started once, so an image size that changes with the epoch travels in the key.
+Workers are started once, so the epoch travels in the key if the transform depends on it.
 """
 
 import functools
@@ -59,7 +59,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         plan: how a step is divided into processes and micro-batches.
         rank: this process's rank.
         repeats: how often each image appears in a step.
-        im_size_at: maps an epoch to the side of its images, in pixels; None: the transform's own.
+        keys_have_epoch: whether a key tells the epoch, for a transform that depends on it.
         balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
             its own; None: a permutation.
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
@@ -72,7 +72,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     plan: BatchPlan
     rank: int
     repeats: int = 1
-    im_size_at: Callable[[int], int] | None = None
+    keys_have_epoch: bool = False
     balance: "ClassBalance | None" = None
     blocks: Any = None
     extra: "dict[str, ResumableDistributedSampler]" = field(default_factory=dict)
@@ -114,7 +114,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     def __iter__(self) -> Iterator[BatchKeys]:
         position = self.epoch * self.num_steps + self.first_step
         others = {name: sampler._follow(self, name, position) for name, sampler in self.extra.items()}
-        for keys in self._own_batches():
+        for keys in self._own_batches(self.epoch):
             if others:
                 keys = JointKeys(keys)
                 keys.extra = {name: next(batches) for name, batches in others.items()}
@@ -123,19 +123,18 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     def _follow(self, other: "ResumableDistributedSampler", name: str, position: int) -> Iterator[BatchKeys]:
         """Yield the micro-batches that come along with those of another sampler, from a step of the run on."""
         seed = derive_seed(other.seed, zlib.crc32(name.encode()))
-        side = self.im_size_at(other.epoch) if self.im_size_at else 0
-        im_size_at = (lambda _: side) if side else None
         first_epoch, first_step = divmod(position, self.num_steps)
         for epoch in itertools.count(first_epoch):
-            at = replace(self, seed=seed, epoch=epoch, first_step=first_step, im_size_at=im_size_at)
-            yield from at._own_batches()
+            at = replace(self, seed=seed, epoch=epoch, first_step=first_step)
+            yield from at._own_batches(other.epoch)
             first_step = 0
 
-    def _own_batches(self) -> Iterator[BatchKeys]:
+    def _own_batches(self, run_epoch: int) -> Iterator[BatchKeys]:
+        """Yield the micro-batches; `run_epoch` is the epoch of the run, from which a transform may depend."""
         plan, order, epoch_seed = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
         num_distinct = -(-plan.global_batch // self.repeats)
         repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
-        size = (self.im_size_at(self.epoch),) if self.im_size_at else ()
+        epoch = (run_epoch,) if self.keys_have_epoch else ()
         for step in range(self.first_step, self.num_steps):
             for micro in range(plan.accum_steps):
                 start = (micro * plan.world_size + self.rank) * plan.micro_batch
@@ -144,7 +143,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
                 seeds = [repeat_seeds[repeat] for repeat in (positions // num_distinct).tolist()]
                 if self.balance:  # the same image may be drawn again
                     seeds = [derive_seed(seed, draw) for seed, draw in zip(seeds, chosen.tolist(), strict=True)]
-                yield [(seed, index, *size) for seed, index in zip(seeds, order[chosen].tolist(), strict=True)]
+                yield [(seed, index, *epoch) for seed, index in zip(seeds, order[chosen].tolist(), strict=True)]
 
 
 class EvalSampler(Sampler[BatchKeys]):

@@ -13,7 +13,7 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
-from distribuuuu.data.transforms import Transform, Views
+from distribuuuu.data.transforms import EpochTransforms, Transform, Views, transform_at
 
 # How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
@@ -46,7 +46,7 @@ class Samples(Dataset):
 
     Attributes:
         images: the data set.
-        transform: from an image and its random numbers to uint8 (3, H, W), or to several views.
+        transform: from an image and its random numbers to uint8 (3, H, W), or to several views; or that of each epoch.
         decoder: see `decode`.
         skip_broken: substitute another image for one that cannot be read, always the same one.
         options: see `decode`.
@@ -54,7 +54,7 @@ class Samples(Dataset):
     """
 
     images: ImageDataset
-    transform: Transform | Views
+    transform: Transform | Views | EpochTransforms
     decoder: str
     skip_broken: bool
     options: DecodeOptions = DEFAULTS
@@ -86,7 +86,7 @@ class Samples(Dataset):
         if self.images.remote:
             self.images.remote.read_ahead(keys)
         views: list[torch.Tensor] = []
-        labels, index, num_read = [], [], 0
+        labels, index, num_read, has_views = [], [], 0, False
         broken: tuple[str, ...] = ()
         for row, sample in enumerate(map(self.__getitem__, keys)):
             labels.append(sample.label)
@@ -95,6 +95,7 @@ class Samples(Dataset):
             if sample.pixels is None:
                 continue
             num_read += 1
+            has_views = isinstance(sample.pixels, tuple)
             for number, pixels in enumerate(sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,)):
                 image = pixels.permute(1, 2, 0)
                 if number == len(views):
@@ -107,11 +108,11 @@ class Samples(Dataset):
             return None, broken
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
-        return Batch(images if isinstance(self.transform, Views) else images[0], targets, torch.tensor(index)), broken
+        return Batch(images if has_views else images[0], targets, torch.tensor(index)), broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
-        seed, index, *size = key
-        transform = self.transform.at_size(*size) if size else self.transform
+        seed, index, *_ = key
+        transform = transform_at(self.transform, key)
         broken: list[str] = []
         for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Identifies a sample and seeds its augmentation: (seed, index), or (seed, index, side of the image in pixels).
+# Identifies a sample and seeds its augmentation: (seed, index), or (seed, index, epoch).
 SampleKey = tuple[int, ...]
 
 # Constants of SplitMix64.

@@ -5,7 +5,7 @@ Random transforms draw their numbers in a fixed order: the flip, the position of
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding_bag, interpolate, pad
 
 from distribuuuu.data.decode import Box, LazyImage
-from distribuuuu.data.seeding import BatchRNG, SampleRNG
+from distribuuuu.data.seeding import BatchRNG, SampleKey, SampleRNG
 from distribuuuu.launch.host import copy_to_device
 
 # Least and greatest width over height of a random crop.
@@ -73,8 +73,36 @@ class Views:
         return Views(tuple(view.at_size(size) for view in self.transforms))
 
 
-def list_views(transform: Transform | Views) -> tuple[Transform, ...]:
-    """Return the transform of each view."""
+@dataclass(frozen=True)
+class EpochTransforms:
+    """Transforms that depend on the epoch: that of each stage, at the image size of each epoch.
+
+    Attributes:
+        stages: by its first epoch, from 0, the transform of each stage, in order.
+        im_size_at: function from the epoch to the side of its images, in pixels; None: that of the transform.
+    """
+
+    stages: Mapping[int, Transform | Views]
+    im_size_at: Callable[[int], int] | None = None
+
+    def __str__(self) -> str:
+        return str(self.stages[0])
+
+    def at_epoch(self, epoch: int) -> Transform | Views:
+        """Return the transform of an epoch."""
+        transform = self.stages[max(first for first in self.stages if first <= epoch)]
+        return transform.at_size(self.im_size_at(epoch)) if self.im_size_at else transform
+
+
+def transform_at(transform: Transform | Views | EpochTransforms, key: SampleKey) -> Transform | Views:
+    """Return the transform of a sample."""
+    return transform.at_epoch(key[2]) if isinstance(transform, EpochTransforms) else transform
+
+
+def list_views(transform: Transform | Views | EpochTransforms) -> tuple[Transform, ...]:
+    """Return the transform of each view, at its full size; of a transform that depends on the epoch, the first one."""
+    if isinstance(transform, EpochTransforms):
+        transform = transform.stages[0]
     return transform.transforms if isinstance(transform, Views) else (transform,)
 
 

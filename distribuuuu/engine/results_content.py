@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from distribuuuu.config.errors import counted
+from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run_objects import Run
@@ -39,6 +40,7 @@ def collect_metadata(cfg, task: Task, model: nn.Module) -> dict:
         "hardware": describe_hardware(task.device),
         "versions": list_versions(),
         "commit": find_commit() if dist.is_main() else None,
+        **({"plugins": hash_plugins(cfg.PLUGINS)} if cfg.PLUGINS else {}),
     }
 
 

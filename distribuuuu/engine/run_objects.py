@@ -9,6 +9,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config
+from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, seed_step
@@ -55,10 +56,18 @@ class Run(Training):
 def begin_epoch(run: Run) -> None:
     """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
     task, state = run.task, run.state
-    run.log.set_stage(state.epoch, task.begin_epoch(state.epoch))
+    stages = [task.begin_epoch(state.epoch), describe_augmentation(run.cfg, task, state.epoch)]
+    run.log.set_stage(state.epoch, "; ".join(filter(None, stages)) or None)
     task.train_mode(run.model)
     if not state.changes and not is_built_in(task):
         state.changes = ChangeFinder(task)
+
+
+def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:
+    """Return the options of the augmentation in an epoch that differ from those of the config; empty if none does."""
+    stages = [options for first, options in sorted(task.augmentation_stages(cfg).items()) if first <= epoch]
+    options = stages[-1] if stages else {}
+    return ", ".join(f"{key} {value}" for key, value in options.items() if value != get_value(cfg, key))
 
 
 def stoppable_bar(run: Run) -> Callable[[Loader], Iterator[Batch]]:

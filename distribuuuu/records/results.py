@@ -8,6 +8,7 @@ Epochs count from 1 and accuracies are percentages; null means unknown. `SCHEMA`
   last and of the best epoch. The best one is selected on the same images, so it is optimistic.
 - `evaluation.metrics`: metrics and display names; the first selects the best epoch. `evaluation.k`: k of `topk`.
 - `training.hours`: over all starts, including evaluation; `training.images_per_s`: training steps of all starts.
+- `plugins`: the SHA-256 of the file of each plug-in, if there are any.
 - `peak_memory.mib`: maximum over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the
   host memory of the main process ("host").
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import stage_without_augmentation
 from distribuuuu.config.registry import task_class, task_name
 from distribuuuu.config.settings import build_settings
 from distribuuuu.data.batch import Batch
@@ -76,6 +77,14 @@ class Task:
             loader: "train", or the name of one of `extra_loaders`.
         """
         return [{}] * cfg.DATA.VIEWS
+
+    @classmethod
+    def augmentation_stages(cls, cfg) -> Mapping[int, Mapping[str, Any]]:
+        """Return by the epoch from which they apply, from 0, the options by which the augmentation then differs.
+
+        They are the options of `views`, but for TRAIN.IM_SIZE. By default, AUG.OFF_EPOCHS ends all augmentation.
+        """
+        return stage_without_augmentation(cfg)
 
     @classmethod
     def extra_loaders(cls, cfg) -> Mapping[str, Mapping[str, Any]]:

@@ -1,11 +1,13 @@
 """Classification with one label or several labels per image."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from distribuuuu.config.derived import stage_without_augmentation
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
@@ -32,6 +34,7 @@ class Classification(Task):
         """Build the mixer and the loss."""
         check_accumulation(self.cfg, plan)
         self.mix = build_mixer(self.cfg, plan)
+        self.mix_end = min(stage_without_augmentation(self.cfg), default=math.inf)
         self.criterion = build_loss(self.cfg).to(self.device)
         if type(self.criterion).prepare is not Loss.prepare:
             self.criterion.prepare(count_labels(images))
@@ -42,6 +45,8 @@ class Classification(Task):
 
     def prepare_batch(self, batch: Batch, key: StepKey) -> Batch:
         """Return a micro-batch, mixed by Mixup or CutMix."""
+        if key.epoch >= self.mix_end:
+            return batch
         images, targets = self.mix(batch.images, batch.targets, *key)
         return batch._replace(images=images, targets=targets)
 

@@ -1,5 +1,6 @@
 """Plug-ins: entries outside of the package, imported once, only if the user names them."""
 
+import hashlib
 import os
 import pickle
 import subprocess
@@ -13,7 +14,7 @@ from support.runs import ROOT, small_options
 from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.plugins import FoundConfig, ImportedPlugins, import_plugins
+from distribuuuu.config.plugins import FoundConfig, ImportedPlugins, hash_plugins, import_plugins
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
 from distribuuuu.inference.load_run import load_run
@@ -154,6 +155,20 @@ def test_a_mistake_is_one_message_with_its_place(text, words, message):
 def test_an_entry_that_is_no_module_is_reported_alone(entry, expected):
     (problem,) = problems_of("PLUGINS", entry, "TASK.NAME", "own_task")
     assert expected in problem
+
+
+def test_a_folder_in_the_place_of_a_plug_in_is_no_missing_file():
+    Path("own.py").mkdir()
+    (problem,) = problems_of("PLUGINS", "own.py")
+    assert problem.endswith("own.py is not a regular file")
+
+
+def test_the_source_of_each_plug_in_is_recorded():
+    own = write("own.py", "x = 1")
+    load_cfg(None, ["PLUGINS", "own.py"])
+    missing = {"no_such_lab": None, "gone.py": None}
+    expected = {"own.py": hashlib.sha256(b"x = 1").hexdigest(), **missing}
+    assert hash_plugins([str(own), "no_such_lab", "/no/gone.py"]) == expected
 
 
 def test_a_failed_plug_in_can_be_corrected_and_one_that_is_imported_is_not_imported_again():

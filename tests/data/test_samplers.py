@@ -139,7 +139,7 @@ def test_sizes_are_those_of_ffcv_with_ends_as_they_were_set_and_multiples_betwee
 def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):
     plain, growing = (build_loader(small_cfg(*words), ALONE, CPU, train=True) for words in ((), GROWING))
     assert_same_batches(list(plain.batches_from(3, 7, 0)), list(growing.batches_from(3, 7, 0)))
-    assert plain.sampler.im_size_at is None
+    assert not plain.sampler.keys_have_epoch
 
 
 @pytest.mark.parametrize("crop", ["resized", "pad"])

@@ -38,11 +38,12 @@ def register(monkeypatch, registry: Registry, name: str, entry: type) -> None:
     monkeypatch.setitem(registry._table, name, entry)
 
 
-def own_task(monkeypatch, views=None, extra=None, base: type[Task] = Task) -> tuple[str, str]:
-    """Register a task with views(cfg, loader) and extra(cfg); return the words that select it."""
+def own_task(monkeypatch, views=None, extra=None, base: type[Task] = Task, stages=None) -> tuple[str, str]:
+    """Register a task with views(cfg, loader), extra(cfg) and stages(cfg); return the words that select it."""
     methods = {
         "views": views and (lambda cls, cfg, loader="train": views(cfg, loader)),
         "extra_loaders": extra and (lambda cls, cfg: extra(cfg)),
+        "augmentation_stages": stages and (lambda cls, cfg: stages(cfg)),
     }
     body = {name: classmethod(method) for name, method in methods.items() if method}
     register(monkeypatch, TASKS, "own", type("Own", (base,), body))

@@ -110,13 +110,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
 
 
 def _find_differences(group: list[Run]) -> Iterator[str]:
-    """Yield a message for each difference in commit or versions between the runs of a group."""
+    """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
     name = _row_name(group[0].record, group[0].record["overrides"])
     software = sorted({key for run in group for key in run.record["versions"]})
 
     def describe(run: Run) -> dict[str, str]:
         versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
-        return {"commit": str(run.record["commit"]), **versions}
+        return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
 
     described = [(run, describe(run)) for run in group]
     for title in described[0][1]:

@@ -167,12 +167,13 @@ def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_pat
 def test_different_commits_and_versions_are_reported(make, tmp_path):
     save(tmp_path / "seed_0.json")
     save(tmp_path / "seed_1.json", seed=1, commit="fedcba9876543210+changes", versions={"torch": "2.8.0"})
-    save(tmp_path / "seed_2.json", seed=2, commit=None, hardware="Xeon | 4 cores")
+    save(tmp_path / "seed_2.json", seed=2, commit=None, hardware="Xeon | 4 cores", plugins={"sam.py": "ab12"})
     status, rows, err = make(tmp_path)
     assert status == 0
     assert rows[0]["commit"] == "0123456; fedcba9+changes; –"
     assert rows[0]["hardware"] == r"EPYC, 2 cores; Xeon \| 4 cores"
-    commit, torch = err.splitlines()
+    commit, plugins, torch = err.splitlines()
+    assert "plug-ins: None (seed 0," in plugins and "{'sam.py': 'ab12'} (seed 2," in plugins
     assert commit.startswith("fashion_mnist/resnet14: its runs differ in the commit: 0123456789abcdef (seed 0, ")
     assert f"version of torch: 2.7.0 (seed 0, {tmp_path}/seed_0.json); 2.8.0 (seed 1," in torch
 
