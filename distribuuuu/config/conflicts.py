@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import CONDITIONS, eval_crop_size, training_crop
+from distribuuuu.config.derived import CONDITIONS, class_weight_beta, eval_crop_size, training_crop
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
@@ -173,10 +173,14 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
 def _check_loss(cfg: Config) -> Iterator[Problem]:
     loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
     weights, threshold = loss.CLASS_WEIGHTS, loss.BCE_TARGET_THRESHOLD
-    if num_classes and len(weights) not in (0, num_classes):
+    if isinstance(weights, str):
+        if class_weight_beta(weights) is None:
+            message = f"got {weights!r}; expected auto, auto:BETA with 0 <= BETA < 1, or one number per class"
+            yield Problem("LOSS.CLASS_WEIGHTS", message)
+    elif num_classes and len(weights) not in (0, num_classes):
         message = f"has {counted(len(weights), 'number')}, but MODEL.NUM_CLASSES is {num_classes}; set one per class"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
-    if weights and (min(weights) < 0 or max(weights) == 0):
+    elif weights and (min(weights) < 0 or max(weights) == 0):
         message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
         yield Problem("LOSS.CLASS_WEIGHTS", message)
     # 0 was once the default, so configs of older runs have it with any loss.

@@ -8,7 +8,7 @@ from typing import Any
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import Registry
 
-# A word that some options take instead of a number: it is found on this machine.
+# A word that some options take instead of a number: it is found on this machine or in the data.
 AUTO = "auto"
 
 
@@ -24,7 +24,7 @@ class Option:
         least, most: the range of a number; None: no limit.
         choices: the allowed words.
         names: the registry whose names are allowed; with `choices` too, those as well.
-        auto: `AUTO` is allowed.
+        auto: `AUTO` is allowed; for a list also `auto:NUMBER`.
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.registry import dataset_class
 
 
@@ -23,6 +24,17 @@ def stage_without_augmentation(cfg) -> dict[int, dict[str, Any]]:
     """Return, by its first epoch from 0, the options of the stage of AUG.OFF_EPOCHS; empty if there is none."""
     off = {"AUG.POLICY": "none", "AUG.COLOR_JITTER": (), "AUG.OPERATIONS": (), "AUG.ERASING": 0.0}
     return {math.ceil(cfg.OPTIM.MAX_EPOCH) - cfg.AUG.OFF_EPOCHS: off} if cfg.AUG.OFF_EPOCHS else {}
+
+
+def class_weight_beta(text: str) -> float | None:
+    """Return BETA of LOSS.CLASS_WEIGHTS auto:BETA; 1, its limit, for auto; None if the text is neither."""
+    word, colon, number = text.partition(":")
+    if word != AUTO or not colon:
+        return 1.0 if text == AUTO else None
+    try:
+        return beta if 0 <= (beta := float(number)) < 1 else None
+    except ValueError:
+        return None
 
 
 # The condition in words, which `Option.needs` names, and whether a config fulfills it.

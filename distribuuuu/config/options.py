@@ -214,8 +214,9 @@ _C.LOSS = Section()
 _C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 # Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
 _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
-# Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none.
-_C.LOSS.CLASS_WEIGHTS = ()
+# Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none. auto: in
+# proportion to 1 / n for n training images. auto:BETA: in proportion to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
+_C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"))
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.

@@ -58,9 +58,9 @@ def coerce(option: Option, value: Any) -> Any:
     is_nullable = option.default is None
     if is_nullable and (value is None or (isinstance(value, CliValue) and value.lower() in ("none", "null"))):
         return None
-    if option.auto and value == AUTO:
-        return AUTO
     kind, given = option.kind, value
+    if option.auto and (value == AUTO or (kind is tuple and str(value).startswith(f"{AUTO}:"))):
+        return str(value)
     if isinstance(value, CliValue) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else parse(value)
     if type(value) is int and abs(value) >= 1 << 63:

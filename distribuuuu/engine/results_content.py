@@ -54,6 +54,12 @@ def describe_metrics(task: Task) -> dict:
     }
 
 
+def describe_class_weights(cfg, task: Task) -> dict:
+    """Return the weights of the classes that LOSS.CLASS_WEIGHTS auto has found; empty if they are set."""
+    weights = getattr(getattr(task, "criterion", None), "weights", None)
+    return {} if weights is None or not isinstance(cfg.LOSS.CLASS_WEIGHTS, str) else {"class_weights": weights.tolist()}
+
+
 class RunResults:
     """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one."""
 
@@ -71,6 +77,7 @@ class RunResults:
                 "epochs_planned": cfg.OPTIM.MAX_EPOCH,
                 "global_batch": plan.global_batch,
                 "processes": plan.world_size,
+                **describe_class_weights(cfg, run.task),
             },
             "peak_memory": {"of": "cuda" if run.task.device.type == "cuda" else "host"},
         }

@@ -35,7 +35,7 @@ class Classification(Task):
         check_accumulation(self.cfg, plan)
         self.mix = build_mixer(self.cfg, plan)
         self.mix_end = min(stage_without_augmentation(self.cfg), default=math.inf)
-        self.criterion = build_loss(self.cfg).to(self.device)
+        self.criterion = build_loss(self.cfg, images=images).to(self.device)
         if type(self.criterion).prepare is not Loss.prepare:
             self.criterion.prepare(count_labels(images))
 

@@ -6,6 +6,7 @@ in float32 or wider. The divisor is N for any class weights, not the sum of the 
 gradients averaged over the micro-batches of all processes are therefore those of the global batch.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distribuuuu.config.derived import class_weight_beta
 from distribuuuu.config.registry import LOSSES, dataset_class
 from distribuuuu.config.settings import build_settings
-from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.datasets.base import ImageDataset, first_few
+
+logger = logging.getLogger(__name__)
+
+# Classes up to which the log shows the weight of each.
+_SHOWN_CLASSES = 20
 
 
 class Loss(nn.Module):
@@ -154,8 +161,45 @@ def count_labels(images: ImageDataset) -> torch.Tensor:
     return labels.bincount(minlength=len(images.classes))
 
 
-def build_loss(cfg, train: bool = True) -> Loss:
+def compute_class_weights(class_counts: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the weight of each class by its number of images, float32 (classes,).
+
+    The weight is in proportion to `(1 - beta) / (1 - beta ** n)`, the inverse of the effective number of n images (Cui
+    et al., arXiv 1901.05555); with beta 1, its limit, to `1 / n`. The mean over the classes with images is 1. A class
+    without images has the weight 1.
+    """
+    present = class_counts.gt(0)
+    counts = class_counts[present].double()
+    log_beta = torch.tensor(beta, dtype=torch.float64).log()
+    effective = counts if beta == 1 else torch.expm1(counts * log_beta) / (beta - 1)  # accurate for beta near 1
+    weights = torch.ones(len(class_counts), dtype=torch.float64)
+    weights[present] = (1 / effective) / (1 / effective).mean()
+    return weights.float()
+
+
+def find_class_weights(cfg, images: ImageDataset | None) -> Sequence[float]:
+    """Return LOSS.CLASS_WEIGHTS as a number for each class, logged if it is auto; without `images`, auto is empty."""
+    value = cfg.LOSS.CLASS_WEIGHTS
+    if not isinstance(value, str):
+        return value
+    if images is None or (beta := class_weight_beta(value)) is None:
+        return ()
+    counts = count_labels(images)
+    weights = compute_class_weights(counts, beta)
+    order = weights.argsort(stable=True).tolist()
+    shown = [f"{images.classes[label]} {weights[label]:.4g} ({counts[label]:,} images)" for label in order]
+    shown = shown if len(shown) <= _SHOWN_CLASSES else [shown[0], "...", shown[-1]]
+    logger.info("LOSS.CLASS_WEIGHTS %s: %s", value, ", ".join(shown))
+    if empty := [name for name, count in zip(images.classes, counts.tolist(), strict=True) if not count]:
+        logger.warning("LOSS.CLASS_WEIGHTS %s: weight 1 for classes without training images: %s", value,
+                       first_few(empty))  # fmt: skip
+    return weights.tolist()
+
+
+def build_loss(cfg, train: bool = True, images: ImageDataset | None = None) -> Loss:
     """Return the criterion: LOSS.NAME for training, cross-entropy (binary for several labels) for evaluation.
+
+    `images` is the training set, from whose labels LOSS.CLASS_WEIGHTS auto is computed.
 
     Evaluation losses are therefore comparable between runs with different training losses. The criterion must be moved
     to the device, because class weights are a buffer.
@@ -170,4 +214,4 @@ def build_loss(cfg, train: bool = True) -> Loss:
     }
     if hasattr(family, "Settings"):
         options[loss.NAME] = {"settings": build_settings(cfg, "LOSS.KWARGS", family)}
-    return family(loss.LABEL_SMOOTHING, loss.CLASS_WEIGHTS, **options.get(loss.NAME, {}))
+    return family(loss.LABEL_SMOOTHING, find_class_weights(cfg, images), **options.get(loss.NAME, {}))

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.runs import records
+from support.images import draw_folder
+from support.runs import records, timeless, train_and_stop
 from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss
+from distribuuuu.records.results import read_results
+from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss, compute_class_weights
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -152,6 +154,9 @@ def test_invalid_loss_options_are_reported_before_the_run():
         (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
         (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
         (("LOSS.CLASS_WEIGHTS", "[0, 0, 0]"), ("LOSS.CLASS_WEIGHTS", "not all 0")),
+        (("LOSS.CLASS_WEIGHTS", "auto:1"), ("LOSS.CLASS_WEIGHTS", "'auto:1'", "0 <= BETA < 1")),
+        (("LOSS.CLASS_WEIGHTS", "auto:"), ("LOSS.CLASS_WEIGHTS", "auto, auto:BETA")),
+        (("LOSS.CLASS_WEIGHTS", "balanced"), ("LOSS.CLASS_WEIGHTS", "list of numbers")),
         ((*THRESHOLD, 1), (THRESHOLD[2], "0 and 1")),
         ((*THRESHOLD, "high"), (THRESHOLD[2], "number or null")),
         ((*THRESHOLD, 0.02, "LOSS.LABEL_SMOOTHING", 0.3), (THRESHOLD[2], "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3")),
@@ -186,3 +191,34 @@ def test_class_weights_give_the_same_run_for_any_number_of_micro_batches(small_c
     for size in (24, 6):
         train_model(small_cfg(*words, "TRAIN.BATCH_SIZE", size, "OUT_DIR", tmp_path / str(size)))
     assert losses_of(tmp_path / "6", "train") == pytest.approx(losses_of(tmp_path / "24", "train"), rel=1e-4)
+
+
+def test_class_weights_by_the_number_of_images():
+    counts = torch.tensor([10, 1000, 0, 1])
+    inverse = 1 / torch.tensor([10.0, 1000.0, 1.0])
+    expected = inverse / inverse.mean()
+    weights = compute_class_weights(counts, 1.0)
+    assert torch.allclose(weights[[0, 1, 3]], expected) and weights[2] == 1
+    for beta in (0.9, 0.999):
+        effective = torch.tensor([(1 - beta**count) / (1 - beta) for count in (10, 1000, 1)])
+        expected = (1 / effective) / (1 / effective).mean()
+        assert torch.allclose(compute_class_weights(counts, beta)[[0, 1, 3]], expected)
+    assert compute_class_weights(counts, 0.0).tolist() == [1.0] * 4
+    assert torch.allclose(compute_class_weights(counts, 1 - 1e-12), weights, rtol=1e-6)
+    assert compute_class_weights(torch.zeros(2, dtype=torch.int64), 1.0).tolist() == [1.0] * 2
+
+
+def test_class_weights_from_the_training_labels(small_cfg, tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        draw_folder(tmp_path / "data", split, {"ant": 16, "bee": 4, "cat": 28})
+    words = ("TRAIN.DATASET", tmp_path / "data", "CHECKPOINT.EVERY_STEPS", 1, "LOSS.CLASS_WEIGHTS")
+    weights = compute_class_weights(torch.tensor([16, 4, 28]), 0.9).tolist()
+    same, stopped = (small_cfg(*words, number, "OUT_DIR", tmp_path / str(name)) for name, number in
+                     (("same", weights), ("stopped", "auto:0.9")))  # fmt: skip
+    train_model(same)
+    train_and_stop(stopped, (1, 2), monkeypatch)
+    train_model(stopped)
+    assert timeless(stopped.OUT_DIR) == timeless(same.OUT_DIR)
+    stored = read_results(tmp_path / "stopped" / "results.json")["training"]["class_weights"]
+    assert stored == pytest.approx(weights) and "bee" in (tmp_path / "stopped" / "train.log").read_text()
+    assert "class_weights" not in read_results(tmp_path / "same" / "results.json")["training"]

@@ -226,7 +226,7 @@ def _balance_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[st
         by_count = sorted(present, key=lambda label: present[label])
         low, high = by_count[0], by_count[-1]
         message = f"{trained}: {high} has {present[high]:,} images, {low} has {present[low]:,}"
-        fix = "DATA.SAMPLING sqrt or balanced, LOSS.CLASS_WEIGHTS; judge the model by macro recall (TEST.METRICS)"
+        fix = "DATA.SAMPLING sqrt or balanced, LOSS.CLASS_WEIGHTS auto; judge the model by macro recall (TEST.METRICS)"
         yield Finding("imbalance", NOTE, message, fix, [f"{trained}: {low}", f"{trained}: {high}"])
     if few := [label for label, count in present.items() if count < MIN_CLASS_IMAGES]:
         message = f"{trained}: {counted(len(few), 'class')} with fewer than {MIN_CLASS_IMAGES} images: "
