@@ -127,7 +127,7 @@ _C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True, compared=False)
 
 _C.DATA = Section()
 # Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
-# number of classes per image.
+# number of classes per image. torchvision/NAME: a set of torchvision.datasets, e.g. torchvision/KMNIST.
 _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
@@ -178,7 +178,7 @@ _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 # Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
-# Settings of a data set of your own, as TASK.KWARGS.
+# Settings of a data set of your own, as TASK.KWARGS, or of torchvision/NAME.
 _C.DATA.KWARGS = Option({})
 
 _C.AUG = Section()

@@ -1,14 +1,55 @@
-"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST, read and downloaded by torchvision."""
+"""Data sets of torchvision, which reads and downloads them: four by a name of their own, others as torchvision/NAME."""
 
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.config.settings import setting
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, name_at, read_file
 from distribuuuu.files.locks import take_turn
 
 # Seconds to wait for another process that downloads.
 DOWNLOAD_WAIT_S = 3600
+
+
+def open_source(source: str, root: str, key: str, download: bool, **arguments: Any) -> Any:
+    """Return a data set of torchvision; one of several processes downloads it while the others wait.
+
+    Args:
+        source: the name of its class.
+        root: the folder of the data.
+        key: the option of the root, for messages.
+        download: download missing data.
+        arguments: further arguments of the constructor.
+
+    Raises:
+        ConfigError: the data is missing or damaged, cannot be downloaded, or needs another package.
+    """
+    try:
+        import torchvision.datasets
+
+        dataset = getattr(torchvision.datasets, source)
+        try:
+            return dataset(root, **arguments)
+        except (RuntimeError, OSError):
+            if not download:
+                raise
+        with take_turn(Path(root) / f".{source}", DOWNLOAD_WAIT_S):
+            return dataset(root, **arguments, download=True)
+    except ImportError as error:
+        fix = f"fix: pip install {error.name}" if error.name else error
+        raise ConfigError(f"DATA.NAME: torchvision's {source} needs another package; {fix}") from error
+    except (RuntimeError, OSError) as error:
+        problem = f"{source} is not in {root} and cannot be downloaded: {' '.join(str(error).split())}"
+        raise ConfigError(f"{key}: {problem}") from error
+    except (ValueError, LookupError, TypeError, AssertionError, EOFError) as error:  # torchvision's own parsers
+        problem = f"{source} in {root} is damaged: {type(error).__name__}; fix: delete it, download it again"
+        raise ConfigError(f"{key}: {problem}") from error
 
 
 class TorchvisionSet(ImageDataset):
@@ -22,32 +63,11 @@ class TorchvisionSet(ImageDataset):
     def __init__(self, root: str, train: bool, download: bool):
         import numpy as np
 
-        try:
-            data = self._open(root, train, download)
-        except (RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())
-            problem = f"{self.source} is not in {root} and cannot be downloaded: {reason}"
-            raise ConfigError(f"{'TRAIN' if train else 'TEST'}.DATASET: {problem}") from error
-        except (ValueError, LookupError, TypeError, AssertionError, EOFError) as error:  # torchvision's own parsers
-            problem = f"{self.source} in {root} is damaged: {type(error).__name__}; fix: delete it, download it again"
-            raise ConfigError(f"{'TRAIN' if train else 'TEST'}.DATASET: {problem}") from error
+        data = open_source(self.source, root, f"{'TRAIN' if train else 'TEST'}.DATASET", download, train=train)
         self.classes = tuple(data.classes)
         # Arrays, not lists: counting the references of a list's elements would copy it into each loader worker.
         self._pixels = np.asarray(data.data)
         self.labels = np.asarray(data.targets)
-
-    def _open(self, root: str, train: bool, download: bool):
-        """Return torchvision's data set; one of several processes downloads it while the others wait."""
-        import torchvision.datasets
-
-        dataset = getattr(torchvision.datasets, self.source)
-        try:
-            return dataset(root, train=train)
-        except (RuntimeError, OSError):
-            if not download:
-                raise
-        with take_turn(Path(root) / f".{self.source}", DOWNLOAD_WAIT_S):
-            return dataset(root, train=train, download=True)
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "TorchvisionSet":
@@ -89,3 +109,209 @@ class FashionMnist(TorchvisionSet):
 
     source, num_classes = "FashionMNIST", 10
     mean, std = (0.2860,) * 3, (0.3530,) * 3
+
+
+# ------------------------------------------------------------------------------------ torchvision/NAME
+
+
+class Source(NamedTuple):
+    """A class of torchvision.datasets.
+
+    Attributes:
+        num_classes: 0: it depends on the settings.
+        splits: the values of TRAIN.SPLIT and TEST.SPLIT; empty: it has no evaluation images of its own.
+        keyword: the argument that selects them; of `train`, the value is true for the split train.
+        settings: the names in DATA.KWARGS that are arguments, with their defaults.
+        folder: its class folders below the root, if it has any.
+        crop: see `ImageDataset`.
+    """
+
+    num_classes: int
+    splits: tuple[str, ...] = ("train", "test")
+    keyword: str = "split"
+    settings: Mapping[str, Any] = {}
+    folder: str = ""
+    crop: str = "resized"
+
+
+_WITH_VAL = ("train", "val", "test")
+_SMALL = Source(10, keyword="train", crop="pad")
+SOURCES = {
+    "CIFAR10": _SMALL,
+    "CIFAR100": _SMALL._replace(num_classes=100),
+    "Caltech101": Source(101, (), folder="caltech101/101_ObjectCategories"),
+    "Caltech256": Source(257, (), folder="caltech256/256_ObjectCategories"),
+    "Country211": Source(211, ("train", "valid", "test")),
+    "DTD": Source(47, _WITH_VAL, settings={"partition": 1}),
+    "EMNIST": _SMALL._replace(num_classes=0, settings={"split": "balanced"}),
+    "EuroSAT": Source(10, (), folder="eurosat/2750"),
+    "FGVCAircraft": Source(0, (*_WITH_VAL, "trainval"), settings={"annotation_level": "variant"}),
+    "FashionMNIST": _SMALL,
+    "Flowers102": Source(102, _WITH_VAL),
+    "Food101": Source(101),
+    "GTSRB": Source(43),
+    "Imagenette": Source(10, ("train", "val"), settings={"size": "full"}),
+    "KMNIST": _SMALL,
+    "MNIST": _SMALL,
+    "OxfordIIITPet": Source(37, ("trainval", "test")),
+    "Places365": Source(365, ("train-standard", "train-challenge", "val"), settings={"small": False}),
+    "QMNIST": _SMALL,
+    "RenderedSST2": Source(2, _WITH_VAL),
+    "STL10": Source(10),
+    "SUN397": Source(397, ()),
+    "SVHN": Source(10, ("train", "test", "extra"), crop="pad"),
+    "StanfordCars": Source(196),
+    "USPS": _SMALL,
+}
+_PREFIX = "torchvision/"
+# Splits in the place of the default, if a set has no split of that name.
+_OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("valid", "test")}
+
+
+class NamedSet(ImageDataset):
+    """The set DATA.NAME torchvision/NAME below TRAIN.DATASET and TEST.DATASET.
+
+    Args:
+        name: its name in torchvision.
+        data: its data set.
+        key: the option of its folder, for messages.
+
+    Raises:
+        ConfigError: it has no images, or labels outside of its classes.
+    """
+
+    @dataclass
+    class Settings:
+        """DATA.KWARGS: the arguments of all sets, each for the set that its help names."""
+
+        val: float | None = setting(None, "evaluation images of a set without splits: share of a class", 0.001, 0.9)
+        annotation_level: str | None = setting(None, "FGVCAircraft", choices=("variant", "family", "manufacturer"))
+        partition: int | None = setting(None, "DTD", 1, 10)
+        size: str | None = setting(None, "Imagenette", choices=("full", "320px", "160px"))
+        small: bool | None = setting(None, "Places365: images of 256 px")
+        split: str | None = setting(None, "EMNIST", choices=("byclass", "bymerge", "balanced", "letters", "digits"))
+
+    def __init__(self, name: str, data: Any, key: str):
+        import numpy as np
+
+        self.name = f"{_PREFIX}{name}"
+        self.labels = labels = _find_labels(data)
+        given = getattr(data, "classes", None) or getattr(data, "categories", None)
+        names = given or range(SOURCES[name].num_classes or int(labels.max(initial=0)) + 1)
+        self.classes = tuple(", ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in names)
+        if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= len(self.classes):
+            raise ConfigError(f"{key}: {self.name} has no images, or labels outside of its {len(self.classes)} classes")
+        self._files = _find_files(data)
+        self.has_files = self._files is not None
+        self._data: Any = None if self.has_files else data
+        self._order = np.arange(len(labels))
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> "NamedSet":
+        """Return the images of a split, or those that DATA.KWARGS.val selects."""
+        name, section, settings = cls._name_of(cfg), cfg.TRAIN if train else cfg.TEST, cls.read_settings(cfg)
+        source, key = SOURCES[name], f"{'TRAIN' if train else 'TEST'}.DATASET"
+        given = {argument: getattr(settings, argument) for argument in source.settings}
+        arguments = {**source.settings, **{argument: value for argument, value in given.items() if value is not None}}
+        if source.splits:
+            split = _find_split(source, section.SPLIT)
+            arguments[source.keyword] = split == "train" if source.keyword == "train" else split
+        images = cls(name, open_source(name, section.DATASET, key, cfg.DATA.DOWNLOAD, **arguments), key)
+        if not source.splits and settings.val:
+            images.select(settings.val, train)
+        return images
+
+    @classmethod
+    def _name_of(cls, cfg) -> str:
+        return cfg.DATA.NAME.removeprefix(_PREFIX)
+
+    @classmethod
+    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for a wrong number of classes, a split or a setting that the set does not have."""
+        name, section, settings = cls._name_of(cfg), "TRAIN" if train else "TEST", cfg.DATA.KWARGS
+        source, split = SOURCES[name], cfg[section].SPLIT
+        if source.num_classes and cfg.MODEL.NUM_CLASSES != source.num_classes:
+            message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, source.num_classes, f"DATA.NAME {cfg.DATA.NAME}")
+            yield "MODEL.NUM_CLASSES", message
+        own = {*source.settings, *(() if source.splits else ("val",))}
+        for setting_name in sorted({*settings} - own):
+            expected = f"expected one of {', '.join(sorted(own))}" if own else "it has none"
+            yield f"DATA.KWARGS.{setting_name}", f"no such setting of {cfg.DATA.NAME}; {expected}"
+        if source.splits and not _find_split(source, split):
+            hint = did_you_mean(split, source.splits)
+            yield f"{section}.SPLIT", f"got {split!r}; {cfg.DATA.NAME} has {', '.join(source.splits)}{hint}"
+        if not source.splits and not settings.get("val"):
+            folder = Path(cfg[section].DATASET, source.folder)
+            other = f", or with its files: distribuuuu split {folder} --val 0.2 --out my_lists" if source.folder else ""
+            yield "DATA.NAME", f"{cfg.DATA.NAME} has no evaluation images; fix: DATA.KWARGS.val 0.2{other}"
+
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of classes; 0 if it depends on the settings."""
+        return SOURCES[cls._name_of(cfg)].num_classes
+
+    def select(self, share: float, train: bool) -> None:
+        """Keep the training or the evaluation images: a random share of each class, the same ones on any machine."""
+        import numpy as np
+
+        labels = np.asarray(self.labels)
+        order = np.random.RandomState(0).permutation(len(self.labels))  # its numbers are the same in all versions
+        members = [order[labels[order] == label] for label in range(len(self.classes))]
+        cuts = [round(share * len(part)) for part in members]
+        kept = [part[cut:] if train else part[:cut] for part, cut in zip(members, cuts, strict=True)]
+        self._order = np.sort(np.concatenate(kept))
+        self.labels = labels[self._order]
+
+    def read(self, index: int) -> Any:
+        """Return the bytes of an image file, or what torchvision decodes."""
+        return read_file(self.describe(index)) if self._files else self._data[int(self._order[index])][0]
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`, or its number in torchvision's data set."""
+        place = int(self._order[index])
+        return name_at(*self._files, place) if self._files else f"image {place} of {self.name}"
+
+
+class SmallNamedSet(NamedSet):
+    """A set of small images."""
+
+    crop = "pad"
+
+
+for _name, _source in SOURCES.items():
+    DATASETS.register(f"{_PREFIX}{_name}")(SmallNamedSet if _source.crop == "pad" else NamedSet)
+
+
+def _find_split(source: Source, split: str) -> str:
+    """Return the name in torchvision of a split; empty if there is none."""
+    return next((name for name in (split, *_OTHER_NAMES.get(split, ())) if name in source.splits), "")
+
+
+def _find_labels(data: Any) -> Any:
+    """Return the labels of a data set, int64 (N,), without decoding images where its attributes tell."""
+    import numpy as np
+
+    for name in ("targets", "labels", "_labels", "y"):
+        values = getattr(data, name, None)
+        if values is not None and len(values) == len(data):
+            labels = np.asarray(values, dtype=np.int64)
+            return labels[:, 0] if labels.ndim == 2 else labels  # QMNIST describes an image by several numbers
+    for name in ("_samples", "samples"):
+        values = getattr(data, name, None)
+        if values is not None and len(values) == len(data):
+            return np.array([pair[1] for pair in values], dtype=np.int64)
+    return np.array([data[index][1] for index in range(len(data))], dtype=np.int64)
+
+
+def _find_files(data: Any) -> tuple[bytes, Any] | None:
+    """Return the image files of a data set as bytes and offsets, see `name_at`; None if it reads them otherwise."""
+    import numpy as np
+
+    for name in ("_image_files", "_images", "_samples", "samples"):
+        values = getattr(data, name, None)
+        if isinstance(values, list) and values and len(values) == len(data):
+            paths = [value[0] if isinstance(value, tuple) else value for value in values]
+            if isinstance(paths[0], (str, Path)):
+                names = [os.fsencode(path) for path in paths]
+                return b"".join(names), np.cumsum([0, *map(len, names)])
+    return None

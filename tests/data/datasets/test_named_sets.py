@@ -1,0 +1,144 @@
+"""Data sets of torchvision by name: splits, files, labels and settings, on small files in its layouts."""
+
+import re
+import shutil
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support.batches import assert_same_batches, batches_of
+from support.images import draw_folder
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.torchvision_sets import SOURCES, NamedSet
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+
+EUROSAT = ["AnnualCrop", "Forest", "HerbaceousVegetation", "Highway", "Industrial", "Pasture", "PermanentCrop",
+           "Residential", "River", "SeaLake"]  # fmt: skip
+
+
+def write_idx(path, array: np.ndarray) -> None:
+    """Write uint8 in the format of MNIST."""
+    path.write_bytes(bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """KMNIST, EuroSAT, GTSRB, DTD and Oxford-IIIT Pet of a few images."""
+    root = tmp_path_factory.mktemp("named")
+    raw = root / "KMNIST" / "raw"
+    raw.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for part, num in (("train", 40), ("t10k", 20)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", random.integers(0, 256, (num, 28, 28)).astype(np.uint8))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", (np.arange(num) % 10).astype(np.uint8))
+    draw_folder(root / "eurosat", "2750", dict.fromkeys(EUROSAT, 5))
+    draw_folder(root / "gtsrb" / "GTSRB", "Training", {f"{label:05d}": 1 for label in range(3)})
+    for path in (root / "gtsrb" / "GTSRB" / "Training").rglob("*.jpg"):
+        path.rename(path.with_suffix(".ppm"))
+    pets = root / "oxford-iiit-pet"
+    draw_folder(pets, "images", {"": 4})
+    (pets / "annotations").mkdir()
+    names = ["Abyssinian_1 1 1 1", "beagle_2 2 2 1"]
+    for number, name in enumerate(names):
+        shutil.copy(pets / "images" / f"00{number}.jpg", pets / "images" / f"{name.split()[0]}.jpg")
+    for split in ("trainval", "test"):
+        (pets / "annotations" / f"{split}.txt").write_text("\n".join(names) + "\n")
+    return root
+
+
+@pytest.fixture
+def cfg_of(small_cfg, root):
+    def make(name: str, *words):
+        return small_cfg("DATA.NAME", f"torchvision/{name}", "TRAIN.DATASET", root, "DATA.DOWNLOAD", False,
+                         "MODEL.NUM_CLASSES", SOURCES[name].num_classes, "TRAIN.BATCH_SIZE", 10, *words)  # fmt: skip
+
+    return make
+
+
+def test_names_exist_in_torchvision_with_their_arguments():
+    import inspect
+
+    import torchvision.datasets
+
+    for name, source in SOURCES.items():
+        arguments = inspect.signature(getattr(torchvision.datasets, name).__init__).parameters
+        keyword = [source.keyword] if source.splits else []
+        assert all(argument in arguments or "kwargs" in arguments for argument in (*keyword, *source.settings)), name
+
+
+def test_small_images_are_those_of_the_files(cfg_of, root):
+    cfg = cfg_of("KMNIST")
+    assert find_run_problems(cfg, train=True) == []
+    for train, part, num in ((True, "train", 40), (False, "t10k", 20)):
+        images = build_images(cfg, train)
+        pixels = np.frombuffer((root / "KMNIST/raw" / f"{part}-images-idx3-ubyte").read_bytes()[16:], np.uint8)
+        assert len(images) == num and images.crop == "pad" and not images.has_files
+        assert np.array_equal(np.asarray(images.read(7)), pixels.reshape(-1, 28, 28)[7]) and images.label(7) == 7
+    for words in (("TRAIN.WORKERS", 3), ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")):
+        assert_same_batches(batches_of(cfg), batches_of(cfg_of("KMNIST", *words)))
+
+
+def test_a_set_without_splits_is_divided_by_class(cfg_of, small_cfg, root):
+    cfg = cfg_of("EuroSAT", "DATA.KWARGS.val", 0.2)
+    assert find_run_problems(cfg, train=True) == [] and resolve_num_classes(cfg_of("EuroSAT", "MODEL.NUM_CLASSES", 0))
+    train, val = (build_images(cfg, train) for train in (True, False))
+    assert train.classes == tuple(EUROSAT) and (len(train), len(val)) == (40, 10)
+    assert np.bincount(val.labels).tolist() == [1] * 10
+    files = {images.describe(index) for images in (train, val) for index in range(len(images))}
+    assert len(files) == 50 and str(root / "eurosat/2750/Forest/000.jpg") in files
+    folder = small_cfg("TRAIN.DATASET", root / "eurosat", "TRAIN.SPLIT", "2750", "TEST.SPLIT", "2750",
+                       "MODEL.NUM_CLASSES", 10)  # fmt: skip
+    whole = build_images(folder, train=False)
+    paths = [whole.describe(index) for index in range(len(whole))]
+    for index in range(len(val)):
+        place = paths.index(val.describe(index))
+        assert whole.label(place) == val.label(index) and whole.read(place) == val.read(index)
+
+
+@pytest.mark.parametrize("name, num", [("GTSRB", 3), ("OxfordIIITPet", 2)])
+def test_files_are_read_as_they_are(cfg_of, name, num):
+    images = NamedSet.from_cfg(cfg_of(name), train=True)
+    assert images.has_files and [images.label(index) for index in range(len(images))] == list(range(num))
+    assert bytes(images.read(1)) == open(images.describe(1), "rb").read()
+    assert len(images.classes) == (43 if name == "GTSRB" else 2)
+
+
+@pytest.mark.parametrize(
+    "name, words, message",
+    [
+        ("EuroSAT", (), "DATA.NAME .*has no evaluation images; fix: DATA.KWARGS.val 0.2, or .*split .*2750"),
+        ("SVHN", ("TEST.SPLIT", "tets"), "TEST.SPLIT .*got 'tets'; .* has train, test, extra; did you mean test"),
+        ("DTD", ("DATA.KWARGS.size", "full"), "DATA.KWARGS.size .*no such setting of .*; expected one of partition"),
+        ("KMNIST", ("DATA.KWARGS.val", 0.2), "DATA.KWARGS.val .*it has none"),
+        ("KMNIST", ("MODEL.NUM_CLASSES", 3), "MODEL.NUM_CLASSES .*3, but DATA.NAME torchvision/KMNIST has 10 classes"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_reported_before_the_start(cfg_of, name, words, message):
+    (problem,) = map(str, find_run_problems(cfg_of(name, *words), train=True))
+    assert re.search(message, problem), problem
+
+
+def test_unknown_names_and_missing_data(cfg_of, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean torchvision/KMNIST"):
+        load_cfg(None, ["DATA.NAME", "torchvision/KMNST"])
+    with pytest.raises(ConfigError, match="DATA.KWARGS.partition .*1 to 10"):
+        cfg_of("DTD", "DATA.KWARGS.partition", 11)
+    with pytest.raises(ConfigError, match=f"TRAIN.DATASET: KMNIST is not in {tmp_path}"):
+        build_images(cfg_of("KMNIST", "TRAIN.DATASET", tmp_path), train=True)
+
+
+def test_a_missing_package_is_named(cfg_of, monkeypatch, tmp_path):
+    class Needy(torch.utils.data.Dataset):
+        def __init__(self, root, split):
+            raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+
+    import torchvision.datasets
+
+    monkeypatch.setattr(torchvision.datasets, "SVHN", Needy)
+    with pytest.raises(ConfigError, match="torchvision's SVHN needs another package; fix: pip install scipy"):
+        build_images(cfg_of("SVHN"), train=True)
+    assert "torchvision.datasets" in sys.modules
