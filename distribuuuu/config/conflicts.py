@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import CONDITIONS, class_weight_beta, eval_crop_size, training_crop
+from distribuuuu.config.derived import (
+    CONDITIONS,
+    class_weight_beta,
+    eval_crop_size,
+    eval_resize,
+    height_and_width,
+    training_crop,
+)
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
@@ -60,11 +67,11 @@ def _check_numbers(cfg: Config) -> Iterator[Problem]:
 
 def _check_images(cfg: Config) -> Iterator[Problem]:
     data = cfg.DATA
-    crop_size = eval_crop_size(cfg)
-    if crop_size > cfg.TEST.IM_SIZE:
+    crop_size, resize = eval_crop_size(cfg), eval_resize(cfg)
+    if any(side > of for side, of in zip(height_and_width(crop_size), height_and_width(resize), strict=True)):
         crop = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop size,"
-        message = f"got {cfg.TEST.IM_SIZE}, smaller than {crop} {crop_size}; set it to {crop_size} or more"
-        yield Problem("TEST.IM_SIZE", message)
+        got, least = (list(size) if isinstance(size, tuple) else size for size in (resize, crop_size))
+        yield Problem("TEST.IM_SIZE", f"got {got}, smaller than {crop} {least}; set it to {least} or more")
     if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
         yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
     if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
@@ -103,7 +110,10 @@ def _check_sizes(cfg: Config) -> Iterator[Problem]:
         return
     if start == 1:
         yield Problem("TRAIN.IM_SIZE_START", "got 1; expected 0, or 2 or more")
-    if start > final:
+    if isinstance(final, tuple):
+        message = f"got {start} with TRAIN.IM_SIZE {list(final)}; expected a square TRAIN.IM_SIZE; fix: set it to 0"
+        yield Problem("TRAIN.IM_SIZE_START", message)
+    elif start > final:
         yield Problem("TRAIN.IM_SIZE_START", f"got {start}; expected at most TRAIN.IM_SIZE {final}, the final size")
     if len(epochs) != 2 or not 0 <= epochs[0] < epochs[-1]:
         expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"

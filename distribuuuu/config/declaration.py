@@ -25,6 +25,7 @@ class Option:
         choices: the allowed words.
         names: the registry whose names are allowed; with `choices` too, those as well.
         auto: `AUTO` is allowed; for a list also `auto:NUMBER`.
+        shape: two numbers are allowed too, a height and a width in pixels.
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.
@@ -41,6 +42,7 @@ class Option:
     choices: tuple[str, ...] = ()
     names: Registry | None = None
     auto: bool = False
+    shape: bool = False
     needs: str = ""
     path: bool = False
     hashed: bool = True

@@ -7,14 +7,32 @@ from typing import Any
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.registry import dataset_class
 
+# A side of a square, or a height and a width, in pixels.
+Size = int | tuple[int, int]
 
-def eval_crop_size(cfg) -> int:
-    """Return the side of the center crop of evaluation images, in pixels."""
+
+def height_and_width(size: Size) -> tuple[int, int]:
+    """Return the height and the width of a size."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def show_size(size: Size) -> str:
+    """Return a size for messages: "224", or "96 x 320", height first."""
+    return str(size) if isinstance(size, int) else f"{size[0]} x {size[1]}"
+
+
+def eval_crop_size(cfg) -> Size:
+    """Return the size of evaluation images after resize and crop, in pixels."""
     return cfg.TEST.CROP_SIZE or cfg.TRAIN.IM_SIZE
 
 
+def eval_resize(cfg) -> Size:
+    """Return TEST.IM_SIZE; where the whole image is kept (TEST.CROP), the size of evaluation images."""
+    return cfg.TEST.IM_SIZE if cfg.TEST.CROP == "center" else eval_crop_size(cfg)
+
+
 def training_crop(cfg) -> str | None:
-    """Return the training crop, "resized" or "pad"; None if it is known only once the data set is opened."""
+    """Return the training crop, "resized", "pad", ...; None if it is known only once the data set is opened."""
     if cfg.DATA.CROP != "auto":
         return cfg.DATA.CROP
     return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
@@ -43,8 +61,8 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "AUG.MIXUP or AUG.CUTMIX above 0": lambda cfg: cfg.AUG.MIXUP or cfg.AUG.CUTMIX,
     "both AUG.MIXUP and AUG.CUTMIX above 0": lambda cfg: cfg.AUG.MIXUP and cfg.AUG.CUTMIX,
     "data at a URL": lambda cfg: "://" in cfg.TRAIN.DATASET + cfg.TEST.DATASET,
-    "DATA.CROP pad": lambda cfg: training_crop(cfg) != "resized",
-    "DATA.CROP resized": lambda cfg: training_crop(cfg) != "pad",
+    "DATA.CROP pad": lambda cfg: training_crop(cfg) in ("pad", None),
+    "DATA.CROP resized": lambda cfg: training_crop(cfg) in ("resized", None),
     "a DATA.NAME with folders of splits": lambda cfg: dataset_class(cfg).has_splits,
     "DIST.SHARD none or zero1": lambda cfg: cfg.DIST.SHARD != "fsdp",
     "a DISTILL.TEACHER": lambda cfg: cfg.DISTILL.TEACHER,
@@ -60,6 +78,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "OPTIM.LR_SCALE linear or sqrt": lambda cfg: cfg.OPTIM.LR_SCALE != "none",
     "OPTIM.NAME sgd": lambda cfg: cfg.OPTIM.NAME.lower() == "sgd",
     "OPTIM.WARMUP_EPOCHS above 0": lambda cfg: cfg.OPTIM.WARMUP_EPOCHS,
+    "TEST.CROP center": lambda cfg: cfg.TEST.CROP == "center",
     "TRAIN.IM_SIZE_START": lambda cfg: cfg.TRAIN.IM_SIZE_START,
     "TRAIN.ON_NAN rollback": lambda cfg: cfg.TRAIN.ON_NAN == "rollback",
 }

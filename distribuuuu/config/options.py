@@ -12,6 +12,8 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 # The decoders of optional packages, and the module that each one needs.
 OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcodec"}
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
+# Crops that keep the whole image.
+WHOLE_IMAGE = ("squash", "letterbox")
 TEST_SETS = ("imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
@@ -58,9 +60,9 @@ _C.TRAIN = Section()
 _C.TRAIN.BATCH_SIZE = Option(32, least=1, auto=True)
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
 _C.TRAIN.GLOBAL_BATCH_SIZE = Option(0, least=0)
-# Side of the square training images, in pixels.
-_C.TRAIN.IM_SIZE = Option(224, least=2)  # torch's antialiased resize to a single pixel fails at random
-# Progressive resizing: side at the start of the run, in pixels, which grows to TRAIN.IM_SIZE; 0: off.
+# Side of the square training images, in pixels; or [height, width].
+_C.TRAIN.IM_SIZE = Option(224, least=2, shape=True)  # torch's antialiased resize to a single pixel fails at random
+# Progressive resizing: side at the start of the run, in pixels, which grows to TRAIN.IM_SIZE, a square; 0: off.
 _C.TRAIN.IM_SIZE_START = Option(0, least=0)
 # Epoch up to which the side is TRAIN.IM_SIZE_START, and epoch from which it is TRAIN.IM_SIZE, e.g. [0, 80].
 _C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START")
@@ -105,10 +107,13 @@ _C.TEST.DATASET = Option("./data/ILSVRC/", path=True, hashed=False, not_swept=_S
 _C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.
 _C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True, compared=False)
-# Shorter side to which evaluation images are resized, in pixels.
-_C.TEST.IM_SIZE = Option(256, least=2)
-# Side of the center crop after the resize, in pixels; 0: TRAIN.IM_SIZE.
-_C.TEST.CROP_SIZE = Option(0, least=0)
+# Shorter side to which evaluation images are resized, in pixels; [height, width]: the smallest size that covers them.
+_C.TEST.IM_SIZE = Option(256, least=2, shape=True, needs="TEST.CROP center")
+# Side of the evaluation images after resize and crop, in pixels, or [height, width]; 0: TRAIN.IM_SIZE.
+_C.TEST.CROP_SIZE = Option(0, least=0, shape=True)
+# Evaluation crop: center (resize to TEST.IM_SIZE, crop the center); or the whole image, resized to TEST.CROP_SIZE
+# without (squash) or with its aspect ratio and black borders (letterbox).
+_C.TEST.CROP = Option("center", choices=("center", *WHOLE_IMAGE))
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
@@ -140,8 +145,9 @@ _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONA
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
 # Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.
 _C.DATA.EXIF_ROTATE = False
-# Training crop: resized (random resized crop), pad (pad, then random crop) or auto (the data set's own).
-_C.DATA.CROP = Option("auto", choices=("auto", "resized", "pad"))
+# Training crop: resized (random resized crop), pad (pad, then random crop), auto (the data set's own), squash or
+# letterbox (both of the whole image, see TEST.CROP).
+_C.DATA.CROP = Option("auto", choices=("auto", "resized", "pad", *WHOLE_IMAGE))
 # Minimum and maximum area of a random resized crop, as fractions of the image's area, 0 to 1.
 _C.DATA.CROP_SCALE = Option((0.08, 1.0), needs="DATA.CROP resized")
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
@@ -154,6 +160,8 @@ _C.DATA.INTERPOLATION = Option("bilinear", choices=(*INTERPOLATIONS, "random"))
 _C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
 # Probability of a horizontal flip in training, 0 to 1.
 _C.DATA.FLIP = Option(0.5, least=0, most=1)
+# Probability of a vertical flip in training, 0 to 1.
+_C.DATA.VFLIP = Option(0.0, least=0, most=1)
 # Repeated augmentation: differently augmented copies of each image in a step; an epoch has 1 / REPEATS of the images.
 _C.DATA.REPEATS = Option(1, least=1)
 # Views of each training image in a step, for a task that takes several: independent augmentations of one decoded image.

@@ -63,6 +63,8 @@ def coerce(option: Option, value: Any) -> Any:
         return str(value)
     if isinstance(value, CliValue) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else parse(value)
+    if option.shape and isinstance(value, (list, tuple)):
+        return _coerce_shape(value, given)
     if type(value) is int and abs(value) >= 1 << 63:
         raise ValueError(f"got {reprlib.repr(value)}; expected at most 64 bits")
     if kind is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
@@ -78,6 +80,7 @@ def coerce(option: Option, value: Any) -> Any:
         return str(value)
     if type(value) is not kind:
         null = " or null" if is_nullable else f" or {AUTO}" if option.auto else ""
+        null = " or [height, width]" if option.shape else null
         raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(option.default)})")
     return value
 
@@ -88,6 +91,13 @@ def _coerce_numbers(value: Any, given: Any, default: tuple) -> tuple:
     if len(numbers) != len(value) or not all(math.isfinite(item) for item in numbers):
         raise ValueError(f"got {_show(given)}; expected a list of numbers, e.g. [30, 60] (default {list(default)})")
     return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
+
+
+def _coerce_shape(value: Any, given: Any) -> Any:
+    """Return a height and a width; a number if they are the same, as for a square."""
+    if len(value) != 2 or not all(type(side) is int and 0 < side < 1 << 31 for side in value):
+        raise ValueError(f"got {_show(given)}; expected an integer, or [height, width] in pixels, e.g. [96, 320]")
+    return value[0] if value[0] == value[1] else tuple(value)
 
 
 def _coerce_texts(given: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.derived import Size, height_and_width
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.randaugment import randaugment
@@ -84,8 +85,8 @@ class AugmentedCrop(Transform):
         return str(self.crop)
 
     @property
-    def size(self) -> int:  # type: ignore[override]  # not set, but that of the crop
-        """Side of the output, in pixels."""
+    def size(self) -> Size:  # type: ignore[override]  # not set, but that of the crop
+        """The size of the output, see `Transform`."""
         return self.crop.size
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
@@ -107,7 +108,7 @@ class AugmentedCrop(Transform):
                 pixels = self.erase(pixels)
         return pixels
 
-    def at_size(self, size: int) -> "AugmentedCrop":
+    def at_size(self, size: Size) -> "AugmentedCrop":
         """Return the same transform with an output of another size."""
         return replace(self, crop=self.crop.at_size(size))
 
@@ -116,7 +117,7 @@ class ErasedCrop(AugmentedCrop, BatchTransform):
     """A crop followed by erasing only, which many images of one size take together, on any device."""
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return uint8 (N, 3, size, size) from (N, C, H, W); the rectangles are drawn on the CPU."""
+        """Return uint8 (N, 3, height, width) from (N, C, H, W); the rectangles are drawn on the CPU."""
         assert isinstance(self.crop, BatchTransform) and isinstance(self.erase, Erasing)
         cropped = self.crop.transform_batch(pixels, rng)
         *_, seeds = rng.seed(), rng.seed(), rng.seed()
@@ -236,7 +237,7 @@ def make_jitter(strengths: Sequence[float]) -> ImageOp:
     return v2.ColorJitter(*(strengths if len(strengths) > 1 else [strengths[0]] * 3))
 
 
-def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> Policy | None:
+def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: Size) -> Policy | None:
     """Return the policy of AUG.POLICY; None for "none".
 
     Args:
@@ -244,7 +245,7 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
         interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
         mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
             big_vision's with gray.
-        im_size: side of the image in pixels, for timm's translations.
+        im_size: side of the image in pixels, for timm's translations, which depend on the shorter side.
 
     Raises:
         ValueError: it is not understood; says why.
@@ -263,11 +264,12 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: i
         policy_class = getattr(v2, class_name)
         return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), LocalGenerator)
     # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
-    operation = _make_timm_policy("3a" if name == "3augment" else text, interpolation, mean, im_size)
+    text = "3a" if name == "3augment" else text
+    operation = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
     policy = Policy(operation, seeded_generators)
     try:
         for seed in range(_NUM_TRIALS):
-            policy(Image.new("RGB", (im_size, im_size)), seed)
+            policy(Image.new("RGB", height_and_width(im_size)[::-1]), seed)
     except Exception as error:  # nearly anything, for numbers that make no sense
         raise ValueError(f"cannot be applied: {error}") from error
     return policy

@@ -6,6 +6,7 @@
 import copy
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,8 @@ import torch
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.derived import eval_crop_size, height_and_width
+from distribuuuu.config.options import WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
@@ -36,6 +38,7 @@ from distribuuuu.data.transforms import (
     ResizedCrop,
     Transform,
     Views,
+    WholeImage,
     list_views,
 )
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
@@ -44,10 +47,12 @@ from distribuuuu.launch.host import copy_to_device
 
 logger = logging.getLogger(__name__)
 
+EvalCrop = CenterCrop | WholeImage
+
 # The name of the training loader of the config, among those of the task.
 MAIN = "train"
 # First letters of the options that a view of an image, and a further loader, may set.
-_OF_VIEW = ("TRAIN.IM_SIZE", "DATA.CROP", "DATA.FLIP", "DATA.INTERPOLATION",
+_OF_VIEW = ("TRAIN.IM_SIZE", "DATA.CROP", "DATA.FLIP", "DATA.VFLIP", "DATA.INTERPOLATION",
             "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING")  # fmt: skip
 _OF_STAGE = tuple(key for key in _OF_VIEW if key != "TRAIN.IM_SIZE")
 _OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.", "AUG.")
@@ -164,7 +169,7 @@ class Loader:
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
         size = list_views(self.samples.transform)[0].size
-        return self._normalize.empty((num, 3, size, size)).zero_()
+        return self._normalize.empty((num, 3, *height_and_width(size))).zero_()
 
     def zero_targets(self, num: int) -> Any:
         """Return zeros in the form of the targets of `num` images, that of the first label, on the device."""
@@ -261,7 +266,7 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
 
 def count_bytes(samples: Samples, sampler: Any) -> int:
     """Return the size of the images of a batch, with those of other data sets that come along with it."""
-    num_pixels = sum(view.size**2 for view in list_views(samples.transform))
+    num_pixels = sum(math.prod(height_and_width(view.size)) for view in list_views(samples.transform))
     others = (count_bytes(one, sampler.extra[name]) for name, one in samples.extra.items())
     return 3 * num_pixels * sampler.batch_size + sum(others)
 
@@ -390,7 +395,7 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
         ConfigError: AUG.POLICY is not understood, or the options of a view or a stage have problems.
     """
     if not train:
-        return CenterCrop(cfg.TEST.IM_SIZE, eval_crop_size(cfg), cfg.TEST.INTERPOLATION)
+        return build_eval_crop(cfg)
     stages = {0: build_views(cfg, images, name)}
     for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
         stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
@@ -409,13 +414,24 @@ def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
     return Views(tuple(views)) if len(views) > 1 else views[0]
 
 
+def build_eval_crop(cfg) -> EvalCrop:
+    """Return the transform of an evaluation image to uint8 (3, H, W)."""
+    test, size = cfg.TEST, eval_crop_size(cfg)
+    if test.CROP == "center":
+        return CenterCrop(test.IM_SIZE, size, test.INTERPOLATION)
+    return WholeImage(size, test.CROP, interpolation=test.INTERPOLATION)
+
+
 def build_view(cfg, images: ImageDataset) -> Transform:
     """Return the transform of a training image to uint8 (3, H, W); errors as `build_transform`."""
     data = cfg.DATA
     im_size = cfg.TRAIN.IM_SIZE
     crop: Transform
-    if (images.crop if data.CROP == "auto" else data.CROP) == "resized":
-        crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION)
+    kind = images.crop if data.CROP == "auto" else data.CROP
+    if kind in WHOLE_IMAGE:
+        crop = WholeImage(im_size, kind, data.FLIP, data.INTERPOLATION, data.VFLIP)
+    elif kind == "resized":
+        crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)
     else:
-        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION)
+        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP)
     return build_augmentation(cfg, crop, *statistics_of(cfg, images))

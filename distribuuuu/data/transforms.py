@@ -1,18 +1,19 @@
 """Transforms: crop, resize and flip, from an image to uint8 pixels; the cast and the normalization run on the device.
 
-Random transforms draw their numbers in a fixed order: the flip, the position of the crop, its shape, its interpolation.
+Random transforms draw their numbers in this order: the flips, the position of the crop, its shape, its interpolation.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.functional import embedding_bag, interpolate, pad
 
+from distribuuuu.config.derived import Size, height_and_width, show_size
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import BatchRNG, SampleKey, SampleRNG
 from distribuuuu.launch.host import copy_to_device
@@ -32,16 +33,16 @@ class Transform(ABC):
     """Base class: from an image and its random numbers to the pixels of a sample. Subclasses are dataclasses.
 
     Attributes:
-        size: side of the output, in pixels.
+        size: height and width of the output, in pixels; or the side of a square.
     """
 
-    size: int
+    size: Size
 
     @abstractmethod
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        """Return uint8 (3, size, size)."""
+        """Return uint8 (3, height, width)."""
 
-    def at_size(self: T, size: int) -> T:
+    def at_size(self: T, size: Size) -> T:
         """Return the same transform with an output of another size."""
         return replace(self, size=size)  # type: ignore[type-var]  # every subclass is a dataclass
 
@@ -51,7 +52,7 @@ class BatchTransform(Transform):
 
     @abstractmethod
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return uint8 (N, C, size, size) from (N, C, H, W); per image the same as from a call."""
+        """Return uint8 (N, C, height, width) from (N, C, H, W); per image the same as from a call."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Views:
         return "; ".join(f"view {number}: {view}" for number, view in enumerate(self.transforms, 1))
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
-        """Return uint8 (3, size, size) of each view."""
+        """Return uint8 (3, height, width) of each view."""
         decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
         return tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
 
-    def at_size(self, size: int) -> "Views":
+    def at_size(self, size: Size) -> "Views":
         """Return the same views with outputs of another size."""
         return Views(tuple(view.at_size(size) for view in self.transforms))
 
@@ -111,32 +112,35 @@ class ResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized, randomly flipped (Szegedy et al., arXiv 1409.4842).
 
     Attributes:
-        size: side of the output, in pixels.
+        size: of the output, see `Transform`.
         scale: least and greatest fraction of the image's area.
         flip: probability of a horizontal flip.
         ratio: least and greatest width over height.
         interpolation: see `resize`; or "random", one of them for each image, equally likely, which is timm's default.
+        vflip: probability of a vertical flip.
     """
 
-    size: int
+    size: Size
     scale: Sequence[float] = (0.08, 1.0)
     flip: float = 0.5
     ratio: Sequence[float] = RATIO
     interpolation: str = "bilinear"
+    vflip: float = 0.0
 
     def __str__(self) -> str:
         low, high = self.scale
-        return f"random resized crop {self.size} px, area {low:g}-{high:g}, {self.interpolation}, flip {self.flip:g}"
+        crop = f"random resized crop {show_size(self.size)} px, area {low:g}-{high:g}, {self.interpolation}"
+        return f"{crop}, {show_flips(self)}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        is_flipped = rng.uniform() < self.flip
+        is_flipped, is_vflipped = draw_flips(rng, self)
         height, width = image.size
         box = random_resized_box(rng, height, width, self.scale, self.ratio)
         interpolation = self.interpolation
         if interpolation == "random":
             interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
-        pixels = resize(image.crop(box, self.size), self.size, self.size, interpolation)
-        return pixels.flip(-1) if is_flipped else pixels
+        pixels = resize(image.crop(box, max(height_and_width(self.size))), *height_and_width(self.size), interpolation)
+        return flip_each(pixels, is_flipped, is_vflipped)
 
 
 @dataclass(frozen=True)
@@ -144,64 +148,131 @@ class PaddedCrop(BatchTransform):
     """A random crop of the zero-padded image, randomly flipped (He et al., arXiv 1512.03385).
 
     Attributes:
-        size: side of the output, in pixels; an image with another shorter side is resized first.
+        size: of the output, see `Transform`; an image is first resized to the smallest size that covers it.
         padding: pixels on each side.
         flip: probability of a horizontal flip.
         interpolation: see `resize`.
+        vflip: probability of a vertical flip.
     """
 
-    size: int
+    size: Size
     padding: int = 4
     flip: float = 0.5
     interpolation: str = "bilinear"
+    vflip: float = 0.0
 
     def __str__(self) -> str:
-        return f"shorter side {self.size} px, padding {self.padding} px, random crop {self.size} px, flip {self.flip:g}"
+        crop = f"padding {self.padding} px, random crop {show_size(self.size)} px"
+        return f"{show_cover(self.size)}, {crop}, {show_flips(self)}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        is_flipped = rng.uniform() < self.flip
-        pixels = resize_shorter_side(crop_ends(image.pixels()), self.size, self.interpolation)
+        is_flipped, is_vflipped = draw_flips(rng, self)
+        pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        pixels = crop_square(pixels, int(top), int(left), self.size)
-        return pixels.flip(-1) if is_flipped else pixels
+        return flip_each(crop_box(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
         """Return the crops of images of one size."""
-        is_flipped = rng.uniform() < self.flip
-        pixels = resize_shorter_side(crop_ends(pixels), self.size, self.interpolation)
+        is_flipped, is_vflipped = (np.asarray(flipped)[..., None] for flipped in draw_flips(rng, self))
+        pixels = resize_to_cover(crop_ends(pixels), self.size, self.interpolation)
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        span = np.arange(self.size)
-        columns = np.where(is_flipped[:, None], span[::-1], span) + left.astype(np.int64)[:, None]
-        rows = span + top.astype(np.int64)[:, None]
+        down, across = map(np.arange, height_and_width(self.size))
+        columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
+        rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
         rows, columns = (copy_to_device(torch.from_numpy(at + self.padding), pixels.device) for at in (rows, columns))
         padded = pad(pixels, [self.padding] * 4)
-        # index (N, 1, 1), rows (N, size, 1) and columns (N, 1, size) together select (N, size, size) pixels, each of C
-        # adjacent values. A flip is a descending row of columns.
+        # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
+        # of C adjacent values. A flip is a descending row of columns.
         index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
         return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
 class CenterCrop(BatchTransform):
-    """The evaluation transform: resize the shorter side to `resize_to`, then crop the central square of `size`."""
+    """The evaluation transform: resize to the smallest size that covers `resize_to`, then crop the center of `size`."""
 
-    resize_to: int
-    size: int
+    resize_to: Size
+    size: Size
     interpolation: str = "bilinear"
 
     def __str__(self) -> str:
-        return f"shorter side {self.resize_to} px, center crop {self.size} px, {self.interpolation}"
+        return f"{show_cover(self.resize_to)}, center crop {show_size(self.size)} px, {self.interpolation}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         return self.transform_batch(image.pixels())
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG | None = None) -> torch.Tensor:
-        """Return the center crops of images of one size: uint8 (..., C, size, size)."""
-        pixels = resize_shorter_side(crop_ends(pixels), self.resize_to, self.interpolation)
-        top, left = (_center_offset(side - self.size) for side in pixels.shape[-2:])
-        return crop_square(pixels, top, left, self.size)
+        """Return the center crops of images of one size: uint8 (..., C, height, width)."""
+        pixels = resize_to_cover(crop_ends(pixels), self.resize_to, self.interpolation)
+        return crop_center(pixels, self.size)
+
+
+@dataclass(frozen=True)
+class WholeImage(BatchTransform):
+    """The whole image, resized and randomly flipped; for evaluation, without flips.
+
+    Attributes:
+        size: of the output, see `Transform`.
+        mode: "squash": resized to `size`; "letterbox": resized to the largest size within `size` that has the aspect
+            ratio of the image, and centered between black borders.
+        flip, vflip: probability of a horizontal and of a vertical flip.
+        interpolation: see `resize`.
+    """
+
+    size: Size
+    mode: str
+    flip: float = 0.0
+    interpolation: str = "bilinear"
+    vflip: float = 0.0
+
+    def __str__(self) -> str:
+        flips = f", {show_flips(self)}" if self.flip or self.vflip else ""
+        return f"{self.mode} {show_size(self.size)} px, {self.interpolation}{flips}"
+
+    @property
+    def resize_to(self) -> Size:
+        """The size of the output."""
+        return self.size
+
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
+        return flip_each(self._resized(image.pixels()), *draw_flips(rng, self))
+
+    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
+        """Return whole images of one size, resized and flipped."""
+        pixels = self._resized(pixels)
+        for dim, is_flipped in zip((-1, -2), draw_flips(rng, self), strict=True):
+            if np.any(is_flipped):
+                mask = copy_to_device(torch.from_numpy(is_flipped), pixels.device).view(-1, 1, 1, 1)
+                pixels = torch.where(mask, pixels.flip(dim), pixels)
+        return pixels
+
+    def _resized(self, pixels: torch.Tensor) -> torch.Tensor:
+        size = resized_size(self.mode, pixels.shape[-2:], self.size)
+        return crop_center(resize(pixels, *size, self.interpolation), self.size)
+
+
+def draw_flips(rng: SampleRNG | BatchRNG, crop: Any) -> tuple[Any, Any]:
+    """Return whether an image, or each image, is flipped horizontally and vertically."""
+    is_flipped = rng.uniform() < crop.flip
+    return is_flipped, crop.vflip > 0 and rng.uniform() < crop.vflip
+
+
+def flip_each(pixels: torch.Tensor, is_flipped: bool, is_vflipped: bool) -> torch.Tensor:
+    """Return an image flipped horizontally and vertically."""
+    dims = [dim for dim, flipped in ((-1, is_flipped), (-2, is_vflipped)) if flipped]
+    return pixels.flip(dims) if dims else pixels
+
+
+def show_flips(crop: Any) -> str:
+    """Return the probabilities of the flips for messages."""
+    return f"flip {crop.flip:g}" + (f", vertical flip {crop.vflip:g}" if crop.vflip else "")
+
+
+def show_cover(size: Size) -> str:
+    """Return the resize that covers a size, for messages."""
+    return f"shorter side {size} px" if isinstance(size, int) else f"resize to cover {show_size(size)} px"
 
 
 def random_resized_box(
@@ -224,10 +295,11 @@ def random_resized_box(
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def random_padded_corner(rng: SampleRNG | BatchRNG, height: int, width: int, size: int, padding: int) -> tuple:
-    """Return the top left corner of a random square of `size` in the padded image; negative inside the padding."""
+def random_padded_corner(rng: SampleRNG | BatchRNG, height: int, width: int, size: Size, padding: int) -> tuple:
+    """Return the top left corner of a random box of `size` in the padded image; negative inside the padding."""
     down, right = rng.uniform(), rng.uniform()
-    room_down, room_right = (side + 2 * padding - size + 1 for side in (height, width))
+    sides = zip((height, width), height_and_width(size), strict=True)
+    room_down, room_right = (side + 2 * padding - crop + 1 for side, crop in sides)
     return down * room_down // 1 - padding, right * room_right // 1 - padding
 
 
@@ -276,21 +348,45 @@ def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return means.view(size, *rows.shape[1:]).movedim(0, dim)
 
 
-def resize_shorter_side(pixels: torch.Tensor, size: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Return the images with their shorter side resized to `size`, the longer one in proportion, rounded down."""
-    height, width = pixels.shape[-2:]
-    if height <= width:
-        return resize(pixels, size, max(size, int(size * width / height)), interpolation)
-    return resize(pixels, max(size, int(size * height / width)), size, interpolation)
+def resize_to_cover(pixels: torch.Tensor, size: Size, interpolation: str = "bilinear") -> torch.Tensor:
+    """Return the images resized to the smallest size that covers `size` and has their aspect ratio, rounded down.
+
+    Of a square, it is the size whose shorter side is that of the square.
+    """
+    return resize(pixels, *resized_size("cover", pixels.shape[-2:], size), interpolation)
 
 
-def crop_square(pixels: torch.Tensor, top: int, left: int, size: int) -> torch.Tensor:
-    """Return a square of the images, zero where it extends beyond them: uint8 (..., C, size, size)."""
+def resized_size(mode: str, shape: Sequence[int], size: Size) -> tuple[int, int]:
+    """Return the height and the width to which an image of a shape (H, W) is resized for an output of `size`.
+
+    The aspect ratio is kept, rounded down, but for "squash". Of "cover", no side is below that of `size`; of
+    "letterbox" none is above it, but at least 2, since torch's antialiased resize to a single pixel fails at random.
+    """
+    (height, width), (down, across) = shape, height_and_width(size)
+    if mode == "squash":
+        return down, across
+    by_height, by_width = (down, width * down // height), (height * across // width, across)
+    if mode == "cover":
+        return max(by_height[0], by_width[0]), max(by_height[1], by_width[1])
+    return max(2, min(by_height[0], by_width[0])), max(2, min(by_height[1], by_width[1]))
+
+
+def crop_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Tensor:
+    """Return a box of the images, zero where it extends beyond them: uint8 (..., C, height, width)."""
     height, width = pixels.shape[-2:]
-    below, right = top + size - height, left + size - width
-    inside = pixels[..., max(0, top) : max(0, top + size), max(0, left) : max(0, left + size)]
-    missing = [min(size, max(0, edge)) for edge in (-left, right, -top, below)]
+    down, across = height_and_width(size)
+    below, right = top + down - height, left + across - width
+    inside = pixels[..., max(0, top) : max(0, top + down), max(0, left) : max(0, left + across)]
+    limits = across, across, down, down
+    missing = [min(side, max(0, edge)) for side, edge in zip(limits, (-left, right, -top, below), strict=True)]
     return pad(inside, missing) if any(missing) else inside
+
+
+def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:
+    """Return the center of the images, between black borders where they are smaller: uint8 (..., C, height, width)."""
+    sides = zip(pixels.shape[-2:], height_and_width(size), strict=True)
+    top, left = (_center_offset(side - crop) for side, crop in sides)
+    return crop_box(pixels, top, left, size)
 
 
 def crop_ends(pixels: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.derived import eval_crop_size, height_and_width, show_size
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.distributed import comm as dist
 from distribuuuu.records.environment import address_space_limit, list_memory_limits, read_sizes
@@ -61,11 +61,11 @@ def _describe(cfg, phase: str, batch: str | None, reason: str) -> str:
     remedies = [*sharding, "a smaller MODEL.ARCH"]
     if batch == "test":
         px = eval_crop_size(cfg)
-        what += f", TEST.BATCH_SIZE {cfg.TEST.BATCH_SIZE} images of {px} x {px} px"
+        what += f", TEST.BATCH_SIZE {cfg.TEST.BATCH_SIZE} images of {show_size(height_and_width(px))} px"
         remedies = ["a smaller TEST.BATCH_SIZE, which does not change the result"]
     elif batch == "train":
         plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, dist.world_size())
-        what += f", micro-batch of {plan.micro_batch} images of {px} x {px} px"
+        what += f", micro-batch of {plan.micro_batch} images of {show_size(height_and_width(px))} px"
         smaller = f"a TRAIN.BATCH_SIZE below {plan.micro_batch} with TRAIN.GLOBAL_BATCH_SIZE {plan.global_batch}"
         remedies = [f"{smaller}, which keeps the hyperparameters valid"]
         remedies += [] if cfg.MODEL.ACT_CHECKPOINT else ["MODEL.ACT_CHECKPOINT True"]

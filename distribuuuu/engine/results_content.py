@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
@@ -133,7 +134,8 @@ def write_test_results(cfg, task: Task, model: nn.Module, weights: str, evaluati
     """
     metadata = collect_metadata(cfg, task, model)
     size = metadata["evaluation"]
-    logger.info("weights: %s; images: resized to %d px, cropped to %d px", weights, size["resize"], size["crop"])
+    sides = [show_size(size[name]) for name in ("resize", "crop")]
+    logger.info("weights: %s; images: resized to %s px, cropped to %s px", weights, *sides)
     for kind, result in evaluations.items():
         images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
         logger.info("validation of %s: %s", images, format_result(result, display_names(task.eval_metrics), 3))

@@ -15,7 +15,7 @@ from distribuuuu import __version__
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.derived import eval_crop_size, eval_resize, height_and_width, show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.loader import Loader, TrainLoader
@@ -84,10 +84,10 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("speed: not in use: %s; `distribuuuu plan --tune` measures the gain of each", ", ".join(unused))
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
-    crop = eval_crop_size(cfg)
-    if crop * 2 < cfg.TEST.IM_SIZE:
-        logger.warning("TEST.IM_SIZE: validation images are resized to %d px and cropped to %d px, less than half",
-                       cfg.TEST.IM_SIZE, crop)  # fmt: skip
+    crop, resize = eval_crop_size(cfg), eval_resize(cfg)
+    if any(2 * side < of for side, of in zip(height_and_width(crop), height_and_width(resize), strict=True)):
+        logger.warning("TEST.IM_SIZE: validation images are resized to %s px and cropped to %s px, less than half",
+                       show_size(resize), show_size(crop))  # fmt: skip
     if state.epoch >= cfg.OPTIM.MAX_EPOCH:
         done = counted(state.epoch, "epoch")
         logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset, read_file
-from distribuuuu.data.loader import Loader
+from distribuuuu.data.loader import Loader, count_bytes
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
 from distribuuuu.data.samples import Sample, Samples
 from distribuuuu.data.seeding import SampleKey
-from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.data.transforms import Transform
 from distribuuuu.data.workers import Pass, start_workers
 
 T = TypeVar("T")
@@ -65,10 +66,10 @@ class TolerantSamples(Samples):
         sample = super().__getitem__(key)
         if sample.pixels is not None:
             return sample
-        assert isinstance(self.transform, CenterCrop)
-        size, index = self.transform.size, key[1]
+        assert isinstance(self.transform, Transform)
+        size, index = height_and_width(self.transform.size), key[1]
         message = sample.broken[-1].removeprefix(f"{self.images.describe(index)}: ")
-        return Sample(torch.zeros(3, size, size, dtype=torch.uint8), -1 - index, index, (message,))
+        return Sample(torch.zeros(3, *size, dtype=torch.uint8), -1 - index, index, (message,))
 
 
 class SpanSampler(EvalSampler):
@@ -119,7 +120,7 @@ class ChunkLoader(Loader):
     ):
         samples = TolerantSamples(images, transform.crop, transform.decoder, False, transform.options)
         sampler = SpanSampler(spans, batch_size)
-        pin_memory, batch_bytes = device.type == "cuda", 3 * transform.crop.size**2 * batch_size
+        pin_memory, batch_bytes = device.type == "cuda", count_bytes(samples, sampler)
         (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory, batch_bytes)
         super().__init__(samples, sampler, batches, transform.normalizer(device, transform.channels_last))
         # The cause of each broken image, by its position, until its chunk is taken.

@@ -20,6 +20,7 @@ from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_ki
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
+from distribuuuu.config.derived import Size
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
@@ -227,13 +228,14 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         num_classes = int(settings.get("num_classes", published["num_classes"]))
         _, height, width = published["input_size"]
         crop_pct = published.get("crop_pct", 0.875)
-        resize = math.floor(height / crop_pct)
+        mode = published.get("crop_mode", "center")
+        resize = _size_of(math.floor(height / crop_pct), math.floor(width / crop_pct))
         interpolation = str(published.get("interpolation", "bicubic"))
         mean, std = (tuple(map(float, published[key])) for key in ("mean", "std"))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"RUN: {source}: not a model config of timm: {error!r}; expected {EXPECTED}") from error
-    if height != width or published.get("crop_mode", "center") != "center" and crop_pct < 1:
-        raise ConfigError(f"RUN: {source}: needs another crop than the central square of {height} x {width} pixels")
+    if mode != "center" and (crop_pct < 1 or (height != width and mode != "squash")):
+        raise ConfigError(f"RUN: {source}: its crop_mode {mode} of {height} x {width} pixels is not supported")
     arguments: dict[str, Any] = settings.get("model_args") or {}
     classes = settings.get("label_names") or published.get("label_names")
     if not classes and (subset := infer_imagenet_subset({"num_classes": num_classes})):
@@ -242,8 +244,9 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
         "MODEL.ARCH": f"timm/{arch}",
         "MODEL.NUM_CLASSES": num_classes,
-        "TRAIN.IM_SIZE": height,
+        "TRAIN.IM_SIZE": _size_of(height, width),
         "TEST.IM_SIZE": resize,
+        "TEST.CROP": "squash" if mode == "squash" else "center",
         "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
         "DATA.MEAN": mean,
         "DATA.STD": std,
@@ -251,6 +254,10 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
     }
     return {"classes": list(classes) if classes else None, "config": options}
+
+
+def _size_of(height: int, width: int) -> Size:
+    return height if height == width else (height, width)
 
 
 # --------------------------------------------------------------------------------- config and classes

@@ -15,10 +15,10 @@ from torch import nn
 from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
-from distribuuuu.data.loader import BadImageError, build_transform
+from distribuuuu.data.loader import BadImageError, EvalCrop, build_eval_crop
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
@@ -44,7 +44,7 @@ Image = Any
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """The evaluation transform of a run: decode, resize, center crop, normalize.
+    """The evaluation transform of a run: decode, resize, crop, normalize.
 
     Attributes:
         crop: the resize and the crop.
@@ -53,7 +53,7 @@ class EvalTransform:
         channels_last: MODEL.CHANNELS_LAST.
     """
 
-    crop: CenterCrop
+    crop: EvalCrop
     decoder: str
     options: DecodeOptions
     mean: tuple[float, ...]
@@ -61,7 +61,7 @@ class EvalTransform:
     channels_last: bool = False
 
     def __call__(self, image: Image) -> torch.Tensor:
-        """Return float32 (3, size, size) on the CPU from a path, a PIL image or uint8 pixels.
+        """Return float32 (3, H, W) on the CPU from a path, a PIL image or uint8 pixels.
 
         Raises:
             ValueError, RuntimeError, OSError: it is no image.
@@ -71,16 +71,14 @@ class EvalTransform:
         return self.normalizer()(pixels[None])[0]
 
     def normalizer(self, device: torch.device = CPU, channels_last: bool = False) -> Normalizer:
-        """Return the normalization of uint8 crops (N, 3, size, size); arguments as for `Normalizer`."""
+        """Return the normalization of uint8 crops (N, 3, H, W); arguments as for `Normalizer`."""
         return Normalizer(device, self.mean, self.std, channels_last)
 
 
 def build_eval_transform(cfg) -> EvalTransform:
     """Return the evaluation transform of a config that sets DATA.MEAN and DATA.STD."""
     data, options = cfg.DATA, build_decode_options(cfg)
-    crop = build_transform(cfg, ImageDataset(), train=False)
-    assert isinstance(crop, CenterCrop)
-    return EvalTransform(crop, data.DECODER, options, data.MEAN, data.STD, cfg.MODEL.CHANNELS_LAST)
+    return EvalTransform(build_eval_crop(cfg), data.DECODER, options, data.MEAN, data.STD, cfg.MODEL.CHANNELS_LAST)
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,9 @@ class LoadedRun:
         """Return a line about the model, its weights and the preprocessing of images."""
         averages = {name: f" ({kind.average} of the weights)" for name, kind in KINDS.items() if kind.average}
         kind = {**averages, "published": " (published weights)"}.get(self.weights, "")
-        sizes = f"images resized to {self.transform.crop.resize_to} px, cropped to {self.transform.crop.size} px"
+        crop = self.transform.crop
+        sizes = f"images resized to {show_size(crop.resize_to)} px, cropped to {show_size(crop.size)} px"
+        sizes = sizes if isinstance(crop, CenterCrop) else f"images: {crop}"
         return f"model: {self.cfg.MODEL.ARCH}, {counted(len(self.classes), 'class')}; {self.source}{kind}; {sizes}"
 
     def predict(

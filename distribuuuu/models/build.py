@@ -16,7 +16,7 @@ from distribuuuu.optim.param_groups import exempt_parameters, lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
-    """Return the model of MODEL.ARCH: images (N, 3, IM_SIZE, IM_SIZE) -> logits (N, NUM_CLASSES).
+    """Return the model of MODEL.ARCH: images (N, 3, H, W) of TRAIN.IM_SIZE -> logits (N, NUM_CLASSES).
 
     The constructor gets MODEL.KWARGS, and TRAIN.IM_SIZE if it has an image-size parameter that they do not set. With
     `pretrained` (None: MODEL.PRETRAINED) the model has the published weights; its head is randomly initialized if the

@@ -13,6 +13,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.derived import Size
 from distribuuuu.config.model_names import (
     OWN_KEYS,
     SOURCES,
@@ -61,7 +62,7 @@ class ModelSpec:
     arch: Architecture
     num_classes: int
     kwargs: dict[str, Any]
-    im_size: dict[str, int]
+    im_size: dict[str, Size]
 
     def build(self, **overrides: Any) -> nn.Module:
         """Return the model, randomly initialized unless `overrides` ask for weights.
@@ -92,7 +93,8 @@ class ModelSpec:
     def _errors_of_values(self) -> tuple[type[Exception], ...]:
         """Return the errors that a value may cause; timm and torchvision check few values, some with assertions."""
         if not self.kwargs:  # an image size has the right type
-            return (ValueError, AssertionError) if self.im_size else ()
+            is_shape = any(isinstance(size, tuple) for size in self.im_size.values())  # torchvision takes squares only
+            return (ValueError, AssertionError, *((TypeError,) if is_shape else ())) if self.im_size else ()
         known = (TypeError, ValueError, AssertionError)
         if self.arch.is_plug_in:
             return known
@@ -212,7 +214,7 @@ def _to_plain_dict(value: Any) -> Any:
 
 
 def make_model_spec(
-    arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: int, size_grows: bool = False
+    arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: Size, size_grows: bool = False
 ) -> ModelSpec:
     """Check the names in `kwargs` and return the specification; no real model is built.
 

@@ -30,7 +30,7 @@ from typing import Any
 from distribuuuu.config import Config, ConfigError, run_files
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.derived import eval_crop_size, eval_resize
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import option_of
 from distribuuuu.files.atomic_file import replacing
@@ -41,6 +41,7 @@ SCHEMA_VERSION = 1
 FILE_NAME, TEST_FILE_NAME = run_files.RESULTS, run_files.TEST_RESULTS
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _MAYBE_INT = (int, type(None))  # null: the best epoch of a resumed run whose checkpoint did not record it
+_SIZE = (int, list)  # a side, or [height, width]
 _EVALUATION = {"epoch": int, "loss": _MAYBE_NUMBER}
 SCHEMA: dict[str, Any] = {
     "schema": int,
@@ -52,10 +53,10 @@ SCHEMA: dict[str, Any] = {
     "seed": int,
     "model": {"arch": str, "params_m": _NUMBER},
     "data": {"name": str, "folder": _MAYBE_TEXT, "num_classes": int, "num_train": int, "num_val": int},
-    "evaluation": {"resize": int, "crop": int, "interpolation": str, "count": int},
+    "evaluation": {"resize": _SIZE, "crop": _SIZE, "interpolation": str, "count": int},
     "accuracy": {"raw": {"last": _EVALUATION, "best": {**_EVALUATION, "epoch": _MAYBE_INT}}},
     "training": {
-        "px": int,
+        "px": _SIZE,
         "epochs_done": int,
         "epochs_planned": int,
         "global_batch": int,
@@ -125,10 +126,11 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
 def describe_evaluation(cfg: Config) -> dict[str, Any]:
     """Return the preprocessing of evaluation images; sizes in pixels."""
     return {
-        "resize": cfg.TEST.IM_SIZE,
+        "resize": eval_resize(cfg),
         "crop": eval_crop_size(cfg),
         "interpolation": cfg.TEST.INTERPOLATION,
         **({"labels": cfg.TEST.LABELS} if cfg.TEST.LABELS else {}),
+        **({"crop_mode": cfg.TEST.CROP} if cfg.TEST.CROP != "center" else {}),
         **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image
     }
 

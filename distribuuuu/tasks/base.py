@@ -70,7 +70,7 @@ class Task:
         """Return for each view of an image the options by which its transform differs from that of the config.
 
         An image is decoded once for all views. The options are TRAIN.IM_SIZE, those of AUG but for mixup and CutMix,
-        and DATA.CROP*, DATA.FLIP and DATA.INTERPOLATION. With several views, `Batch.images` is a tuple.
+        and DATA.CROP*, DATA.FLIP, DATA.VFLIP and DATA.INTERPOLATION. With several views, `Batch.images` is a tuple.
 
         Args:
             cfg: the config.

@@ -32,7 +32,7 @@ CASES = {
     "TRAIN.IM_SIZE_EPOCHS [0,8]": "TRAIN.IM_SIZE_START 128", "TRAIN.LOAD_OPT False": "MODEL.WEIGHTS a.pth",
     "TRAIN.IM_SIZE_MULTIPLE 16": "TRAIN.IM_SIZE_START 128 TRAIN.IM_SIZE_EPOCHS [0,8]",
     "TRAIN.MAX_ROLLBACKS 1": "TRAIN.ON_NAN rollback", "TRAIN.SPLIT train2 DATA.NAME cifar10": "DATA.NAME imagefolder",
-    "TEST.SPLIT train DATA.NAME shapes": "DATA.NAME packed",
+    "TEST.SPLIT train DATA.NAME shapes": "DATA.NAME packed", "TEST.IM_SIZE 300 TEST.CROP squash": "TEST.CROP center",
 }  # fmt: skip
 
 

@@ -417,7 +417,7 @@ def test_a_square_beyond_the_image_is_black_there():
     pixels = torch.full((3, 4, 4), 9, dtype=torch.uint8)
     for top in range(-9, 10):
         for left in range(-9, 10):
-            square = transforms.crop_square(pixels, top, left, 6)
+            square = transforms.crop_box(pixels, top, left, 6)
             assert square.shape == (3, 6, 6), (top, left)
             rows, columns = (max(0, min(4, at + 6) - max(0, at)) for at in (top, left))
             assert int((square == 9).sum()) == 3 * rows * columns

@@ -6,6 +6,9 @@ runs in the exported folder. What the file of a format cannot do, the code does.
 
 from string import Template
 
+from distribuuuu.config.derived import height_and_width, show_size
+from distribuuuu.data.loader import EvalCrop
+from distribuuuu.data.transforms import CenterCrop, WholeImage
 from distribuuuu.inference.loaded_run import LoadedRun
 
 # Steps of the preprocessing that are inside the file of a format.
@@ -47,9 +50,8 @@ model = timm.create_model("local-dir:.", pretrained=True).eval()  # or "hf-hub:O
 classes = model.pretrained_cfg["label_names"]
 data = timm.data.resolve_data_config({}, model=model)
 size, mode = data["input_size"][-1], v2.InterpolationMode(data["interpolation"])
-transform = v2.Compose([
-    v2.Resize(math.floor(size / data["crop_pct"]), mode, antialias=True),
-    v2.CenterCrop(size),
+${function}transform = v2.Compose([
+    $timm_crop,
     v2.ToDtype(torch.float32, scale=True),
     v2.Normalize(data["mean"], data["std"]),
 ])""",
@@ -64,7 +66,7 @@ extra = {"metadata.json": ""}
 model = torch.export.load("model.pt2", extra_files=extra).module()
 meta = json.loads(extra["metadata.json"])
 classes, mode = meta["label_names"], v2.InterpolationMode(meta["interpolation"])
-transform = v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.CenterCrop(meta["crop"])])""",
+${function}transform = $torch_crop""",
     "onnx": """import json
 
 import numpy as np
@@ -93,6 +95,19 @@ _ONNX_PREDICT = '''def predict(path):
     order = np.argsort(-probabilities, kind="stable")
     return [(classes[index], float(probabilities[index])) for index in order]'''
 
+_RESIZE_AND_CROP = '''
+
+def resize_and_crop(pixels):
+    """$doc"""
+    height, width = pixels.shape[-2:]
+    by_height, by_width = (${rows}, width * ${rows} // height), (height * ${columns} // width, ${columns})
+    size = [$side for sides in zip(by_height, by_width)]
+    pixels = v2.functional.resize(pixels, size, mode, antialias=True)
+    return v2.functional.center_crop(pixels, $crop)  # between black borders if it is smaller
+
+
+'''
+
 _MAIN = """if __name__ == "__main__":
     $show"""
 
@@ -110,6 +125,7 @@ def render_code(run: LoadedRun, to: str) -> str:
         "softmax(0)", "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()")  # fmt: skip
     mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
     values = {
+        **_render_crop(run),
         "image_ops": ", ImageOps" if exif else "",
         "exif": _EXIF if exif else "",
         "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
@@ -122,13 +138,40 @@ def render_code(run: LoadedRun, to: str) -> str:
     return Template("\n\n\n".join((*parts, _MAIN))).substitute(values)
 
 
+def _render_crop(run: LoadedRun) -> dict[str, str]:
+    """Return the code of resize and crop: a function where torchvision has no transform for them."""
+    crop = run.transform.crop
+    if isinstance(crop, CenterCrop) and isinstance(crop.resize_to, int) and isinstance(crop.size, int):
+        resize = 'v2.Resize(math.floor(size / data["crop_pct"]), mode, antialias=True),\n    v2.CenterCrop(size)'
+        both = 'v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.CenterCrop(meta["crop"])])'
+        return {"function": "", "timm_crop": resize, "torch_crop": both}
+    size, (rows, columns) = list(height_and_width(crop.size)), height_and_width(crop.resize_to)
+    if isinstance(crop, WholeImage) and crop.mode == "squash":
+        resize = f"v2.Resize({size}, mode, antialias=True)"
+        return {"function": "", "timm_crop": resize, "torch_crop": resize}
+    doc, side = "; ".join(_describe_crop(crop).values()), "max(2, min(sides))"
+    side = "max(sides)" if isinstance(crop, CenterCrop) else side
+    function = Template(_RESIZE_AND_CROP).substitute(doc=doc, side=side, rows=rows, columns=columns, crop=size)
+    return {"function": function, "timm_crop": "resize_and_crop", "torch_crop": "resize_and_crop"}
+
+
+def _describe_crop(crop: EvalCrop) -> dict[str, str]:
+    how, size = f"({crop.interpolation}, antialiased)", show_size(height_and_width(crop.size))
+    if isinstance(crop, CenterCrop):
+        is_side = isinstance(crop.resize_to, int)
+        sides = f"{'the shorter side to' if is_side else 'to cover'} {show_size(crop.resize_to)} px"
+        return {"resize": f"resize {sides} {how}", "crop": f"crop the central {size} px"}
+    if crop.mode == "squash":
+        return {"resize": f"resize to {size} px {how}"}
+    return {"resize": f"resize to fit into {size} px {how}", "crop": f"center it on a black image of {size} px"}
+
+
 def list_steps(run: LoadedRun) -> dict[str, str]:
     """Return the steps of the preprocessing and of the prediction, in their order, with a description of each."""
-    crop, mean, std = run.transform.crop, list(run.transform.mean), list(run.transform.std)
+    mean, std = list(run.transform.mean), list(run.transform.std)
     return {
         **({"exif": "turn the image upright, as its EXIF orientation says"} if run.cfg.DATA.EXIF_ROTATE else {}),
-        "resize": f"resize the shorter side to {crop.resize_to} px ({crop.interpolation}, antialiased)",
-        "crop": f"crop the central {crop.size} x {crop.size} px",
+        **_describe_crop(run.transform.crop),
         "normalize": f"normalize pixels from 0 to 1 with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
     }

@@ -57,7 +57,7 @@ class FlipAverage(nn.Module):
 
 
 class CropClassifier(nn.Module):
-    """Normalization and model: uint8 crops (N, 3, size, size) to logits (N, classes)."""
+    """Normalization and model: uint8 crops (N, 3, H, W) to logits (N, classes)."""
 
     mean: torch.Tensor
     scale: torch.Tensor

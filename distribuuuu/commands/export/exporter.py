@@ -19,10 +19,12 @@ from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.loader import EvalCrop
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
@@ -139,6 +141,7 @@ def check_format(run: LoadedRun, to: str) -> None:
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
     if to != "timm":
         return
+    crop_percentage(run.transform.crop)
     spec = find_timm_model(run)
     model = spec.build_on_meta()
     if model is None or run.state_dict is None:
@@ -227,9 +230,9 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
     model.pretrained_cfg = {
         **{key: published.get(key) for key in ("architecture", "first_conv", "classifier", "fixed_input_size")},
         "num_classes": len(run.classes),
-        "input_size": (3, crop.size, crop.size),
-        "crop_pct": crop_percentage(crop.size, crop.resize_to),
-        "crop_mode": "center",
+        "input_size": (3, *height_and_width(crop.size)),
+        "crop_pct": crop_percentage(crop),
+        "crop_mode": run.cfg.TEST.CROP,
         "pool_size": None,
         **{key: metadata[key] for key in ("interpolation", "mean", "std")},
     }
@@ -270,28 +273,35 @@ def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(f"--to timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
-    images = torch.rand(2, 3, run.transform.crop.size, run.transform.crop.size)
+    images = torch.rand(2, 3, *height_and_width(run.transform.crop.size))
     if not torch.equal(model.eval()(images), run.model(images)):
         raise ConfigError(f"--to timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
     return model, {**spec.im_size, **spec.kwargs}
 
 
-def crop_percentage(crop: int, resize: int) -> float:
-    """Return the crop percentage from which timm computes this resize: floor(crop / percentage)."""
-    percentage = crop / resize
-    while math.floor(crop / percentage) < resize:
+def crop_percentage(crop: EvalCrop) -> float:
+    """Return the crop percentage from which timm computes the resize of a crop: floor(side / percentage) of each side.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    sides, resized = height_and_width(crop.size), height_and_width(crop.resize_to)
+    percentage = sides[0] / resized[0]
+    while math.floor(sides[0] / percentage) < resized[0]:
         percentage = math.nextafter(percentage, 0)
+    if getattr(crop, "mode", "") == "letterbox" or math.floor(sides[1] / percentage) != resized[1]:
+        raise ConfigError(f"--to timm: cannot express the crop `{crop}`; fix: --to onnx, torch or safetensors")
     return percentage
 
 
 def write_torch(run: LoadedRun, folder: Path) -> None:
-    """Write model.pt2, a program of torch.export: uint8 crops (N, 3, crop, crop) of any N to logits (N, classes).
+    """Write model.pt2, a program of torch.export: uint8 crops (N, 3, H, W) of any N to logits (N, classes).
 
     Raises:
         ConfigError: torch.export cannot trace the model.
     """
-    size = run.transform.crop.size
-    pixels = torch.zeros(2, 3, size, size, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
+    size = height_and_width(run.transform.crop.size)
+    pixels = torch.zeros(2, 3, *size, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
     classifier = CropClassifier(evaluated_model(run.model, run.cfg), run.transform).eval()
     batch = torch.export.Dim("batch", min=1)
     try:

@@ -122,9 +122,9 @@ def _metric_rows(metrics: Mapping[str, tuple[str, float]], count: int) -> Iterat
 def _describe_preprocessing(run: LoadedRun, to: str) -> str:
     inputs = {
         "onnx": "Input of the file: `images`, uint8 (N, height, width, 3), RGB, of any size.",
-        "torch": "Input of the file: uint8 (N, 3, crop, crop), RGB.",
-        "timm": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
-        "safetensors": "Input of the model: float32 (N, 3, crop, crop), RGB, normalized.",
+        "torch": "Input of the file: uint8 (N, 3, H, W), RGB.",
+        "timm": "Input of the model: float32 (N, 3, H, W), RGB, normalized.",
+        "safetensors": "Input of the model: float32 (N, 3, H, W), RGB, normalized.",
     }
     steps = "\n".join(
         f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"

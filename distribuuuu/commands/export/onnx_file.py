@@ -1,7 +1,7 @@
 """ONNX files of classifiers: resize, crop, normalization and model in one graph, from uint8 images of any size.
 
-The graph repeats `CenterCrop` and `Normalizer` operator by operator. Its resize differs from torch's by at most a few
-gray levels: both round to uint8, but torch's weights have 16 bits.
+The graph repeats `CenterCrop` or `WholeImage`, and `Normalizer`, operator by operator. Its resize differs from torch's
+by at most a few gray levels: both round to uint8, but torch's weights have 16 bits.
 """
 
 import json
@@ -17,7 +17,8 @@ from torch import nn
 
 from distribuuuu.commands.export.export_check import CropClassifier
 from distribuuuu.config import ConfigError
-from distribuuuu.data.transforms import MAX_ASPECT
+from distribuuuu.config.derived import height_and_width
+from distribuuuu.data.transforms import MAX_ASPECT, CenterCrop
 from distribuuuu.inference.loaded_run import EvalTransform
 
 if TYPE_CHECKING:
@@ -27,14 +28,15 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # The first version whose Resize has antialiasing and the semantics used here in all runtimes is 19.
 OPSET = 20
 
-# Integer arithmetic on [height, width]. Sizes and offsets are those of `resize_shorter_side`, `crop_ends` and
-# `CenterCrop`: Div truncates, and a center offset is rounded half to even.
+# Integer arithmetic on [height, width]. Sizes and offsets are those of `crop_ends`, `resized_size` and
+# `crop_center`: Div truncates, and a center offset is rounded half to even.
 _PREPROCESSING = Template("""
 <ir_version: 8, opset_import: ["" : $opset]>
-preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $crop, $crop] cropped)
+preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $rows, $columns] cropped)
 <
     int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
-    int64[1] resize = {$resize}, int64[1] crop = {$crop}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}
+    int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
+    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}
 >
 {
     size = Shape <start = 1, end = 3> (images)
@@ -45,10 +47,15 @@ preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $crop,
     kept_from = Div (excess, two)
     kept_to = Sub (size, kept_from)
     kept = Slice (images, kept_from, kept_to, rows_columns)
-    kept_size = Sub (kept_to, kept_from)
+    height = Shape <start = 1, end = 2> (kept)
+    width = Shape <start = 2, end = 3> (kept)
+    kept_size = Concat <axis = 0> (height, width)
 
-    product = Mul (kept_size, resize)
-    new_size = Div (product, shorter)
+    scaled_by_height = Mul (kept_size, to_height)
+    by_height = Div (scaled_by_height, height)
+    scaled_by_width = Mul (kept_size, to_width)
+    by_width = Div (scaled_by_width, width)
+    $new_size
     planes = Transpose <perm = [0, 3, 1, 2]> (kept)
     outer = Shape <start = 0, end = 2> (planes)
     new_shape = Concat <axis = 0> (outer, new_size)
@@ -75,6 +82,16 @@ preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $crop,
     cropped = Slice (padded, from, to, last_two)
 }
 """)
+
+
+# The size after the resize, as `resized_size` computes it.
+_NEW_SIZE = {
+    "cover": "new_size = Max (by_height, by_width)",
+    "squash": "new_size = Identity (target)",
+    "letterbox": "within = Min (by_height, by_width)\n    new_size = Max (within, two)",
+}
+# An aspect ratio that no image exceeds.
+_NO_LIMIT = 1 << 31
 
 
 def require_onnx() -> None:
@@ -127,7 +144,7 @@ def _drop_unused_initializers(model: "ModelProto") -> None:
 def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProto":
     """Return the graph from uint8 crops to logits."""
     # With a batch of 1, torch.export would take the batch size for a constant.
-    pixels = torch.zeros(2, 3, transform.crop.size, transform.crop.size, dtype=torch.uint8)
+    pixels = torch.zeros(2, 3, *height_and_width(transform.crop.size), dtype=torch.uint8)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -160,7 +177,10 @@ def _build_preprocessing(transform: EvalTransform, classifier: "ModelProto") -> 
     opset = next(entry.version for entry in classifier.opset_import if entry.domain == "")
     crop = transform.crop
     mode = {"bilinear": "linear", "bicubic": "cubic"}[crop.interpolation]
-    sizes = {"resize": crop.resize_to, "crop": crop.size, "max_aspect": MAX_ASPECT}
-    before = onnx.parser.parse_model(_PREPROCESSING.substitute(opset=opset, mode=mode, **sizes))
+    resize_to, size = height_and_width(crop.resize_to), height_and_width(crop.size)
+    sizes = dict(zip(("to_height", "to_width", "rows", "columns"), (*resize_to, *size), strict=True))
+    sizes |= {"max_aspect": MAX_ASPECT if isinstance(crop, CenterCrop) else _NO_LIMIT}
+    new_size = _NEW_SIZE["cover" if isinstance(crop, CenterCrop) else crop.mode]
+    before = onnx.parser.parse_model(_PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, **sizes))
     before.ir_version = classifier.ir_version
     return onnx.compose.add_prefix(before, "preprocessing/", rename_inputs=False, rename_outputs=False)

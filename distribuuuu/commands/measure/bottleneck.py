@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.registry import dataset_name
@@ -93,7 +94,7 @@ def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
     if data.LOADER == "device":
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
     # Assume images of at most twice the crop's width and height.
-    is_small = is_array or len(images) * 3 * (2 * cfg.TRAIN.IM_SIZE) ** 2 <= _MAX_DEVICE_BYTES
+    is_small = is_array or len(images) * 3 * 4 * math.prod(height_and_width(cfg.TRAIN.IM_SIZE)) <= _MAX_DEVICE_BYTES
     is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
     applicable = {
         "a packed data set (distribuuuu pack)": not is_array and name != "packed",

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from distribuuuu.config.derived import show_size
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.samplers import build_im_size
 
@@ -15,10 +16,11 @@ _ASSUMED = "as fast as the one measured here, with as many cores and workers; co
 MAX_EVALUATION = 0.5
 
 
-def sizes_of(cfg) -> list[int]:
-    """Return the side of the training images in each epoch, in pixels."""
-    im_size_at = build_im_size(cfg)
-    return [im_size_at(epoch) if im_size_at else cfg.TRAIN.IM_SIZE for epoch in range(cfg.OPTIM.MAX_EPOCH)]
+def sizes_of(cfg) -> list[Any]:
+    """Return the side of the training images in each epoch, in pixels; of a rectangle, its size as text."""
+    im_size_at, final = build_im_size(cfg), cfg.TRAIN.IM_SIZE
+    fixed = final if isinstance(final, int) else show_size(final)
+    return [im_size_at(epoch) if im_size_at else fixed for epoch in range(cfg.OPTIM.MAX_EPOCH)]
 
 
 def epochs_to_measure(sizes: Sequence[int]) -> list[int]:

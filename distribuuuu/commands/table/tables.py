@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.config import Config
@@ -264,11 +265,14 @@ def _is_similar(best: Accuracy | None, other: Accuracy | None) -> bool:
     return best is other or not differs_significantly(best.values, other.values, best.num_images)
 
 
-def _image_sizes(train: int, evaluation: dict) -> str:
+def _image_sizes(train: Any, evaluation: dict) -> str:
     """Return the size of training images, then the resize and crop sizes of evaluation, in pixels."""
     extra = "" if evaluation["interpolation"] == "bilinear" else f" {evaluation['interpolation']}"
     extra += " + mirrored" if evaluation.get("flip") else ""
-    return f"{train} → {evaluation['resize']}/{evaluation['crop']}{extra}"
+    sizes = train, evaluation["resize"], evaluation["crop"]
+    shown = [" x ".join(map(str, size)) if isinstance(size, (list, tuple)) else str(size) for size in sizes]
+    extra += f" {evaluation['crop_mode']}" if "crop_mode" in evaluation else ""
+    return printable(f"{shown[0]} → {shown[1]}/{shown[2]}{extra}")
 
 
 def _order(config: str | None, params_m: float, global_batch: int) -> tuple:

@@ -16,7 +16,7 @@ from distribuuuu.commands.measure import timing
 from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
 from distribuuuu.commands.measure.timing import endless_batches, time_calls
 from distribuuuu.commands.time.time_report import format_report
-from distribuuuu.config.derived import eval_crop_size
+from distribuuuu.config.derived import eval_crop_size, height_and_width
 from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import TrainLoader, build_loader
@@ -174,8 +174,8 @@ def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> 
 def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int) -> torch.Tensor:
     """Return noise in the shape of an evaluation batch, or of `micro_batch` images if that would take too long."""
     is_fast = cfg.TEST.BATCH_SIZE * dist.world_size() / forward["images_per_s"] < timing.MEASURE_S
-    size = eval_crop_size(cfg)
-    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, 3, size, size, device=device)
+    size = height_and_width(eval_crop_size(cfg))
+    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, 3, *size, device=device)
     return images.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else images
 
 

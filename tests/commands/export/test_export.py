@@ -28,6 +28,7 @@ from distribuuuu.commands.export.exporter import crop_percentage, export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.files.locks import try_lock_folder
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import test_model as evaluate_run
@@ -87,7 +88,7 @@ def test_the_transform_of_timm_is_the_evaluation_transform(small_cfg, tmp_path, 
 def test_the_crop_percentage_gives_the_resize_back():
     for resize in range(1, 600, 7):
         for crop in range(1, 600, 11):
-            assert math.floor(crop / crop_percentage(crop, resize)) == resize
+            assert math.floor(crop / crop_percentage(CenterCrop(resize, crop))) == resize
 
 
 @pytest.mark.parametrize(
