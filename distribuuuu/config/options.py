@@ -69,9 +69,10 @@ _C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START")
 # Sides in between are multiples of this many pixels.
 _C.TRAIN.IM_SIZE_MULTIPLE = Option(32, least=1, needs="TRAIN.IM_SIZE_START")
 # Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets; for
-# `packed` also a URL: https://, http://, s3://, gs:// or hf://.
+# `archive` also an archive or a pattern, train-{000..009}.tar; for `packed` a URL: https://, http://, s3://, gs:// or
+# hf://.
 _C.TRAIN.DATASET = Option("./data/ILSVRC/", path=True, hashed=False)
-# Sub-folder of TRAIN.DATASET with the training classes.
+# Sub-folder of TRAIN.DATASET with the training classes; for `archive` the archive SPLIT.tar, SPLIT.zip or SPLIT-*.tar.
 _C.TRAIN.SPLIT = Option("train", needs="a DATA.NAME with folders of splits")
 # Resume from the newest valid checkpoint in OUT_DIR, if there is one; False: archive an older run at the first start.
 _C.TRAIN.AUTO_RESUME = Option(True, neutral=True, not_swept="the runs of a sweep are resumed; fix: remove it")
@@ -103,7 +104,7 @@ _C.TEST = Section()
 # Folder of the evaluation data. It is TRAIN.DATASET unless it is set on the command line, or a file sets it to a folder
 # that differs from this default and from the file's TRAIN.DATASET.
 _C.TEST.DATASET = Option("./data/ILSVRC/", path=True, hashed=False, not_swept=_SAME_METRIC)
-# Sub-folder of TEST.DATASET with the evaluation classes.
+# Sub-folder of TEST.DATASET with the evaluation classes; archives as TRAIN.SPLIT.
 _C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.
 _C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True, compared=False)
@@ -131,8 +132,9 @@ _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 _C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True, compared=False)
 
 _C.DATA = Section()
-# Data set. list: DATASET/SPLIT.csv with the columns path and label; multilabel: with the columns image and labels, any
-# number of classes per image. torchvision/NAME: a set of torchvision.datasets, e.g. torchvision/KMNIST.
+# Data set. archive: tar or ZIP archives; imagenet: ImageNet as it is distributed. list: DATASET/SPLIT.csv with the
+# columns path and label; multilabel: with the columns image and labels, any number of classes per image.
+# torchvision/NAME: a set of torchvision.datasets, e.g. torchvision/KMNIST.
 _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
@@ -180,7 +182,7 @@ _C.DATA.STD = Option((), recipe=False)
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = Option(True, neutral=True)
-# Folder for generated files (shapes, folder indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
+# Folder for generated files (shapes, indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 # Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
 _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)

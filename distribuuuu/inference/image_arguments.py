@@ -10,6 +10,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.data.datasets.base import is_class, is_folder, is_image
+from distribuuuu.data.datasets.layouts import ARCHIVES
 from distribuuuu.files.untrusted import open_regular
 
 
@@ -55,6 +56,9 @@ def _expand(path: str) -> Iterator[str]:
         if path.lower().endswith(".txt"):
             with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
                 yield from _lines(file)
+        elif path.lower().endswith(ARCHIVES):
+            fix = "fix: unpack it, or evaluate it by `distribuuuu test` with DATA.NAME archive"
+            raise OSError(22, f"is an archive; expected images, folders or lists; {fix}")
         else:
             yield path
     elif glob.has_magic(path):

@@ -29,7 +29,6 @@ from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS
 from distribuuuu.data.datasets.base import ImageDataset, first_few
-from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -308,8 +307,8 @@ def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     """Return a set of images of a config, which may be of others: nothing is written to the folders that it names.
 
-    The index of a folder of images is kept in the user's cache folder, and nothing is downloaded, unless an option of
-    the command line says so.
+    The index of a folder or an archive is kept in the user's cache folder, and nothing is downloaded, unless an option
+    of the command line says so.
 
     Raises:
         ConfigError, OSError: it cannot be opened.
@@ -318,7 +317,7 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     own = changed(cfg, {key: value for key, value in defaults.items() if cfg.origins.get(key) != COMMAND_LINE})
     family = dataset_class(own)
     own = changed(own, {"MODEL.NUM_CLASSES": cfg.MODEL.NUM_CLASSES or family.count_classes(own)})
-    if issubclass(family, ImageFolder):
+    if hasattr(family, "index_in_root"):
         family = type(family.__name__, (family,), {"index_in_root": False})
     return build_images(own, train, family)
 

@@ -1,11 +1,13 @@
 """The splits of a folder or of a config as data sets; nothing is written."""
 
 import os
+import shlex
 import time
 from bisect import bisect_right
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.base import (
     ImageDataset,
     SplitDataset,
@@ -16,7 +18,14 @@ from distribuuuu.data.datasets.base import (
 from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
-from distribuuuu.data.datasets.layouts import describe_archives, find_splits, missing_root, missing_split, sort_splits
+from distribuuuu.data.datasets.layouts import (
+    describe_archives,
+    describe_imagenet,
+    find_splits,
+    missing_root,
+    missing_split,
+    sort_splits,
+)
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.files.untrusted import open_regular
 
@@ -92,6 +101,9 @@ def open_folder(root: Path) -> Splits:
         raise ConfigError(Problem(*missing_root("FOLDER", root, "SPLIT/CLASS/IMAGE or CLASS/IMAGE")))
     if reason := access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
+    if hint := describe_imagenet(root):
+        command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
+        raise ConfigError(Problem("FOLDER", f"got {root}{hint}, as in: {command}"))
     folders = list_classes(root)
     if names := find_splits(folders):
         packs = [name for name in names if (root / name / "index.bin").is_file()]
@@ -126,10 +138,12 @@ def open_cfg(cfg) -> Splits:
         ConfigError: a set cannot be opened.
     """
     dataset, problems = get_dataset(cfg.DATA.NAME), []
+    if issubclass(dataset, Archive):
+        dataset = type(dataset.__name__, (dataset,), {"index_in_root": False})
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
         section = cfg[key]
-        has_split = dataset.has_splits and issubclass(dataset, SplitDataset)
+        has_split = dataset.has_splits and issubclass(dataset, (SplitDataset, Archive))
         name = section.SPLIT if has_split else key.lower()
         if name in splits:
             if os.path.realpath(cfg.TRAIN.DATASET) == os.path.realpath(section.DATASET):

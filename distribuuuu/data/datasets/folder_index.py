@@ -1,8 +1,8 @@
-"""The index of a folder of images: scanned once, stored in a file, and memory-mapped by later runs.
+"""Indexes of images: scanned once, stored in a file, and memory-mapped by later runs; and the index of a folder.
 
-The file is ROOT/.distribuuuu/index-SPLIT.bin, or is in the cache folder if ROOT is not writable. It stores the
-modification time of each folder, which changes when a file is added, removed or renamed: an index is current as long as
-these times match. A later run reads nothing else from the disk.
+The file of a folder's index is ROOT/.distribuuuu/index-SPLIT.bin, or is in the cache folder if ROOT is not writable. It
+stores the modification time of each folder, which changes when a file is added, removed or renamed: an index is current
+as long as these times match. A later run reads nothing else from the disk.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -40,7 +40,7 @@ YOUNG_NS = 2_000_000_000
 # The modification time of such a folder, and of one that was not listed completely.
 NOT_KNOWN = -1
 # Files that operating systems create, in lower case; like hidden files they are not counted as ignored.
-_JUNK_FILES = ("thumbs.db", "desktop.ini")
+JUNK_FILES = ("thumbs.db", "desktop.ini")
 # Types of the arrays of an index.
 DTYPES = {
     "names_bytes": np.uint8, "names_offsets": np.int64, "sample_folder": np.int32, "paths_bytes": np.uint8,
@@ -48,21 +48,69 @@ DTYPES = {
 }  # fmt: skip
 _logger = logging.getLogger(__name__)
 
+# What a scan returns: the meta and the arrays of an index.
+Content = tuple[dict[str, Any], dict[str, np.ndarray]]
+Index = TypeVar("Index", bound="StoredIndex")
 
-class FolderIndex:
-    """The images of a folder in arrays, without a Python object for each.
+
+class StoredIndex:
+    """An index of images in arrays, without a Python object for each; a family defines the methods without a body.
 
     Args:
-        folder: the folder with the class folders.
+        source: what is indexed; its text is the name in messages.
         meta: the ID of the scan, and what it ignored.
-        arrays: `names_*` of the images as in `pack_names`; `sample_folder`, int32, the folder of each image; and for
-            each folder, first the one of the classes: `paths_*` relative to `folder`, `folder_class`, int32, and
-            `folder_mtime_ns`, int64, or NOT_KNOWN. Images and folders are in the order of the classes.
+        arrays: by name.
         file: the file that the arrays are mapped from; None: they are in memory.
     """
 
-    def __init__(self, folder: str, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
-        self.folder, self.meta, self.arrays, self.file = folder, meta, arrays, file
+    kind, version = KIND, VERSION
+
+    def __init__(self, source: Any, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
+        self.source, self.meta, self.arrays, self.file = source, meta, arrays, file
+
+    @staticmethod
+    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Raise ValueError unless the numbers of a stored index are consistent: it may come with the data of others."""
+
+    def is_current(self) -> bool:
+        """Return whether nothing has changed since the scan."""
+        return True
+
+    def describe(self) -> str:
+        """Return the counts, e.g. '4 images in 2 folders'."""
+        return ""
+
+    def __getstate__(self) -> dict:
+        """Omit the arrays if the file still holds them: another process can map it too."""
+        state: dict[str, Any] = {"source": self.source, "meta": self.meta, "file": self.file, "arrays": None}
+        with contextlib.suppress(OSError, ValueError):
+            if self.file and read_arrays(self.file, self.kind, self.version)[0] == self.meta:
+                return state
+        return {**state, "file": None, "arrays": self.arrays}
+
+    def __setstate__(self, state: dict) -> None:
+        if state["arrays"] is None:
+            meta, state["arrays"] = read_arrays(state["file"], self.kind, self.version)
+            if meta != state["meta"]:
+                raise RuntimeError(f"{state['file']} was replaced while a process that needs it was started")
+        type(self).__init__(self, **state)
+
+
+class FolderIndex(StoredIndex):
+    """The images of a folder.
+
+    Args:
+        source: the folder with the class folders.
+        meta: see `StoredIndex`.
+        arrays: `names_*` of the images as in `pack_names`; `sample_folder`, int32, the folder of each image; and for
+            each folder, first the one of the classes: `paths_*` relative to `folder`, `folder_class`, int32, and
+            `folder_mtime_ns`, int64, or NOT_KNOWN. Images and folders are in the order of the classes.
+        file: see `StoredIndex`.
+    """
+
+    def __init__(self, source: str, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
+        super().__init__(source, meta, arrays, file)
+        self.folder = source
         folder_class, sample_folder = arrays["folder_class"], arrays["sample_folder"]
         # The folder of the classes has no class, and comes first.
         first_folders = np.searchsorted(folder_class, np.arange(folder_class[-1] + 1))
@@ -96,24 +144,41 @@ class FolderIndex:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [mtime for part in pool.map(find_mtimes, numbers[::step]) for mtime in part] == mtimes.tolist()
 
+    @staticmethod
+    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Raise ValueError unless all numbers refer to existing names, folders and classes.
+
+        An index may come with the data of others: no name may lead out of the folder.
+        """
+        ignored, found = meta.get("ignored"), {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+        is_counted = isinstance(ignored, dict) and all(type(num) is int for num in ignored.values())
+        if not is_counted or type(meta.get("num_beside")) is not int or found != DTYPES or len(arrays) > len(DTYPES):
+            raise ValueError("has an invalid header")
+        sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
+        for part, num in (("names", len(sample_folder)), ("paths", len(folder_class))):
+            offsets = arrays[f"{part}_offsets"]
+            if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
+                raise ValueError("holds inconsistent numbers of names")
+        ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
+        is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
+        in_range = not len(sample_folder) or 0 < sample_folder[0] <= sample_folder[-1] < len(folder_class)
+        # The folder of the classes has -1, followed by all classes without a gap.
+        has_all_classes = len(folder_class) and folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
+        if not (is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == len(folder_class)):
+            raise ValueError("holds inconsistent numbers")
+        text, offsets = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
+        paths = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
+        is_inside = paths[0] == [b""] and not any(part in (b"", b".", b"..") for path in paths[1:] for part in path)
+        if (
+            not is_inside
+            or 0 in arrays["paths_bytes"]
+            or any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep)))
+        ):
+            raise ValueError("holds a path outside of the folder")
+
     def describe(self) -> str:
         """Return the counts, e.g. '4 images in 2 folders'."""
         return f"{counted(len(self), 'image')} in {counted(len(self.arrays['folder_class']), 'folder')}"
-
-    def __getstate__(self) -> dict:
-        """Omit the arrays if the file still holds them: another process can map it too."""
-        state: dict[str, Any] = {"folder": self.folder, "meta": self.meta, "file": self.file, "arrays": None}
-        with contextlib.suppress(OSError, ValueError):
-            if self.file and read_arrays(self.file, KIND, VERSION)[0] == self.meta:
-                return state
-        return {**state, "file": None, "arrays": self.arrays}
-
-    def __setstate__(self, state: dict) -> None:
-        if state["arrays"] is None:
-            meta, state["arrays"] = read_arrays(state["file"], KIND, VERSION)
-            if meta != state["meta"]:
-                raise RuntimeError(f"{state['file']} was replaced while a process that needs it was started")
-        FolderIndex.__init__(self, **state)
 
 
 def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool = True) -> FolderIndex:
@@ -133,91 +198,70 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
     hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
     files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"]
     files.append(cache / "index" / f"{hashed}.bin")
-    stamps = {file: file_stamp(file) for file in files[0 if in_root else 1 :]}
+    return open_stored(FolderIndex, folder, files[0 if in_root else 1 :], lambda now_ns: scan_folder(folder, now_ns))
+
+
+def open_stored(family: type[Index], source: Any, files: Sequence[Path], scan: Callable[[int], Content]) -> Index:
+    """Return the index of the first file with a current one, else a new one, stored in the first that can be written.
+
+    Args:
+        family: the kind of index.
+        source: what is indexed.
+        files: where the index may be stored.
+        scan: returns the content of a new index for the time in ns by the clock of the file system.
+    """
+    stamps = {file: file_stamp(file) for file in files}
     for file in files:
-        index = _load(file, folder)
+        index = _load(family, file, source)
         if index is not None and index.is_current():
-            _logger.info("%s: %s, from %s", folder, index.describe(), file)
+            _logger.info("%s: %s, from %s", source, index.describe(), file)
             return index
-    return _scan_in_turn(folder, stamps)
-
-
-def _scan_in_turn(folder: str, stamps: dict[Path, tuple[int, ...]]) -> FolderIndex:
-    """Return a new index, stored in the first of the files that can be written."""
-    scan, start, reasons = None, time.monotonic(), []
+    content, start, reasons = None, time.monotonic(), []
     for file, stamp in stamps.items():
         try:
             with take_turn(file) as now_ns:
                 # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
                 # processes of a run must see the same images.
-                if file_stamp(file) != stamp and (index := _load(file, folder)) is not None:
-                    _logger.info("%s: %s, from %s of another process", folder, index.describe(), file)
+                if file_stamp(file) != stamp and (index := _load(family, file, source)) is not None:
+                    _logger.info("%s: %s, from %s of another process", source, index.describe(), file)
                     return index
-                scan = scan or scan_folder(folder, now_ns)
-                write_arrays(file, KIND, VERSION, *scan)
+                content = content or scan(now_ns)
+                write_arrays(file, family.kind, family.version, *content)
         except OSError as error:
             reasons.append(f"{file}: {error.strerror or error}")
             continue
         # Mapped from its file, the index shares its memory with other processes.
-        if (index := _load(file, folder)) is not None:
+        if (index := _load(family, file, source)) is not None:
             _log_scan(index, start, f"stored in {file}")
             return index
         reasons.append(f"{file}: the file written cannot be read")
-    index = FolderIndex(folder, *(scan or scan_folder(folder, time.time_ns())))
+    index = family(source, *(content or scan(time.time_ns())))
     _log_scan(index, start, "not stored")
-    _logger.warning("%s is scanned at every start, since no index can be stored: %s", folder, "; ".join(reasons))
+    _logger.warning("%s is scanned at every start, since no index can be stored: %s", source, "; ".join(reasons))
     return index
 
 
-def _log_scan(index: FolderIndex, start: float, stored: str) -> None:
+def _log_scan(index: StoredIndex, start: float, stored: str) -> None:
     seconds = time.monotonic() - start
-    _logger.info("%s: %s, scanned in %.1f s, %s", index.folder, index.describe(), seconds, stored)
+    _logger.info("%s: %s, scanned in %.1f s, %s", index.source, index.describe(), seconds, stored)
 
 
-def _load(file: Path, folder: str) -> FolderIndex | None:
+def _load(family: type[Index], file: Path, source: Any) -> Index | None:
     """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
-        meta, arrays = read_arrays(file, KIND, VERSION)
+        meta, arrays = read_arrays(file, family.kind, family.version)
         if meta.get("extensions") != list(EXTENSIONS):
             raise OtherVersionError("was made with other image file extensions")
         if meta.get("crc32") != checksum_of(arrays):
             raise ValueError("is corrupt")
-        _check(meta, arrays)
-        return FolderIndex(folder, meta, arrays, file)
+        family.check(meta, arrays)
+        return family(source, meta, arrays, file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         level = logging.INFO if isinstance(error, OtherVersionError) else logging.WARNING
-        _logger.log(level, "%s is not used: %s; the folder is scanned", file, error)
+        _logger.log(level, "%s is not used: %s; %s is scanned", file, error, source)
         return None
-
-
-def _check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Raise ValueError unless all numbers refer to existing names, folders and classes.
-
-    An index may come with the data of others: no name may lead out of the folder.
-    """
-    ignored, found = meta.get("ignored"), {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-    is_counted = isinstance(ignored, dict) and all(type(num) is int for num in ignored.values())
-    if not is_counted or type(meta.get("num_beside")) is not int or found != DTYPES or len(arrays) > len(DTYPES):
-        raise ValueError("has an invalid header")
-    sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
-    for part, num in (("names", len(sample_folder)), ("paths", len(folder_class))):
-        offsets = arrays[f"{part}_offsets"]
-        if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
-            raise ValueError("holds inconsistent numbers of names")
-    ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
-    is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
-    in_range = not len(sample_folder) or 0 < sample_folder[0] <= sample_folder[-1] < len(folder_class)
-    # The folder of the classes has -1, followed by all classes without a gap.
-    has_all_classes = len(folder_class) and folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
-    if not (is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == len(folder_class)):
-        raise ValueError("holds inconsistent numbers")
-    text, offsets = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
-    paths = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
-    is_inside = paths[0] == [b""] and not any(part in (b"", b".", b"..") for path in paths[1:] for part in path)
-    if not is_inside or 0 in arrays["paths_bytes"] or any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep))):
-        raise ValueError("holds a path outside of the folder")
 
 
 # ---------------------------------------------------------------------------------------- scanning
@@ -241,7 +285,7 @@ class _Folder(NamedTuple):
     is_link: bool = False
 
 
-def scan_folder(folder: str, now_ns: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def scan_folder(folder: str, now_ns: int) -> Content:
     """Return the meta and the arrays of a `FolderIndex`: images by class, then path of the folder, then name.
 
     Each folder is listed once, and no file is read. Links are followed, except to a folder above them. A folder that
@@ -306,7 +350,7 @@ def _join_images(names: list[str]) -> tuple[str, Counter[str]]:
     end = os.path.splitext(names[0])[1] if names else ""
     if end.lower() in EXTENSIONS and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
         return text, Counter()
-    ignored = [name for name in names if name[0] != "." and not is_image(name) and name.lower() not in _JUNK_FILES]
+    ignored = [name for name in names if name[0] != "." and not is_image(name) and name.lower() not in JUNK_FILES]
     extensions = Counter(os.path.splitext(name)[1].lower() for name in ignored)
     return "\0".join([*filter(is_image, names), ""]), extensions
 

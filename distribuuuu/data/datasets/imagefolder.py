@@ -10,7 +10,12 @@ from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, first_few, list_classes, walk_images
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
-from distribuuuu.data.datasets.layouts import describe_archives, missing_root, missing_split
+from distribuuuu.data.datasets.layouts import (
+    describe_archives,
+    describe_imagenet,
+    missing_root,
+    missing_split,
+)
 
 
 @DATASETS.register("imagefolder")
@@ -89,10 +94,8 @@ class ImageFolder(SplitDataset):
         elif not folder.is_dir():
             yield missing_split(name, root, split, layout)
         elif not list_classes(folder):
-            yield (
-                f"{name}.SPLIT",
-                f"{folder} has no class folders; it should hold CLASS/IMAGE{describe_archives(folder)}",
-            )
+            hint = describe_imagenet(root) or describe_archives(folder)
+            yield f"{name}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
         else:
             yield from ((f"{name}.SPLIT", problem) for problem in _empty_classes(folder))
 
@@ -111,7 +114,7 @@ class ImageFolder(SplitDataset):
 
     def notes(self) -> list[str]:
         """Return warnings about ignored files, and about class names that differ only by case."""
-        return list(_notes_on(self.folder, self._index.meta, self._index.classes))
+        return list(notes_on(self.folder, self._index.meta, self._index.classes))
 
     def label(self, index: int) -> int:
         """Return the class index of image `index`."""
@@ -152,7 +155,8 @@ def access_problem(folder: Path) -> str:
     return ""
 
 
-def _notes_on(folder: Path, meta: Mapping, classes: tuple[str, ...]) -> Iterator[str]:
+def notes_on(folder: str | os.PathLike, meta: Mapping, classes: tuple[str, ...]) -> Iterator[str]:
+    """Yield warnings about ignored files, and about class names that differ only by case."""
     ignored = sorted(meta.get("ignored", {}).items(), key=lambda item: (-item[1], item[0]))
     if ignored:
         counts = first_few([f"{suffix or 'no suffix'} ({count})" for suffix, count in ignored])

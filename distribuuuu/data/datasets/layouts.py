@@ -2,25 +2,35 @@
 
 import contextlib
 import os
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.data.datasets.archive_members import repack
 from distribuuuu.data.datasets.base import MAX_DEPTH, first_few, is_folder, is_image, list_classes, walk_images
 
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
 SPLIT_NAMES = (*TRAIN_NAMES, "val", "valid", "validation", "dev", "eval", "test", "testing")
+# ImageNet as it is distributed: the archives, the folder of Kaggle's archive, and the names of validation images.
+IMAGENET_TARS = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
+IMAGENET_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
+_VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")
 # Files that are given in place of a folder: their endings, what they are, and the way in.
 _ARRAYS = "images in a file of arrays or a table; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"
+_UNPACK = "or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, then use {folder}"
+_TOOLS = {
+    "gzip": (".tar.gz", ".tgz"), "bzip2": (".tar.bz2", ".tbz2"), "xz": (".tar.xz", ".txz"), "zstd": (".tar.zst",),
+}  # fmt: skip
+# Endings of archives.
+ARCHIVES = (".zip", ".tar", *(ending for endings in _TOOLS.values() for ending in endings))
 _FILES = (
     ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),
-    ((".zip",), "a ZIP archive; fix: python -m zipfile -e {path} {folder}, then use {folder}"),
-    (
-        (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"),
-        "a tar archive; fix: mkdir {folder} && tar -xf {path} -C {folder}, then use {folder}",
-    ),
+    ((".zip",), "a ZIP archive; fix: {read}; or unpack it: python -m zipfile -e {path} {folder}, then use {folder}"),
+    ((".tar",), f"a tar archive; fix: {{read}}; {_UNPACK}"),
+    *((endings, f"a compressed tar archive; {{{tool}}}, then {{read}}; {_UNPACK}") for tool, endings in _TOOLS.items()),
     ((".7z", ".rar", ".gz", ".xz", ".bz2", ".zst"), "a compressed file; fix: unpack it, and use the folder of images"),
     (
         (".csv",),
@@ -42,17 +52,57 @@ def describe_file(path: Path) -> str:
         if ending := next((ending for ending in endings if name.lower().endswith(ending)), ""):
             stem = name[: -len(ending)]
             texts = {"path": path, "folder": path.with_name(stem or "images"), "parent": path.parent, "stem": stem}
-            return text.format(**{key: shlex.quote(str(value)) for key, value in texts.items()})
+            quoted = {key: shlex.quote(str(value)) for key, value in texts.items()}
+            tar = path.with_name(f"{stem}.tar") if ending not in (".tar", ".zip") else path
+            commands = {tool: repack(str(path), tool) for tool in _TOOLS}
+            return text.format(**quoted, **commands, read=f"set {_archive_options(tar)}")
     return "a file; expected a folder"
 
 
-def describe_archives(folder: Path) -> str:
-    """Return '; it holds X, a ZIP archive; fix: ...' for the first archive in a folder, or an empty string."""
+def _archive_options(path: Path) -> str:
+    """Return the options that train on an archive: on one for each split, or on one with a folder for each."""
+    if path.name in IMAGENET_TARS:
+        return f"DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(path.parent))}"
+    split = split_of_archive(path.name)
+    if split.lower() not in SPLIT_NAMES:
+        return f"DATA.NAME archive TRAIN.DATASET {shlex.quote(str(path))}, which reads its folders train/ and val/"
+    key = "TRAIN" if split.lower() in TRAIN_NAMES else "TEST"
+    return f"DATA.NAME archive {key}.DATASET {shlex.quote(str(path.parent))} {key}.SPLIT {split}"
+
+
+def split_of_archive(name: str) -> str:
+    """Return the split of an archive or a shard, e.g. 'train' of 'train.tar' and of 'train-000.tar'."""
+    return re.sub(r"(-\d+)?\.(tar|zip)$", "", name, flags=re.IGNORECASE)
+
+
+def list_archives(names: Iterable[str]) -> list[str]:
+    """Return those of some file names, sorted, that are archives which can be read without unpacking."""
+    return sorted(name for name in names if name.lower().endswith((".tar", ".zip")) and not _is_weights(name))
+
+
+def _is_weights(name: str) -> bool:
+    return name.lower().endswith(".pth.tar")
+
+
+def describe_archives(folder: Path, split: str = "") -> str:
+    """Return '; it holds X, a ZIP archive; fix: ...' for the first archive in a folder, of a split if it is given."""
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
         for name in sorted(entry.name for entry in entries if not is_folder(entry)):
-            if "archive" in (text := describe_file(folder / name)):
+            is_meant = not split or re.match(rf"{re.escape(split)}[-.]", name)
+            if is_meant and "archive" in (text := describe_file(folder / name)):
                 return f"; it holds {name}, {text}"
     return ""
+
+
+def describe_imagenet(root: Path) -> str:
+    """Return '; it holds ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
+    found = next((name for name in IMAGENET_TARS if (root / name).is_file()), "")
+    found = "" if any(list_classes(root / name) for name in ("train", "val")) else found
+    found = next((name for name in IMAGENET_FOLDERS if (root / name).is_dir()), found)
+    if not list_classes(root / "val"):
+        with contextlib.suppress(OSError), os.scandir(root / "val") as entries:
+            found = "val/ without class folders" if any(_VAL_IMAGE.match(entry.name) for entry in entries) else found
+    return f"; {root} has {found}, as ImageNet is distributed; fix: set DATA.NAME imagenet" if found else ""
 
 
 def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
@@ -68,6 +118,8 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
     """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
     key, problem, existing = f"{name}.SPLIT", f"no folder {split!r} in {root}", list_classes(root)
+    if hint := describe_imagenet(root) or describe_archives(root, split):
+        return key, f"{problem}{hint}"
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}{describe_archives(root)}"
     if (inner := find_inner_root(root)) and split in list_classes(inner):
         return key, f"{problem}; {has}; fix: set {name}.DATASET {inner}"

@@ -17,9 +17,13 @@ from distribuuuu.data.datasets.layouts import find_inner_root, missing_root, mis
 from distribuuuu.engine.preflight import find_run_problems
 
 FILES = {
-    "images.zip": "is a ZIP archive; fix: python -m zipfile -e",
-    "images.ZIP": "is a ZIP archive; fix: python -m zipfile -e", "images.tar": "is a tar archive; fix: mkdir",
-    "images.tar.gz": "is a tar archive; fix: mkdir", "my images.tgz": "is a tar archive; fix: mkdir",
+    "images.zip": "is a ZIP archive; fix: set DATA.NAME archive TRAIN.DATASET {path}, which reads its folders",
+    "images.ZIP": "is a ZIP archive; fix: set DATA.NAME archive",
+    "val.tar": "is a tar archive; fix: set DATA.NAME archive TEST.DATASET {parent} TEST.SPLIT val; or unpack it: mkdir",
+    "train-01.tar": "is a tar archive; fix: set DATA.NAME archive TRAIN.DATASET {parent} TRAIN.SPLIT train; or unpack",
+    "train.tar.gz": "is a compressed tar archive; fix: gzip -dc {path} > {parent}/train.tar, then set DATA.NAME",
+    "my images.tgz": "is a compressed tar archive; fix: gzip -dc", "ILSVRC2012_img_train.tar": "is a tar archive; fix: "
+    "set DATA.NAME imagenet TRAIN.DATASET {parent}; or",
     "images.rar": "is a compressed file; fix: unpack it",
     "images.parquet": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
     "images.npz": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
@@ -51,6 +55,7 @@ def refusals_of(folder: Path, tmp_path: Path, capsys) -> str:
 def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
     for name, message in FILES.items():
         (path := tmp_path / name).touch()
+        message = message.format(path=path, parent=tmp_path)
         for dataset in ("imagefolder", "packed", "list"):
             found = errors_of(path, tmp_path, "DATA.NAME", dataset)
             assert f"TRAIN.DATASET (command line): {path} {message}" in found and "no such folder" not in found
@@ -71,7 +76,7 @@ def test_the_command_for_an_archive_unpacks_it(tmp_path, name):
             for folder in (tmp_path / "source").iterdir():
                 archive.add(folder, folder.name)
     _, message = missing_root("TRAIN", path, "")
-    command, _, folder = message.partition("fix: ")[2].rpartition(", then use ")
+    command, _, folder = message.partition("or unpack it: ")[2].rpartition(", then use ")
     command = command.replace("python -m", f"{shlex.quote(sys.executable)} -m")
     subprocess.run(["bash", "-c", command], check=True)
     assert list_classes(shlex.split(folder)[0]) == ("ant", "bee")
@@ -80,7 +85,7 @@ def test_the_command_for_an_archive_unpacks_it(tmp_path, name):
 def test_an_archive_in_the_folder_is_named(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "images.zip").touch()
-    hint = f"it holds images.zip, a ZIP archive; fix: python -m zipfile -e {tmp_path / 'data' / 'images.zip'}"
+    hint = f"it holds images.zip, a ZIP archive; fix: set DATA.NAME archive TRAIN.DATASET {tmp_path}/data/images.zip"
     assert hint in errors_of(tmp_path / "data", tmp_path)
     assert refusals_of(tmp_path / "data", tmp_path, capsys).count(hint) == 2
 

@@ -1,0 +1,425 @@
+"""The index of the images in archives: built in one pass, stored as that of a folder, and memory-mapped by later runs.
+
+An image is read at its place in the archive; nothing is unpacked.
+"""
+
+import contextlib
+import hashlib
+import os
+import sys
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.archive_members import (
+    ArchiveError,
+    Member,
+    Window,
+    member_error,
+    walk_archive,
+    walk_tar,
+)
+from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names
+from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, first_few, is_class, is_image
+from distribuuuu.data.datasets.folder_index import JUNK_FILES, YOUNG_NS, Content, StoredIndex, open_stored
+from distribuuuu.files.untrusted import open_regular, parse_json
+
+# Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
+MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
+# Names in the JSON of a shard that may hold the label, in this order.
+LABEL_KEYS = ("cls", "label", "class")
+# Seconds until the progress bar of a scan appears.
+BAR_DELAY_S = 1.0
+# Archives that a process keeps open; with more, those that were opened first are closed.
+_MAX_OPEN = 128
+DTYPES = {
+    "names_bytes": np.uint8, "names_offsets": np.int64, "archive": np.int32, "offset": np.int64, "size": np.uint32,
+    "packed": np.uint32, "label": np.int32, "classes_bytes": np.uint8, "classes_offsets": np.int64,
+}  # fmt: skip
+
+
+class ArchiveSource(NamedTuple):
+    """Archives, and what of them is a data set.
+
+    Attributes:
+        paths: the archives.
+        folder: the folder in the archives with the class folders, if it is the only one at the top; empty: none.
+        is_inside: whether `folder` is one of several: the archive holds all splits.
+        layout: classes (class folders or shards), tars (an archive of one tar per class), or flat (no classes).
+    """
+
+    paths: tuple[str, ...]
+    folder: str = ""
+    is_inside: bool = False
+    layout: str = "classes"
+
+    def __str__(self) -> str:
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.paths[0]}{more}" + (f", folder {self.folder}" if self.is_inside else "")
+
+    def stamps(self) -> list[list[int]]:
+        """Return the size and the modification time of each archive; nothing for one that is missing."""
+        return [[*file_stamp(path)] for path in self.paths]
+
+
+class ArchiveIndex(StoredIndex):
+    """The images of archives.
+
+    Args:
+        source: the archives.
+        meta: the ID of the scan, the time and the stamps of the archives, and what was ignored.
+        arrays: of `DTYPES`: by image the name, the number of the archive, the first byte, the size, the packed size (0:
+            stored as it is) and the label; and the names of the classes.
+        file: see `StoredIndex`.
+    """
+
+    kind, version = "archive index", 1
+
+    def __init__(self, source: ArchiveSource, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
+        super().__init__(source, meta, arrays, file)
+        self.classes = tuple(name_at(arrays, "classes", number) for number in range(len(arrays["classes_offsets"]) - 1))
+        self._files: dict[int, IO[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self.arrays["label"])
+
+    def name(self, index: int) -> str:
+        """Return the name of image `index` in its archive."""
+        return name_at(self.arrays, "names", index)
+
+    def path(self, index: int) -> str:
+        """Return the archive of image `index`."""
+        return self.source.paths[self.arrays["archive"][index]]
+
+    def read(self, index: int) -> bytearray:
+        """Return the bytes of image `index`.
+
+        Raises:
+            ConfigError: the archive is missing, or has changed since the scan.
+            ValueError: the data is corrupt.
+        """
+        arrays = self.arrays
+        size, packed = int(arrays["size"][index]), int(arrays["packed"][index])
+        file = self._open(int(arrays["archive"][index]))
+        data = os.pread(file.fileno(), packed or size, int(arrays["offset"][index]))
+        if len(data) < (packed or size):
+            raise ArchiveError(f"{self.path(index)}: is shorter than at the start of the run; fix: start it again")
+        return bytearray(_inflate(data, size) if packed else data)
+
+    def _open(self, number: int) -> IO[bytes]:
+        """Return an archive, which is opened once in a process; a forked one shares its position-free descriptor."""
+        if (file := self._files.get(number)) is None:
+            path = self.source.paths[number]
+            try:
+                file = open_regular(path)
+            except OSError as error:
+                raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
+            status = os.fstat(file.fileno())
+            if [status.st_size, status.st_mtime_ns] != self.meta["archives"][number]:
+                raise ArchiveError(f"{path}: has changed since the start of the run; fix: start it again")
+            while len(self._files) >= _MAX_OPEN:  # a thread that reads one still holds it open
+                with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # other threads do the same
+                    del self._files[next(iter(self._files))]
+            self._files[number] = file
+        return file
+
+    def is_current(self) -> bool:
+        """Return whether no archive has changed since the scan, nor may have changed right after it."""
+        stamps = self.source.stamps()
+        return stamps == self.meta["archives"] and max(mtime for _, mtime in stamps) <= self.meta["scanned"] - YOUNG_NS
+
+    def describe(self) -> str:
+        """Return the counts, e.g. '4 images in 2 archives'."""
+        return f"{counted(len(self), 'image')} in {counted(len(self.source.paths), 'archive')}"
+
+    @staticmethod
+    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Raise ValueError unless all numbers refer to existing names, classes, archives and bytes."""
+        stamps, ignored = meta.get("archives", 0), meta.get("ignored", 0)
+        if not isinstance(ignored, dict) or not isinstance(stamps, list):
+            raise ValueError("has an invalid header")
+        numbers = [*ignored.values(), meta.get("num_beside"), meta.get("scanned")]
+        are_pairs = all(isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in stamps)
+        found = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+        if found != DTYPES or len(arrays) > len(DTYPES) or not all(type(number) is int for number in numbers):
+            raise ValueError("has an invalid header")
+        if not are_pairs or not all(0 <= size < 1 << 60 for size, _ in stamps):
+            raise ValueError("has an invalid header")
+        num, sizes = len(arrays["label"]), np.array([size for size, _ in stamps], np.int64)
+        for part in ("names", "classes"):
+            offsets, total = arrays[f"{part}_offsets"], len(arrays[f"{part}_bytes"])
+            if not len(offsets) or offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+                raise ValueError("holds inconsistent numbers of names")
+        lengths = {len(arrays[name]) for name in ("archive", "offset", "size", "packed")}
+        if lengths | {len(arrays["names_offsets"]) - 1} != {num}:
+            raise ValueError("holds inconsistent numbers")
+        limits = (("archive", len(sizes)), ("label", len(arrays["classes_offsets"]) - 1))
+        if any(num and not 0 <= arrays[name].min() <= arrays[name].max() < most for name, most in limits):
+            raise ValueError("holds inconsistent numbers")
+        stored = np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
+        if (arrays["offset"] < 0).any() or (arrays["offset"] > sizes[arrays["archive"]] - stored).any():
+            raise ValueError("holds a place outside of an archive")
+
+
+@lru_cache(maxsize=4)
+def _open_once(source: ArchiveSource, stamps: str, cache: Path, in_root: bool) -> ArchiveIndex:
+    root = Path(source.paths[0]).parent
+    names = [os.path.relpath(path, root) for path in source.paths]
+    words = "\0".join([*names, source.folder, str(source.is_inside), source.layout])
+    own = hashlib.sha256(os.fsencode(words)).hexdigest()[:32]
+    real = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{words}")).hexdigest()[:32]
+    files = [root / ".distribuuuu" / f"archive-{own}.bin", cache / "index" / f"{real}.bin"]
+    return open_stored(ArchiveIndex, source, files[0 if in_root else 1 :], partial(scan_archives, source))
+
+
+def open_archives(source: ArchiveSource, cache: Path, in_root: bool = True) -> ArchiveIndex:
+    """Return the index of archives from its file if that is current, otherwise from a new scan that is stored.
+
+    Of several processes one scans, and the others wait for its result. A process opens unchanged archives once.
+
+    Args:
+        source: the archives.
+        cache: the folder for an index that cannot be stored beside the first archive.
+        in_root: whether it may be stored there.
+
+    Raises:
+        ArchiveError: an archive is missing or cannot be used, or a name or a label is invalid.
+    """
+    return _open_once(source, str(source.stamps()), cache, in_root)
+
+
+# ---------------------------------------------------------------------------------------- scanning
+
+
+def scan_archives(source: ArchiveSource, now_ns: int) -> Content:
+    """Return the meta and the arrays of an `ArchiveIndex`; each archive is read once, in the order of its bytes.
+
+    Images in class folders are ordered by class, then path of the folder, then name, as in a `FolderIndex`; those of
+    shards by archive and place. Hidden files and files of operating systems are ignored.
+
+    Args:
+        source: the archives.
+        now_ns: the time by the clock of their file system.
+
+    Raises:
+        ArchiveError: see `open_archives`.
+    """
+    from tqdm import tqdm
+
+    found, stamps, done = _Found(source), source.stamps(), 0
+    total = sum(stamp[0] for stamp in stamps if stamp)
+    is_hidden = sys.stderr is None or not sys.stderr.isatty()
+    with tqdm(total=total, desc=f"index of {source}", unit="B", unit_scale=True, leave=False, disable=is_hidden,
+              delay=BAR_DELAY_S) as bar:  # fmt: skip
+        for number, path in enumerate(source.paths):
+            try:
+                with open_regular(path) as file:
+                    status = os.fstat(file.fileno())
+                    stamps[number] = [status.st_size, status.st_mtime_ns]
+                    window = Window(path, status.st_size, partial(os.pread, file.fileno()))
+                    for member in _list_members(window, source.layout):
+                        found.add(number, member, window)
+                        bar.update(done + member.offset - bar.n)
+                    done += status.st_size
+            except OSError as error:
+                raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
+    arrays = found.to_arrays()
+    meta = {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
+    ignored = {"ignored": dict(found.ignored), "num_beside": found.num_beside}
+    return {**meta, **ignored, "archives": stamps, "scanned": now_ns}, arrays
+
+
+def _inflate(data: bytes, size: int) -> bytes:
+    """Return deflated data of `size` bytes; never more is decompressed, whatever the data is."""
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        content = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the archive is corrupt: {error}") from error
+    if len(content) != size:
+        raise ValueError(f"the archive declares {size:,} bytes, but holds {'more' if len(content) > size else 'fewer'}")
+    return content
+
+
+def _list_members(window: Window, layout: str) -> Iterator[Member]:
+    """Yield the files of an archive; for `tars`, those of the tars in it, each in a folder with the name of its tar."""
+    for member in walk_archive(window):
+        if layout != "tars":
+            yield member
+        elif member.name.endswith(".tar") and not (member.fault or member.packed):
+            folder = os.path.basename(member.name)[: -len(".tar")]
+            for inner in walk_tar(window.inside(member.name), member.offset, member.offset + member.size):
+                yield inner._replace(name=f"{folder}/{inner.name}")
+
+
+class _Found:
+    """The images and the labels that a scan has found."""
+
+    def __init__(self, source: ArchiveSource):
+        self.source, self.num_beside = source, 0
+        self.ignored: Counter[str] = Counter()
+        self._cleaned: dict[str, str | None] = {}
+        self._names: list[str] = []
+        self._columns = {"archive": array("i"), "offset": array("q"), "size": array("I"), "packed": array("I")}
+        # The images by folder; and the label of each (archive, name without its extensions), None: it has none.
+        self._folders: dict[str, list[int]] = {}
+        self._labels: dict[tuple[int, str], int | str | None] = {}
+        self._has_cls = False
+
+    def add(self, number: int, member: Member, window: Window) -> None:
+        """Add a member of archive `number`, unless it is hidden; raise ArchiveError if it cannot be used."""
+        raw, _, name = member.name.rpartition("/")
+        if raw not in self._cleaned or "\0" in member.name or member.name[:1] == "/":
+            self._cleaned[raw] = _clean_folder(raw, member, window)
+        folder = self._cleaned[raw]
+        if folder is None or name[:1] == ".":
+            return
+        if is_image(name):
+            if member.fault or max(member.size, member.packed) > MAX_IMAGE:
+                too_large = f"has {member.size:,} bytes; expected at most {MAX_IMAGE:,}"
+                raise window.error(member.fault or too_large, member.name)
+            self._folders.setdefault(folder, []).append(len(self._names))
+            self._names.append(name)
+            for key, value in (("archive", number), ("offset", member.offset), ("size", member.size)):
+                self._columns[key].append(value)
+            self._columns["packed"].append(member.packed)
+        elif name.lower() not in JUNK_FILES:
+            self.ignored[os.path.splitext(name)[1].lower()] += 1
+            if name.endswith((".cls", ".json")):
+                self._add_label(number, f"{folder}/{name.partition('.')[0]}", member, window)
+
+    def _add_label(self, number: int, key: str, member: Member, window: Window) -> None:
+        label = None
+        with contextlib.suppress(ValueError):  # an image without a label is an error, another file is not
+            if not member.fault and max(member.size, member.packed) <= MAX_LABEL:
+                data = window.read(member.offset, member.packed or member.size)
+                label = _read_label(_inflate(data, member.size) if member.packed else data, member.name)
+        if member.name.endswith(".cls"):
+            self._has_cls, self._labels[number, key] = True, label
+        else:
+            self._labels.setdefault((number, key), label)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of an `ArchiveIndex`; raise ArchiveError if there is no image, or one without a label."""
+        has_labels = self._has_cls or (bool(self._labels) and len(self._folders) == 1)
+        is_shards = self.source.layout == "classes" and has_labels
+        order, names, labels, classes = self._order_shards() if is_shards else self._order_folders()
+        if not order:
+            beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
+            expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
+            raise ArchiveError(f"{self.source}: has no images in class folders{beside}; {expected}")
+        columns = {name: np.frombuffer(column, DTYPES[name])[order] for name, column in self._columns.items()}
+        arrays = {**pack_names("names", names), **columns, "label": np.array(labels, np.int32),
+                  **pack_names("classes", [os.fsencode(name) for name in classes])}  # fmt: skip
+        self._check_overlaps(arrays)
+        return arrays
+
+    def _order_folders(self) -> tuple[list[int], list[bytes], list[int], list[str]]:
+        """Return the images in the order of a folder index, with their names, labels and classes."""
+        prefix, folders = self._select_folders()
+        is_flat = self.source.layout == "flat"
+        beside = [] if is_flat else folders.pop("", [])
+        classes = sorted({folder.partition("/")[0] for folder in folders if is_flat or is_class(folder)})
+        numbers = {name: number for number, name in enumerate(classes)}
+        order: list[int] = []
+        names: list[bytes] = []
+        labels: list[int] = []
+        for top, folder in sorted((folder.partition("/")[0], folder) for folder in folders):
+            if top not in numbers:
+                continue
+            images = sorted(folders[folder], key=self._names.__getitem__)
+            own = [self._names[image] for image in images]
+            if len(set(own)) < len(own):
+                twice = next(place for place, name in enumerate(own) if name == own[place + 1])
+                self._refuse_second(images[twice : twice + 2], f"{prefix}{folder}/{own[twice]}")
+            order += images
+            start = os.fsencode(f"{prefix}{folder}/" if folder or prefix else "").replace(b"//", b"/")
+            names += [start + os.fsencode(name) for name in own]
+            labels += [numbers[top]] * len(images)
+        self.num_beside = len(beside)
+        return order, names, labels, classes
+
+    def _refuse_second(self, images: list[int], name: str) -> None:
+        paths = dict.fromkeys(self.source.paths[self._columns["archive"][image]] for image in images)
+        fix = "fix: pack the files again, each once"
+        raise member_error(" and ".join(paths), name, f"has two members of this name; {fix}")
+
+    def _select_folders(self) -> tuple[str, dict[str, list[int]]]:
+        """Return the folder that holds the class folders, with a slash, or nothing; and the images by folder in it."""
+        chosen, tops = self.source.folder, {folder.partition("/")[0] for folder in self._folders}
+        if not self.source.is_inside and tops != {chosen}:
+            return "", dict(self._folders)
+        start = f"{chosen}/"
+        inner = {name[len(start) :]: images for name, images in self._folders.items() if f"{name}/".startswith(start)}
+        if not inner:
+            deeper = {f"{name}/".partition(f"/{start}")[0] for name in self._folders if f"/{start}" in f"{name}/"}
+            fix = f"; fix: set SPLIT {sorted(deeper)[0]}/{chosen}" if deeper else ""
+            raise ArchiveError(f"{self.source.paths[0]}: has no folder {chosen}; it has {first_few(sorted(tops))}{fix}")
+        return start, inner
+
+    def _order_shards(self) -> tuple[list[int], list[bytes], list[int], list[str]]:
+        """Return the images in the order of the shards, with their names, labels and classes."""
+        folder_of = {image: folder for folder, images in self._folders.items() for image in images}
+        seen: set[tuple[int, str]] = set()
+        names: list[bytes] = []
+        found: list[int | str] = []
+        for image, name in enumerate(self._names):
+            number, folder = self._columns["archive"][image], folder_of[image]
+            key, full = (number, f"{folder}/{name.partition('.')[0]}"), f"{folder}/{name}".lstrip("/")
+            if key in seen:
+                raise member_error(self.source.paths[number], full, "is a second image of its sample")
+            if (label := self._labels.get(key)) is None:
+                expected = f"expected a .cls with a class, or a .json with {' or '.join(LABEL_KEYS)}"
+                raise member_error(self.source.paths[number], full, f"has no label; {expected}")
+            seen.add(key)
+            names.append(os.fsencode(full))
+            found.append(label)
+        for ending in (".cls", ".json"):
+            del self.ignored[ending]
+        values = [label for label in found if isinstance(label, int)]
+        if len(values) == len(found) and (highest := max(values, default=0)) < MAX_CLASSES:
+            return [*range(len(found))], names, values, [*map(str, range(highest + 1))]
+        classes = sorted({*map(str, found)})
+        numbers = {name: number for number, name in enumerate(classes)}
+        return [*range(len(found))], names, [numbers[str(label)] for label in found], classes
+
+    def _check_overlaps(self, arrays: dict[str, np.ndarray]) -> None:
+        """Raise ArchiveError if two images share bytes: a small ZIP that pretends to hold more than it does."""
+        order = np.lexsort((arrays["offset"], arrays["archive"]))
+        archive, start = arrays["archive"][order], arrays["offset"][order]
+        end = start + np.where(arrays["packed"], arrays["packed"], arrays["size"])[order]
+        if len(wrong := np.flatnonzero((archive[1:] == archive[:-1]) & (start[1:] < end[:-1]))):
+            index = order[wrong[0] + 1]
+            path, name = self.source.paths[arrays["archive"][index]], name_at(arrays, "names", index)
+            raise member_error(path, name, "shares bytes with another member; fix: pack the archive again")
+
+
+def _clean_folder(raw: str, member: Member, window: Window) -> str | None:
+    """Return a folder of an archive without empty parts; None: it is one of an operating system.
+
+    Raises:
+        ArchiveError: it leads out of the archive.
+    """
+    parts = [part for part in raw.split("/") if part not in ("", ".")]
+    if member.name[:1] == "/" or ".." in parts or "\0" in member.name:
+        raise window.error("leads out of the archive; fix: pack it again with relative names", member.name)
+    return None if any(part.lower() in JUNK_FOLDERS for part in parts) else "/".join(parts)
+
+
+def _read_label(data: bytes, name: str) -> int | str | None:
+    """Return the class in a .cls or a .json of a shard, a number or a name; None: it has none."""
+    if name.endswith(".cls"):
+        value: Any = data.decode("utf-8").strip()
+        value = int(value) if value.isdecimal() and len(value) < 10 else value
+    else:
+        value = parse_json(data)
+        value = next((value[key] for key in LABEL_KEYS if key in value), None) if isinstance(value, dict) else None
+    is_name = isinstance(value, str) and 0 < len(value) < 300 and value.isprintable()
+    return value if is_name or (type(value) is int and value >= 0) else None

@@ -1,0 +1,277 @@
+"""ImageNet (ILSVRC 2012) as it is distributed: archives of images-net.org, Kaggle's folders, or a flat val/.
+
+The class of a validation image comes from the development kit or from Kaggle's solution file; nothing is unpacked.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.model_names import cache_folder
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.archive import Archive
+from distribuuuu.data.datasets.archive_members import ArchiveError, Window, walk_tar
+from distribuuuu.data.datasets.base import ImageDataset, first_few, is_image, list_classes, name_at
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets.layouts import IMAGENET_FOLDERS, IMAGENET_TARS, missing_root
+from distribuuuu.files.untrusted import read_regular
+
+TRAIN_TAR, VAL_TAR = IMAGENET_TARS
+DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12", "LOC_val_solution.csv"
+TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+# Bytes of the largest file with labels, also after it has been decompressed.
+_MAX_BYTES = 1 << 24
+
+
+@DATASETS.register("imagenet")
+class ImageNet(Archive):
+    """The training or the validation images of ImageNet, in the order of a folder with one sub-folder per class."""
+
+    has_splits = False
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
+        """Return the set: of archives or of folders.
+
+        Raises:
+            ConfigError: images or labels are missing or damaged; the message names the file.
+        """
+        name = "TRAIN" if train else "TEST"
+        root, cache = Path(cfg[name].DATASET), cfg.DATA.CACHE_DIR
+        if not root.is_dir():
+            raise ConfigError(Problem(*missing_root(name, root, f"{TRAIN_TAR}, {VAL_TAR} and {DEVKIT}.tar.gz")))
+        try:
+            if train:
+                return cls._open_train(root, cache)
+            return cls._open_val(root, cache, cls.read_classes(cfg))
+        except ArchiveError as error:
+            raise ConfigError([Problem(f"{name}.DATASET", problem.message) for problem in error.problems]) from error
+
+    @classmethod
+    def read_classes(cls, cfg, name: str = "TRAIN") -> tuple[str, ...]:
+        """Return the classes of cfg.TRAIN, or those of the validation labels; empty if they cannot be read."""
+        try:
+            return cls.from_cfg(cfg, name == "TRAIN").classes
+        except ConfigError:
+            return ()
+
+    @classmethod
+    def _open_train(cls, root: Path, cache: str) -> ImageDataset:
+        if (root / TRAIN_TAR).is_file():
+            return cls(cls._open_tar(root / TRAIN_TAR, "tars", cache))
+        for folder in (*(root / name for name in IMAGENET_FOLDERS), root):
+            if list_classes(folder / "train"):
+                return _FOLDERS[cls.index_in_root](folder, "train", cache_dir=cache)
+        expected = f"expected {TRAIN_TAR}, {IMAGENET_FOLDERS[0]}/train/WNID/ or train/WNID/"
+        raise ArchiveError(f"{root} has no training images of ImageNet; {expected}")
+
+    @classmethod
+    def _open_val(cls, root: Path, cache: str, classes: tuple[str, ...]) -> ImageDataset:
+        import numpy as np
+
+        if (root / VAL_TAR).is_file():
+            index = cls._open_tar(root / VAL_TAR, "flat", cache)
+            names = [index.name(number) for number in range(len(index))]
+            order, labels, classes = _label(names, read_labels(root), classes, root / VAL_TAR)
+            return cls(index, classes, order, labels)
+        for folder in (*(root / name / "val" for name in IMAGENET_FOLDERS), root / "val"):
+            if list_classes(folder):
+                return _FOLDERS[cls.index_in_root](folder.parent, "val", classes or None, cache)
+            names = sorted(filter(is_image, os.listdir(folder))) if folder.is_dir() else []
+            if names:
+                order, labels, classes = _label(names, read_labels(root), classes, folder)
+                return FlatFolder(folder, [names[number] for number in order], np.asarray(labels), classes)
+        expected = f"expected {VAL_TAR}, {IMAGENET_FOLDERS[0]}/val/ or val/"
+        raise ArchiveError(f"{root} has no validation images of ImageNet; {expected}")
+
+    @classmethod
+    def _open_tar(cls, path: Path, layout: str, cache: str):
+        from distribuuuu.data.datasets.archive_index import ArchiveSource, open_archives
+
+        source = ArchiveSource((str(path),), "val" if layout == "flat" else "", layout=layout)
+        return open_archives(source, cache_folder(cache), cls.index_in_root)
+
+
+class _CachedFolder(ImageFolder):
+    """A folder of images whose index is stored in the cache folder."""
+
+    index_in_root = False
+
+
+_FOLDERS = {True: ImageFolder, False: _CachedFolder}
+
+
+class FlatFolder(ImageDataset):
+    """The images of a folder without class folders.
+
+    Args:
+        folder: the folder.
+        names: the files.
+        labels: the class of each, int (N,).
+        classes: the names of the classes.
+    """
+
+    has_files = True
+
+    def __init__(self, folder: Path, names: list[str], labels: Any, classes: tuple[str, ...]):
+        from distribuuuu.data.datasets.array_file import pack_names
+
+        self.folder, self.labels, self.classes = folder, labels, classes
+        self._names = pack_names("names", [os.fsencode(name) for name in names])
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`."""
+        if not 0 <= index < len(self.labels):
+            raise IndexError(f"no image {index} among {len(self.labels)}")
+        return os.path.join(self.folder, name_at(self._names["names_bytes"], self._names["names_offsets"], index))
+
+
+def _label(names: list[str], known: dict[str, str], classes: tuple[str, ...], source: Path) -> tuple[Any, Any, Any]:
+    """Return the order of images by class and name, their labels in this order, and the classes.
+
+    Args:
+        names: of the images.
+        known: the synset of each image by its name without extension.
+        classes: the classes of the training images; empty: those of the labels.
+        source: of the images, for messages.
+    """
+    import numpy as np
+
+    stems = [os.path.basename(name).partition(".")[0] for name in names]
+    if missing := [name for name, stem in zip(names, stems, strict=True) if stem not in known]:
+        raise ArchiveError(f"{source} has images without a label: {first_few(missing)}")
+    synsets = [known[stem] for stem in stems]
+    classes = classes or tuple(sorted(set(known.values())))
+    numbers = {name: number for number, name in enumerate(classes)}
+    if unknown := sorted({*synsets} - {*numbers}):
+        raise ArchiveError(f"{source} has classes that the training data lacks: {first_few(unknown)}")
+    labels = np.array([numbers[name] for name in synsets], np.int32)
+    order = np.array(sorted(range(len(names)), key=lambda number: (labels[number], names[number])), np.int64)
+    return order, labels[order], classes
+
+
+# ------------------------------------------------------------------------------- validation labels
+
+
+def read_labels(root: Path) -> dict[str, str]:
+    """Return the synset of each validation image by its name, from Kaggle's solution file or the development kit.
+
+    Raises:
+        ArchiveError: there is neither, or it is damaged.
+    """
+    try:
+        for folder in (root, *root.absolute().parents[:3]):  # three above Data/CLS-LOC
+            if (folder / SOLUTION).is_file():
+                return _read_solution(folder / SOLUTION)
+        for folder in (root / DEVKIT / "data", root / "devkit" / "data", root / "data", root):
+            if (folder / TRUTH).is_file() and (folder / META).is_file():
+                content = [read_regular(folder / name, _MAX_BYTES) for name in (TRUTH, META)]
+                return _join_labels(folder, *content)
+        if (path := root / f"{DEVKIT}.tar.gz").is_file():
+            return _join_labels(path, *_read_devkit(path))
+    except OSError as error:
+        raise ArchiveError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, OverflowError, struct.error, zlib.error) as error:
+        if isinstance(error, ArchiveError):
+            raise
+        raise ArchiveError(f"the labels of the validation images in {root} are damaged: {error!r:.200}") from error
+    fix = f"fix: put {DEVKIT}.tar.gz of image-net.org, or Kaggle's {SOLUTION}, into this folder"
+    raise ArchiveError(f"{root} has the validation images, but not their labels; {fix}")
+
+
+def _read_solution(path: Path) -> dict[str, str]:
+    """Read lines 'ILSVRC2012_val_00000001,n01751748 85 1 499 272', after a header."""
+    rows = [line.partition(",") for line in read_regular(path, _MAX_BYTES).decode().splitlines()[1:] if line.strip()]
+    if wrong := [name for name, _, boxes in rows if not boxes[:1].isalnum()]:
+        raise ArchiveError(f"{path}: has lines without a class: {first_few(wrong)}; fix: download it again")
+    return {name: boxes.split()[0] for name, _, boxes in rows}
+
+
+def _read_devkit(path: Path) -> list[bytes]:
+    """Return the contents of TRUTH and META in the archive of the development kit."""
+    stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    content = stream.decompress(read_regular(path, _MAX_BYTES), _MAX_BYTES)
+    window = Window(str(path), len(content), lambda size, start: content[start : start + size])
+    found = {os.path.basename(member.name): member for member in walk_tar(window, 0, len(content))}
+    if missing := [name for name in (TRUTH, META) if name not in found or found[name].fault]:
+        raise ArchiveError(f"{path}: has no {' and no '.join(missing)}; fix: download it again")
+    return [window.read(found[name].offset, found[name].size) for name in (TRUTH, META)]
+
+
+def _join_labels(source: Path, truth: bytes, meta: bytes) -> dict[str, str]:
+    """Return the synset of each validation image, of which `truth` has the number, line by line."""
+    synset_of = read_synsets(meta)
+    numbers = [int(line) for line in truth.split()]
+    if unknown := sorted({*numbers} - {*synset_of}):
+        named = first_few([*map(str, unknown)])
+        raise ArchiveError(f"{source}: {TRUTH} has classes that {META} lacks: {named}; fix: download it again")
+    return {f"ILSVRC2012_val_{place:08d}": synset_of[number] for place, number in enumerate(numbers, 1)}
+
+
+def read_synsets(meta: bytes) -> dict[int, str]:
+    """Return the synsets by ILSVRC2012_ID in meta.mat, a struct array in MATLAB's MAT-file format, level 5.
+
+    Source: MathWorks, "MAT-File Format", chapter 1. Only what the file has is understood: structs, numbers and text.
+
+    Raises:
+        ValueError, IndexError, struct.error, zlib.error: it is damaged, or another file.
+    """
+    if meta[126:128] != b"IM":
+        raise ValueError(f"{META} is no MAT-file of level 5 in little-endian order")
+    for kind, data in _elements(meta[128:]):
+        if kind == 15:  # compressed
+            ((kind, data),) = _elements(zlib.decompressobj().decompress(data, _MAX_BYTES))
+        if kind == 14:
+            return _read_struct(data)
+    raise ValueError(f"{META} has no array")
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the type and the data of each element, which is padded to 8 bytes."""
+    place = 0
+    while place + 8 <= len(data):
+        kind, size = struct.unpack_from("<2I", data, place)
+        if kind >> 16:  # a small element: its size and type are in the first word, its data in the second
+            yield kind & 0xFFFF, data[place + 4 : place + 4 + min(kind >> 16, 4)]
+            place += 8
+            continue
+        if place + 8 + size > len(data):
+            raise ValueError(f"{META} is truncated")
+        yield kind, data[place + 8 : place + 8 + size]
+        place += 8 + size + (-size % 8 if kind != 15 else 0)
+
+
+def _read_struct(data: bytes) -> dict[int, str]:
+    """Return the WNID by ILSVRC2012_ID of the elements of a struct array."""
+    parts = [part for _, part in _elements(data)]
+    width = struct.unpack("<i", parts[3])[0]
+    if not 0 < width <= 64:
+        raise ValueError(f"{META} has names of {width} bytes")
+    names = [parts[4][start : start + width].rstrip(b"\0") for start in range(0, len(parts[4]), width)]
+    values, number_at, synset_at = parts[5:], names.index(b"ILSVRC2012_ID"), names.index(b"WNID")
+    found = {}
+    for start in range(0, len(values) - len(names) + 1, len(names)):
+        _, *number = list(_elements(values[start + number_at]))[2:]
+        _, *synset = list(_elements(values[start + synset_at]))[2:]
+        found[_to_number(*number[0])] = _to_text(*synset[0])
+    return found
+
+
+# Formats of numbers and the encodings of text, by the type of an element.
+_NUMBERS = {1: "b", 2: "B", 3: "h", 4: "H", 5: "i", 6: "I", 7: "f", 9: "d", 12: "q", 13: "Q"}
+_TEXTS = {1: "latin-1", 2: "latin-1", 4: "utf-16-le", 16: "utf-8", 17: "utf-16-le", 18: "utf-32-le"}
+
+
+def _to_number(kind: int, data: bytes) -> int:
+    return int(struct.unpack_from(f"<{_NUMBERS[kind]}", data)[0])
+
+
+def _to_text(kind: int, data: bytes) -> str:
+    text = data.decode(_TEXTS[kind])
+    if not text.isalnum():
+        raise ValueError(f"{META} has the synset {text[:20]!r}")
+    return text

@@ -1,0 +1,466 @@
+"""Archives: the batches of class folders, what is refused, and the index."""
+
+import gzip
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import struct
+import tarfile
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.archives import add, archive_folder, write_tar, write_zip
+from support.batches import WAYS, assert_same_batches, batches_of
+from support.commands import command_module
+from support.processes import on_processes
+from support.runs import assert_same_run, small_options, train_and_stop
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets import archive_index
+from distribuuuu.data.datasets.archive import Archive, find_archives
+from distribuuuu.data.datasets.archive_index import ArchiveSource, open_archives
+from distribuuuu.data.datasets.array_file import checksum_of, read_arrays, write_arrays
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.inference.image_arguments import list_images
+from distribuuuu.records.stored_predictions import read_predictions
+from distribuuuu.trainer import train_model
+
+KINDS = ("tar", "pax", "tars", "zip", "deflated", "shards", "one zip")
+JPEG = b"\xff\xd8 not read here"
+
+
+def open_one(path: Path, **fields) -> archive_index.ArchiveIndex:
+    return open_archives(ArchiveSource((str(path),), **fields), path.parent / "cache")
+
+
+def names_of(index: archive_index.ArchiveIndex) -> list[str]:
+    return [index.name(number) for number in range(len(index))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, kind):
+    root = archive_folder(image_folder, tmp_path, kind)
+    words = "TRAIN.DATASET", root, "TEST.DATASET", root, "DATA.NAME", "archive"
+    for train in (True, False):
+        expected = batches_of(small_cfg("TRAIN.WORKERS", 0), train)
+        for way in WAYS if kind == "deflated" else WAYS[:2]:
+            assert_same_batches(batches_of(small_cfg(*words, *way), train), expected)
+    images, folder = Archive.from_cfg(small_cfg(*words), True), ImageFolder(image_folder, "train")
+    assert len(images.classes) == 3 and [images.read(i) for i in range(48)] == [folder.read(i) for i in range(48)]
+    assert not list(find_run_problems(small_cfg(*words), train=True))
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_and_order_are_those_of_folders(tmp_path, format):
+    files = ["b/2.jpg", "b/10.jpg", "b/1.JPEG", "b/sub/deep/x.png", "b/sub!/z.bmp", "b/.hidden/seen.jpg", "b c/a.jpg",
+             "a/\u00e9t\u00e9.jpg", "a/.hidden.jpg", "a/._1.jpg", "__MACOSX/b/1.jpg", ".git/1.jpg", "a/notes.txt",
+             "beside.jpg", "a/Thumbs.db", "b/@eaDir/1.jpg", f"a/{'long' * 13}/{'x' * 90}.jpg"]  # fmt: skip
+    for name in files:
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(name.encode())
+    index = open_one(write_tar(tmp_path / "train.tar", {f"./{name}": name.encode() for name in files}, format))
+    zipped = open_one(write_zip(tmp_path / "train.zip", {name: name.encode() for name in files}))
+    folder = ImageFolder(tmp_path, "train")
+    expected = [os.path.relpath(folder.describe(i), tmp_path / "train") for i in range(len(folder))]
+    assert names_of(index) == names_of(zipped) == expected and index.classes == zipped.classes == folder.classes
+    assert index.arrays["label"].tolist() == [folder.label(i) for i in range(len(folder))]
+    assert [bytes(index.read(i)).decode() for i in range(len(index))] == expected
+    assert Archive(index).notes()[0].replace(".tar", "") == folder.notes()[0]
+    assert Archive(index).describe(0) == f"train.tar:{expected[0]}"
+
+
+@pytest.mark.parametrize("label", ["cls", "cls as name", "json", "json in a folder"])
+def test_shards_have_labels_beside_the_images(tmp_path, label):
+    for shard in range(2):
+        files = {}
+        for sample in range(3):
+            key, number = f"{'x/' if 'folder' in label else ''}{sample}", (sample + shard) % 3
+            if "json" in label:
+                files[f"{key}.json"] = json.dumps({"label": number, "other": [1]}).encode()
+            else:
+                files[f"{key}.cls"] = b"name %d\n" % number if "name" in label else b"%d" % number
+            files[f"{key}.jpg"] = b"%d %d" % (shard, sample)
+        write_tar(tmp_path / f"train-{shard}.tar", files)
+    index = open_archives(find_archives("TRAIN", str(tmp_path), "train-{0..1}.tar"), tmp_path / "cache")
+    assert index.classes == (("name 0", "name 1", "name 2") if "name" in label else ("0", "1", "2"))
+    assert index.arrays["label"].tolist() == [0, 1, 2, 1, 2, 0]
+    assert [bytes(index.read(i)) for i in (0, 5)] == [b"0 0", b"1 2"]
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+def tar_of(path: Path, *members: tuple, **options) -> Path:
+    with tarfile.open(path, "w", **options) as archive:
+        for name, data, *rest in members:
+            add(archive, name, data, *rest[:1], **(rest[1] if rest[1:] else {}))
+    return path
+
+
+def change(path: Path, edit) -> Path:
+    content = bytearray(path.read_bytes())
+    edit(content)
+    path.write_bytes(content)
+    return path
+
+
+ONE = ("a/1.jpg", JPEG)
+TARS = {
+    "twice": ([ONE, ("./a/1.jpg", b"other")], r"train.tar:a/1.jpg: has two members of this name"),
+    "parent": ([("a/../../1.jpg", JPEG)], r"train.tar:a/../../1.jpg: leads out of the archive"),
+    "absolute": ([("/a/1.jpg", JPEG)], r"train.tar:/a/1.jpg: leads out of the archive"),
+    "symbolic link": ([("a/2.jpg", b"", tarfile.SYMTYPE, {"linkname": "/etc/passwd"})], r"a/2.jpg: is a link; fix"),
+    "hard link": ([ONE, ("a/2.jpg", b"", tarfile.LNKTYPE, {"linkname": "a/1.jpg"})], r"a/2.jpg: is a link; fix"),
+    "pipe": ([("a/2.jpg", b"", tarfile.FIFOTYPE)], "a/2.jpg: is no regular file"),
+    "sparse": ([("a/2.jpg", b"", tarfile.GNUTYPE_SPARSE)], "a/2.jpg: is a sparse file"),
+    "volume": ([("a/2.jpg", b"", b"M")], "a/2.jpg: continues in another volume"),
+    "no class": ([("1.jpg", JPEG)], "has no images in class folders; 1 image at the top have no class"),
+    "no label": ([("1.jpg", JPEG), ("2.jpg", JPEG), ("2.cls", b"1")], "train.tar:1.jpg: has no label; expected a .cls"),
+    "two images": ([("1.jpg", JPEG), ("1.png", JPEG), ("1.cls", b"1")], "train.tar:1.png: is a second image"),
+    "control": ([("a/\x1b[2J\u202e.jpg", b"", tarfile.FIFOTYPE)], r"a/\\x1b\[2J\\u202e.jpg: is no regular file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TARS)
+def test_members_that_cannot_be_read_are_named(tmp_path, case):
+    members, message = TARS[case]
+    with pytest.raises(ConfigError, match=message.replace("/../../", r"/\.\./\.\./").replace(".jpg", r"\.jpg")):
+        open_one(tar_of(tmp_path / "train.tar", *members))
+    assert not (tmp_path / ".distribuuuu").exists() or not list((tmp_path / ".distribuuuu").glob("*.bin"))
+
+
+def fix_checksum(content: bytearray) -> None:
+    total = sum(content[:512]) - sum(content[148:156]) + 8 * 32
+    content[148:156] = b"%06o\0 " % total
+
+
+def set_size(content: bytearray, field: bytes) -> None:
+    content[124:136] = field
+    fix_checksum(content)
+
+
+DAMAGES = {
+    "in a member": (
+        lambda c: c.__delitem__(slice(1800, None)),
+        "train.tar:a/2.jpg: ends at byte 2,[0-9]+ of 1,800: the",
+    ),
+    "in a header": (lambda c: c.__delitem__(slice(1200, None)), "train.tar: is truncated after a/1.jpg"),
+    "at a header": (lambda c: c.__delitem__(slice(1024, None)), "train.tar: is truncated after a/1.jpg, at byte 1,024"),
+    "empty": (lambda c: c.clear(), "train.tar: is truncated at its start"),
+    "flipped": (
+        lambda c: c.__setitem__(1024, c[1024] ^ 1),
+        "train.tar: is no tar, or is damaged: .* after a/1.jpg, at",
+    ),
+    "text": (
+        lambda c: c.__setitem__(slice(0, 512), b"x" * 512),
+        "no tar, or is damaged: it has no header at its start",
+    ),
+    "joined": (lambda c: c.extend(c), "train.tar: has data after its end"),
+    "huge": (lambda c: set_size(c, b"\x80" + b"\0" * 3 + b"\xff" * 8), "a/1.jpg: ends at byte"),
+    "negative": (lambda c: set_size(c, b"\xff" * 12), "a/1.jpg: ends at byte"),
+    "no number": (lambda c: set_size(c, b"-0000000001\0"), "a/1.jpg: has an invalid size"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_tar_is_refused(tmp_path, case):
+    edit, message = DAMAGES[case]
+    path = change(tar_of(tmp_path / "train.tar", ONE, ("a/2.jpg", JPEG * 40)), edit)
+    with pytest.raises(ConfigError, match=message):
+        open_one(path)
+
+
+def test_numbers_in_binary_and_long_names_are_read(tmp_path):
+    path = tar_of(tmp_path / "train.tar", ONE)
+    change(path, lambda content: set_size(content, b"\x80" + bytes(10) + bytes([len(JPEG)])))
+    assert bytes(open_one(path).read(0)) == JPEG
+    headers = {"path": "b/\u00fc.jpg", "size": str(len(JPEG)), "comment": "x=y\nz"}
+    path = tar_of(tmp_path / "pax.tar", ("a/1.jpg", JPEG, tarfile.REGTYPE, {"pax_headers": headers}),
+                  format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"})  # fmt: skip
+    assert names_of(open_one(path)) == ["b/\u00fc.jpg"] and bytes(open_one(path).read(0)) == JPEG
+    sparse = {"pax_headers": {"GNU.sparse.major": "1"}}
+    path = tar_of(tmp_path / "sparse.tar", (*ONE, tarfile.REGTYPE, sparse), format=tarfile.PAX_FORMAT)
+    with pytest.raises(ConfigError, match="a/1.jpg: is a sparse file"):
+        open_one(path)
+    for text in (b"9999999999 path=x\n", b"x path=x\n", b"10 path=x.\n", b"0 path=x\n"):
+        data = tarfile.TarInfo.create_pax_global_header({"comment": "x" * 20})[:512] + text.ljust(512, b"\0")
+        (tmp_path / "odd.tar").write_bytes(data + path.read_bytes())
+        with pytest.raises(ConfigError, match="odd.tar: has an invalid pax header at its start"):
+            open_one(tmp_path / "odd.tar")
+
+
+def test_a_compressed_tar_is_refused_with_the_command(image_folder, small_cfg, tmp_path):
+    tar = archive_folder(image_folder, tmp_path / "tars", "tar") / "train.tar"
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / "train.tar.gz").write_bytes(gzip.compress(tar.read_bytes(), 1))
+    cfg = small_cfg("DATA.NAME", "archive", "TRAIN.DATASET", tmp_path / "gz")
+    message = "\n".join(map(str, find_run_problems(cfg, train=True)))
+    command = f"gzip -dc {tmp_path}/gz/train.tar.gz > {tmp_path}/gz/train.tar"
+    assert f"a compressed tar archive; fix: {command}" in message
+    shutil.copy(tmp_path / "gz" / "train.tar.gz", tmp_path / "gz" / "train.tar")
+    with pytest.raises(ConfigError, match=r"train.tar: is compressed, so no member can be read alone; fix: gzip -dc"):
+        open_one(tmp_path / "gz" / "train.tar")
+
+
+def zip_edit(path: Path, place: int, value: bytes, signature: bytes = b"PK\1\2") -> Path:
+    def edit(content: bytearray) -> None:
+        start = content.rfind(signature) + place
+        content[start : start + len(value)] = value
+
+    return change(path, edit)
+
+
+ZIPS = {
+    "encrypted": (8, b"\1", "train.zip:a/1.jpg: is encrypted"), "method": (10, b"\x0e", "is compressed by method 14"),
+    "stored size": (24, b"\xff\xff\0\0", "a/1.jpg: is stored with"), "offset": (42, b"\1", "a/1.jpg: has no header at"),
+    "large": (20, b"\0\0\0\x50\0\0\0\x50", "a/1.jpg: ends at byte"), "name": (46, b"b", "b/1.jpg: has no header"),
+    "link": (38, struct.pack("<L", 0o120777 << 16), "a/1.jpg: is a link"),
+    "zip64": (20, b"\xff" * 8, "a/1.jpg: has no size or place"), "signature": (0, b"XX", "corrupt directory: no entry"),
+    "comment": (32, b"\1", "corrupt directory: -1 bytes more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ZIPS)
+def test_a_zip_that_cannot_be_read_is_refused(tmp_path, case):
+    place, value, message = ZIPS[case]
+    with pytest.raises(ConfigError, match=message):
+        open_one(zip_edit(write_zip(tmp_path / "train.zip", dict([ONE])), place, value))
+
+
+def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
+    path = write_zip(tmp_path / "train.zip", {"a/1.jpg": bytes(10_000_000)}, zipfile.ZIP_DEFLATED)
+    index = open_one(zip_edit(path, 24, struct.pack("<L", 1000)))
+    with pytest.raises(ValueError, match="the archive declares 1,000 bytes, but holds more"):
+        index.read(0)
+    shared = write_zip(tmp_path / "shared.zip", {"a/1.jpg": JPEG, "a/2.jpg": JPEG})
+    content = shared.read_bytes()
+    first, second = (content.index(b"PK\1\2", place) for place in (0, content.index(b"PK\1\2") + 4))
+    entries = content[first:second] * 2
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(entries), first, 0)
+    shared.write_bytes(content[:first] + entries + end)
+    with pytest.raises(ConfigError, match="a/1.jpg: (has two members|shares bytes)"):
+        open_one(shared)
+    with pytest.raises(ConfigError, match="is no ZIP, or is truncated"):
+        open_one(change(path, lambda content: content.__delitem__(slice(-30, None))))
+
+
+def test_a_zip64_is_read(tmp_path, monkeypatch):
+    buffer = io.BytesIO()
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in ("a/1.jpg", "b/2.jpg"):
+            archive.writestr(name, JPEG + name.encode())
+    assert b"PK\6\6" in buffer.getvalue()
+    (tmp_path / "train.zip").write_bytes(buffer.getvalue())
+    index = open_one(tmp_path / "train.zip")
+    assert [bytes(index.read(number)) for number in range(2)] == [JPEG + b"a/1.jpg", JPEG + b"b/2.jpg"]
+
+
+# ------------------------------------------------------------------------------------------- places
+
+
+def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
+    cfg = load_cfg(None, small_options(root, tmp_path / "out", "DATA.NAME", "archive", *words))
+    return "\n".join(map(str, find_run_problems(cfg, train=True)))
+
+
+def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
+    root = archive_folder(image_folder, tmp_path / "data", "tars")
+    assert not errors_of(root, tmp_path, "TRAIN.SPLIT", "train-{000..002}.tar", "TEST.SPLIT", "val-{000..002}.tar")
+    pattern = f"{root}/train-{{000..002}}.tar"
+    assert "TEST.DATASET (command line): got" in errors_of(
+        root, tmp_path, "TRAIN.DATASET", pattern, "TEST.DATASET", pattern
+    )
+    assert not errors_of(root, tmp_path, "TRAIN.DATASET", pattern, "TEST.DATASET", root)
+    for words, message in {
+        (
+            "TRAIN.SPLIT",
+            "train-{000..003}.tar",
+        ): "no such files: train-003.tar; fix: check the first and the last number",
+        ("TRAIN.SPLIT", "train-{3..1}.tar"): "got {3..1}; expected first..last",
+        ("TRAIN.SPLIT", "train-{0..1.tar"): "expected at most 100,000 archives, e.g. train-{000..009}.tar",
+        ("TRAIN.SPLIT", "trian"): "no trian.tar, trian.zip or trian-*.tar in",
+        ("MODEL.NUM_CLASSES", 5): "MODEL.NUM_CLASSES (command line): 5, but DATA.NAME archive has 3 classes",
+        ("TRAIN.DATASET", tmp_path / "none"): "no such folder",
+    }.items():
+        assert message in errors_of(root, tmp_path, *words), words
+    shutil.copytree(image_folder, tmp_path / "folders")
+    assert "is a folder: set DATA.NAME imagefolder" in errors_of(tmp_path / "folders", tmp_path)
+    one = archive_folder(image_folder, tmp_path / "one", "one zip")
+    assert "has no folder trian; it has train, val" in errors_of(one, tmp_path, "TRAIN.SPLIT", "trian")
+    archive_folder(image_folder, root, "zip")
+    assert "has train.zip, train-000.tar for train; fix: set TRAIN.SPLIT to one" in errors_of(root, tmp_path)
+    assert not errors_of(root, tmp_path, "TRAIN.SPLIT", "train.zip", "TEST.SPLIT", "val.zip")
+
+
+def test_a_class_that_training_lacks_is_reported(image_folder, tmp_path):
+    root = archive_folder(image_folder, tmp_path / "data", "tar")
+    write_tar(root / "val.tar", {"dog/1.jpg": JPEG})
+    assert "TEST.SPLIT: " in (found := errors_of(root, tmp_path)) and "the training data lacks: dog" in found
+
+
+# -------------------------------------------------------------------------------------------- index
+
+
+@pytest.fixture
+def scans(monkeypatch) -> list:
+    done: list = []
+    scan = archive_index.scan_archives
+    monkeypatch.setattr(archive_index, "scan_archives", lambda *args: done.append(args) or scan(*args))
+    archive_index._open_once.cache_clear()
+    return done
+
+
+def aged(path: Path, seconds: float = 100) -> Path:
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def reopened(path: Path) -> archive_index.ArchiveIndex:
+    archive_index._open_once.cache_clear()
+    return open_one(path)
+
+
+def test_the_second_start_reads_the_index(tmp_path, scans):
+    path = aged(tar_of(tmp_path / "train.tar", ONE, ("b/2.jpg", JPEG)))
+    first, second = open_one(path), reopened(path)
+    assert len(scans) == 1 and names_of(first) == names_of(second) == ["a/1.jpg", "b/2.jpg"]
+    assert first.file.parent == tmp_path / ".distribuuuu"
+    copied = pickle.loads(pickle.dumps(second))
+    assert copied.arrays is not second.arrays and bytes(copied.read(1)) == JPEG
+    aged(path, 50)
+    assert len(reopened(path)) == 2 and len(scans) == 2
+    with pytest.raises(ConfigError, match="train.tar: has changed since the start of the run"):
+        copied.read(0) and pickle.loads(pickle.dumps(copied)).read(0)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("train.tar", ".distribuuuu"):
+        shutil.move(tmp_path / name, moved)
+    assert len(reopened(moved / "train.tar")) == 2 and len(scans) == 2
+    tar_of(moved / "train.tar", ONE)  # it is younger than the index can tell
+    assert len(reopened(moved / "train.tar")) == 1 and len(reopened(moved / "train.tar")) == 1 and len(scans) == 4
+
+
+def test_an_index_of_others_with_invalid_values_is_replaced(tmp_path, scans, caplog):
+    path = aged(tar_of(tmp_path / "train.tar", ONE, ("b/2.jpg", JPEG)))
+    file = open_one(path).file
+    caplog.set_level(logging.INFO)
+    for number, (name, value) in enumerate([
+        ("offset", [0, 10**9]), ("offset", [-1, 0]), ("archive", [0, 1]), ("archive", [-1, 0]), ("label", [0, 2]),
+        ("size", [0, 2**31]), ("packed", [0, 2**31]), ("names_offsets", [0, 99, 14]), ("classes_offsets", [0, 9]),
+        ("label", [0]), ("archives", []), ("archives", [[2**63, 0]]), ("ignored", 3), ("num_beside", "x"),
+        ("scanned", None),
+    ]):  # fmt: skip
+        kind, version = archive_index.ArchiveIndex.kind, archive_index.ArchiveIndex.version
+        meta, arrays = read_arrays(file, kind, version)
+        if name in arrays:
+            arrays = {**arrays, name: np.array(value, arrays[name].dtype)}
+        write_arrays(file, kind, version, {**meta, "crc32": checksum_of(arrays),
+                                           **({} if name in arrays else {name: value})}, arrays)  # fmt: skip
+        caplog.clear()
+        assert names_of(reopened(path)) == ["a/1.jpg", "b/2.jpg"]
+        assert len(scans) == number + 2 and f"{file} is not used: " in caplog.text, name
+
+
+def test_more_archives_than_stay_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_index, "_MAX_OPEN", 2)
+    for number in range(5):
+        write_tar(tmp_path / f"train-{number}.tar", {f"a/{number}.jpg": b"%d" % number})
+    index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
+    assert [bytes(index.read(number)) for number in (0, 1, 2, 3, 4, 0)] == [b"0", b"1", b"2", b"3", b"4", b"0"]
+    assert len(index._files) == 2
+
+
+def scan_at_once(path: Path, record: Path) -> int:
+    scan = archive_index.scan_archives
+
+    def count(*args):
+        with open(record, "a") as file:
+            file.write("scan\n")
+        time.sleep(0.5)
+        return scan(*args)
+
+    archive_index.scan_archives = count
+    return len(open_one(path))
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_scans(tmp_path):
+    path = aged(write_tar(tmp_path / "train.tar", {f"a/{number}.jpg": JPEG for number in range(100)}))
+    record = tmp_path / "scans"
+    assert on_processes(2, partial(scan_at_once, path, record)) == [100, 100]
+    assert record.read_text() == "scan\n"
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+def train_on(root: Path, out: Path, *words: object) -> Path:
+    train_model(load_cfg(None, small_options(root, out, *words)))
+    return out
+
+
+def assert_same_predictions(one: Path, other: Path) -> None:
+    own, expected = (np.load(out / "predictions.npz") for out in (one, other))
+    for name in ("label", "loss", "logits", "classes"):
+        np.testing.assert_array_equal(own[name], expected[name])
+    assert [path.partition(":")[2] for path in own["path"]] == [path.partition("/")[2] for path in expected["path"]]
+
+
+def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
+    root = archive_folder(image_folder, tmp_path / "data", "deflated")
+    out = train_on(root, tmp_path / "out", "DATA.NAME", "archive", "TRAIN.WORKERS", 1)
+    assert_same_run(out, finished_run)
+    assert_same_predictions(out, finished_run)
+    content = read_predictions(out / "predictions.npz", "")
+    pictures = command_module("report.pictures").make_pictures(out, content, {0: 0, 36: 1}, has_saliency=False)
+    assert len(pictures.uris) == 2 and not pictures.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tar", "shards"])
+def test_a_killed_run_resumes_bitwise(image_folder, finished_run, tmp_path, monkeypatch, kind):
+    root = archive_folder(image_folder, tmp_path / "data", kind)
+    words = "DATA.NAME", "archive", "TRAIN.WORKERS", 1, "CHECKPOINT.EVERY_STEPS", 3
+    train_and_stop(load_cfg(None, small_options(root, tmp_path / "out", *words)), (0, 3), monkeypatch)
+    assert_same_run(train_on(root, tmp_path / "out", *words), finished_run)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_on_class_folders(image_folder, tmp_path):
+    root = archive_folder(image_folder, tmp_path / "data", "tar")
+    on_processes(2, partial(train_on, root, tmp_path / "archive", "DATA.NAME", "archive"))
+    on_processes(2, partial(train_on, image_folder, tmp_path / "folder"))
+    assert_same_run(tmp_path / "archive", tmp_path / "folder")
+    assert_same_predictions(tmp_path / "archive", tmp_path / "folder")
+
+
+def run_command(name: str, *words: object) -> int:
+    return getattr(command_module(f"{name}.{name}"), name)(f"distribuuuu {name}", [str(word) for word in words])
+
+
+def test_commands_read_archives_or_say_why_not(image_folder, tmp_path, capsys):
+    root = archive_folder(image_folder, tmp_path / "data", "tar")
+    words = ["DATA.NAME", "archive", "TRAIN.DATASET", str(root), "DATA.CACHE_DIR", str(tmp_path / "cache")]
+    assert run_command("doctor", *words, "--workers", 0) == 0
+    assert "85 images, 2 splits, 3 classes" in capsys.readouterr().out
+    assert not (root / ".distribuuuu").exists()
+    assert run_command("pack", tmp_path / "packed", *words, "MODEL.NUM_CLASSES", 3, "--workers", 0) == 0
+    packed, folder = Packed(tmp_path / "packed", "train"), ImageFolder(image_folder, "train")
+    assert [bytes(packed.read(i)) for i in range(48)] == [folder.read(i) for i in range(48)]
+    assert run_command("split", root, "--val", 0.2, "--out", tmp_path / "lists") == 2
+    assert "or unpack it: mkdir" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match="train.tar: is an archive; expected images, folders or lists; fix: unpack it"
+    ):
+        list_images([str(root / "train.tar")])

@@ -1,0 +1,102 @@
+"""ImageNet as it is distributed: the images and labels of class folders, and what is missing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.archives import SYNSETS, archive_folder, write_imagenet, write_meta, write_tar
+from support.batches import assert_same_batches, batches_of
+from support.runs import small_options
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets.imagenet import ImageNet, read_labels, read_synsets
+from distribuuuu.engine.preflight import find_run_problems
+
+LAYOUTS = ("tars", "kaggle", "flat")
+
+
+def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
+    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
+    return "\n".join(map(str, find_run_problems(cfg, train=True)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, layout):
+    root, plain = write_imagenet(image_folder, tmp_path, layout)
+    own = small_cfg("DATA.NAME", "imagenet", "TRAIN.DATASET", root)
+    folders = small_cfg("TRAIN.DATASET", plain)
+    for train in (True, False):
+        assert_same_batches(batches_of(own, train), batches_of(folders, train))
+        images, expected = ImageNet.from_cfg(own, train), ImageFolder.from_cfg(folders, train)
+        assert images.classes == expected.classes == tuple(sorted(SYNSETS.values()))
+        assert [images.read(i) for i in range(len(images))] == [expected.read(i) for i in range(len(expected))]
+        assert [images.label(i) for i in range(len(images))] == [expected.label(i) for i in range(len(expected))]
+        names = {Path(images.describe(i)).name.rpartition(":")[2] for i in range(len(images))}
+        assert names == {Path(expected.describe(i)).name for i in range(len(expected))}
+    assert not errors_of(root, tmp_path, "DATA.NAME", "imagenet")
+    assert not errors_of(plain, tmp_path, "DATA.NAME", "imagenet")
+    assert "as ImageNet is distributed; fix: set DATA.NAME imagenet" in errors_of(root, tmp_path)
+
+
+def test_what_is_missing_is_named(image_folder, tmp_path):
+    root, _ = write_imagenet(image_folder, tmp_path, "tars")
+    (root / "ILSVRC2012_devkit_t12.tar.gz").rename(tmp_path / "kit")
+    words = "DATA.NAME", "imagenet"
+    message = f"{root} has the validation images, but not their labels; fix: put ILSVRC2012_devkit_t12.tar.gz of"
+    assert f"TEST.DATASET (TRAIN.DATASET, command line): {message}" in errors_of(root, tmp_path, *words)
+    shutil.copy(tmp_path / "kit", root / "ILSVRC2012_devkit_t12.tar.gz")
+    (root / "ILSVRC2012_img_val.tar").unlink()
+    assert "has no validation images of ImageNet; expected ILSVRC2012_img_val.tar, " in errors_of(
+        root, tmp_path, *words
+    )
+    (root / "ILSVRC2012_img_train.tar").unlink()
+    assert "has no training images of ImageNet; expected ILSVRC2012_img_train.tar, " in errors_of(
+        root, tmp_path, *words
+    )
+    assert "no such folder" in errors_of(tmp_path / "none", tmp_path, *words)
+    (root / "LOC_val_solution.csv").write_text("ImageId,PredictionString\nILSVRC2012_val_00000001,\n")
+    with pytest.raises(ConfigError, match="LOC_val_solution.csv: has lines without a class: ILSVRC2012_val_00000001"):
+        read_labels(root)
+
+
+def test_an_image_without_a_label_is_named(image_folder, tmp_path):
+    root, _ = write_imagenet(image_folder, tmp_path, "flat")
+    shutil.copy(next(root.glob("val/*.JPEG")), root / "val" / "ILSVRC2012_val_00000099.JPEG")
+    found = errors_of(root, tmp_path, "DATA.NAME", "imagenet")
+    assert f"{root / 'val'} has images without a label: ILSVRC2012_val_00000099.JPEG" in found
+
+
+def test_a_tar_of_tars_is_checked_to_its_end(image_folder, tmp_path):
+    root, _ = write_imagenet(image_folder, tmp_path, "tars")
+    whole = (root / "ILSVRC2012_img_train.tar").read_bytes()
+    inner = whole.index(b"000.jpg")
+    (root / "ILSVRC2012_img_train.tar").write_bytes(whole[: inner + 600])
+    assert "ILSVRC2012_img_train.tar:n00000003.tar: ends at byte" in errors_of(root, tmp_path, "DATA.NAME", "imagenet")
+    write_tar(root / "ILSVRC2012_img_train.tar", {"n00000001.tar": whole[512 : inner + 600]})
+    found = errors_of(root, tmp_path, "DATA.NAME", "imagenet")
+    assert "ILSVRC2012_img_train.tar:n00000001.tar:000.jpg: ends at byte" in found
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_damaged_meta_is_refused(image_folder, tmp_path, is_compressed):
+    root, _ = write_imagenet(image_folder, tmp_path, "flat")
+    whole = write_meta(["n00000002", "n00000003", "n00000001"], is_compressed)
+    assert read_synsets(whole) == {1: "n00000002", 2: "n00000003", 3: "n00000001"}
+    path = root / "ILSVRC2012_devkit_t12" / "data" / "meta.mat"
+    for place in range(0, len(whole), 1 if is_compressed else 5):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]):
+            path.write_bytes(damaged)
+            try:
+                read_labels(root)
+            except ConfigError as error:
+                assert str(root) in str(error)
+
+
+def test_archives_are_named_where_folders_are_expected(image_folder, tmp_path):
+    for kind in ("tar", "zip", "shards"):
+        root = archive_folder(image_folder, tmp_path / kind, kind)
+        name = {"tar": "train.tar", "zip": "train.zip", "shards": "train-000000.tar"}[kind]
+        found = errors_of(root, tmp_path)
+        assert f"it holds {name}, a " in found
+        assert f"archive; fix: set DATA.NAME archive TRAIN.DATASET {root} TRAIN.SPLIT train; or unpack" in found
