@@ -62,6 +62,7 @@ setup(
         "s3": ["s3fs>=2023.12"],
         "gs": ["gcsfs>=2023.12"],
         "hf": ["huggingface_hub>=0.23"],
+        "parquet": ["pyarrow>=16"],  # parquet and Arrow files
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),

@@ -190,6 +190,8 @@ _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
 # Settings of a data set of your own, as TASK.KWARGS, or of torchvision/NAME.
 _C.DATA.KWARGS = Option({})
+# Columns of a table of images: {path: id, label: breed, template: train/{}.jpg}, or DATA.TABLE.path id.
+_C.DATA.TABLE = Option({})
 
 _C.AUG = Section()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;

@@ -67,7 +67,7 @@ class Registry:
 
     @functools.cached_property
     def _declared(self) -> dict[str, tuple[str, bool]]:
-        """Each name in a decorator: its module, and whether that has a class `Settings`; read from the sources.
+        """Each name in a decorator: its module, and whether that declares settings; read from the sources.
 
         A module with computed names is imported instead.
         """
@@ -77,7 +77,8 @@ class Registry:
             found = re.findall(decorated, source, re.MULTILINE)
             if len(found) < len(re.findall(rf"^\s*@?{name}\.register", source, re.MULTILINE)):
                 importlib.import_module(module)
-            declared |= {given or own: (module, "class Settings" in source) for given, own in found}
+            has_settings = bool(re.search("class Settings|Columns.* = ", source))
+            declared |= {given or own: (module, has_settings) for given, own in found}
         return declared
 
     def names(self) -> list[str]:
@@ -101,10 +102,10 @@ class Registry:
         hint = did_you_mean(name, self.names()) or f"; known: {', '.join(self.names())}"
         raise UnknownNameError(f"unknown {self.kind} {name!r}{hint}")
 
-    def settings_of(self, name: str) -> type | None:
-        """Return the class `Settings` of an entry, None if it has none; a module without any is not imported."""
+    def settings_of(self, name: str, attribute: str = "Settings") -> type | None:
+        """Return a dataclass of settings of an entry, None if it has none; a module without any is not imported."""
         has_settings = name in self._table or self._declared.get(name, ("", False))[1]
-        return getattr(self.get(name), "Settings", None) if has_settings else None
+        return getattr(self.get(name), attribute, None) if has_settings else None
 
 
 MODELS = Registry("MODELS", "model", "distribuuuu.models")

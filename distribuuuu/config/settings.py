@@ -1,4 +1,4 @@
-"""Settings of registered entries: the names, types and ranges of TASK.KWARGS, LOSS.KWARGS and DATA.KWARGS.
+"""Settings of registered entries: the names, types and ranges of TASK.KWARGS, LOSS.KWARGS, DATA.KWARGS and DATA.TABLE.
 
 An entry declares them in a dataclass of the name `Settings`:
 
@@ -20,8 +20,9 @@ from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.values import coerce
 
-# The options with settings. The options beside them of the name NAME select the entries.
-SETTINGS = ("TASK.KWARGS", "LOSS.KWARGS", "DATA.KWARGS")
+# The options with settings, and the dataclass of an entry that declares them. The options beside them of the name NAME
+# select the entries.
+SETTINGS = {"TASK.KWARGS": "Settings", "LOSS.KWARGS": "Settings", "DATA.KWARGS": "Settings", "DATA.TABLE": "Columns"}
 _TYPES = (bool, int, float, str)
 BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
 
@@ -92,12 +93,12 @@ def _list_options(declared: type) -> Iterator[tuple[str, Option]]:
 
 
 def build_settings(cfg: Config, key: str, entry: Any) -> Any:
-    """Return the settings of a registered entry: its `Settings`; a dict of the given values if it declares none.
+    """Return the settings of a registered entry as it declares them; a dict of the given values if it does not.
 
     Raises:
         ConfigError: a name or a value is not allowed.
     """
-    declared, given = getattr(entry, "Settings", None), get_value(cfg, key)
+    declared, given = getattr(entry, SETTINGS[key], None), get_value(cfg, key)
     if declared is None:
         return dict(given)
     settings, problems = read_settings(key, declared, given)
@@ -107,9 +108,9 @@ def build_settings(cfg: Config, key: str, entry: Any) -> Any:
 
 
 def find_declared(cfg: Config, key: str) -> type | None:
-    """Return the `Settings` of the entry that a config selects; None if it has none or is unknown."""
+    """Return what the entry that a config selects declares for an option; None if nothing, or if it is unknown."""
     registry = OPTIONS[_name_of(key)].names
-    return registry.settings_of(get_value(cfg, _name_of(key))) if registry else None
+    return registry.settings_of(get_value(cfg, _name_of(key)), SETTINGS[key]) if registry else None
 
 
 def find_settings_problems(cfg: Config) -> Iterator[Problem]:
@@ -135,4 +136,4 @@ def describe_settings(declared: type, key: str) -> str:
 
 
 def _name_of(key: str) -> str:
-    return key.replace("KWARGS", "NAME")
+    return f"{key.partition('.')[0]}.NAME"

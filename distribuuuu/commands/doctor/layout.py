@@ -128,7 +128,8 @@ def _kind_of_list(path: Path) -> type[ImageList] | None:
             header = {column.strip() for column in file.readline(10_000).split(",")}
     except (OSError, UnicodeError):
         return None
-    return next((kind for kind in (ImageList, Multilabel) if header.issuperset(kind.columns)), None)
+    kinds = {"path,label": ImageList, "image,labels": Multilabel}
+    return next((kind for columns, kind in kinds.items() if header.issuperset(columns.split(","))), None)
 
 
 def open_cfg(cfg) -> Splits:
@@ -143,7 +144,7 @@ def open_cfg(cfg) -> Splits:
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
         section = cfg[key]
-        has_split = dataset.has_splits and issubclass(dataset, (SplitDataset, Archive))
+        has_split = dataset.has_splits and issubclass(dataset, (SplitDataset, Archive, ImageList))
         name = section.SPLIT if has_split else key.lower()
         if name in splits:
             if os.path.realpath(cfg.TRAIN.DATASET) == os.path.realpath(section.DATASET):
@@ -159,7 +160,7 @@ def open_cfg(cfg) -> Splits:
             splits[name] = ScannedFolder(root / split)
             continue
         if issubclass(dataset, ImageList):  # with its own classes: unknown ones are a finding
-            splits[name] = dataset(dataset.split_path(section))
+            splits[name] = dataset.open_split(cfg, section)
             continue
         found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
         problems += [Problem(*problem, cfg.origins) for problem in found]

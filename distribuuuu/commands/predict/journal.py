@@ -16,7 +16,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
-from distribuuuu.data.datasets.image_list import csv_line
+from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import open_regular, parse_json, printable

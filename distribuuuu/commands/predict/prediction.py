@@ -21,7 +21,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import task_class
-from distribuuuu.data.datasets.image_list import csv_line
+from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.forward_chunks import list_spans

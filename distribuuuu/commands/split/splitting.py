@@ -19,8 +19,8 @@ from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
-from distribuuuu.data.datasets.image_list import ImageList, csv_line
 from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
+from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.files.untrusted import open_regular
@@ -378,7 +378,7 @@ def _is_same(path: Path, lines: Iterator[bytes]) -> bool:
 def _list_lines(plan: SplitPlan, name: str) -> Iterator[bytes]:
     """Yield the lines of a list."""
     images, folder = plan.images, _folder_in_list(plan.images.folder, (plan.out / name).parent)
-    yield csv_line(ImageList.columns).encode()
+    yield csv_line(("path", "label")).encode()
     for index in plan.files[name]:
         yield csv_line((f"{folder}{images.names[index]}", images.classes[images.labels[index]])).encode()
 

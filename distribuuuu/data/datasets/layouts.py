@@ -33,12 +33,17 @@ _FILES = (
     *((endings, f"a compressed tar archive; {{{tool}}}, then {{read}}; {_UNPACK}") for tool, endings in _TOOLS.items()),
     ((".7z", ".rar", ".gz", ".xz", ".bz2", ".zst"), "a compressed file; fix: unpack it, and use the folder of images"),
     (
-        (".csv",),
-        "a CSV; fix for a list of images: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for pixel values: "
+        (".csv", ".tsv"),
+        "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for pixel values: "
         "a data set of your own, see docs/data.md, 'Arrays and tables'",
     ),
-    ((".parquet", ".arrow", ".feather", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle"), _ARRAYS),
-    ((".tsv", ".json", ".jsonl", ".tfrecord", ".lmdb", ".mdb", ".beton", ".idx", ".bin", ".xlsx"), _ARRAYS),
+    (
+        (".parquet", ".arrow"),
+        "a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for a list: "
+        "DATA.NAME list",
+    ),
+    ((".feather", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle"), _ARRAYS),
+    ((".json", ".jsonl", ".tfrecord", ".lmdb", ".mdb", ".beton", ".idx", ".bin", ".xlsx"), _ARRAYS),
     ((".yaml", ".yml"), "a config file; fix: --cfg {path}"),
 )
 

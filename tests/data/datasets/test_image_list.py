@@ -21,8 +21,9 @@ from support.runs import (
 )
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets import image_list
-from distribuuuu.data.datasets.image_list import ImageList, Multilabel, read_table
+from distribuuuu.data.datasets import table_file
+from distribuuuu.data.datasets.image_list import ImageList, Multilabel
+from distribuuuu.data.datasets.table_file import Layout, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.results import read_results
@@ -30,6 +31,7 @@ from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
 # By number of an image, in turn; the names are not in the order of the alphabet.
+LAYOUT = Layout("image", "labels", ("labels",))
 LABELS = ("wet", "red fur;wet", "", "bee;red fur", "bee")
 
 
@@ -104,7 +106,7 @@ def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path
         with pytest.raises(ConfigError, match=message):
             ImageList(tmp_path / "train.csv")
     write_csv(tmp_path / "train.csv", lines, "image,labels")
-    with pytest.raises(ConfigError, match="has no column path and no column label; .* must be path,label"):
+    with pytest.raises(ConfigError, match="has no column path and no column label; its columns are image, labels"):
         ImageList(tmp_path / "train.csv")
     write_csv(tmp_path / "train.csv", ["a.jpg, b;c "], "path,label")
     images = ImageList(tmp_path / "train.csv")
@@ -113,21 +115,21 @@ def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path
 
 def test_tables_take_little_memory_and_lines_of_any_length_are_read_in_pieces(tmp_path, monkeypatch):
     write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
-    table = read_table(tmp_path / "train.csv", Multilabel.columns)
+    table = read_table(tmp_path / "train.csv", LAYOUT)
     parts = (table.paths, table.path_offsets, table.labels, table.label_offsets, table.lines)
     assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
-    assert read_table(tmp_path / "train.csv", Multilabel.columns) is table
+    assert read_table(tmp_path / "train.csv", LAYOUT) is table
     write_csv(tmp_path / "train.csv", ["0.jpg,a"])
-    assert len(read_table(tmp_path / "train.csv", Multilabel.columns)) == 1
-    monkeypatch.setattr(image_list, "_MAX_LINE", 50)
+    assert len(read_table(tmp_path / "train.csv", LAYOUT)) == 1
+    monkeypatch.setattr(table_file, "_MAX_LINE", 50)
     write_csv(tmp_path / "train.csv", ["a.jpg,bee", "b.jpg," + "wet;" * 30, "c.jpg,bee"])
-    table = read_table(tmp_path / "train.csv", Multilabel.columns)
+    table = read_table(tmp_path / "train.csv", LAYOUT)
     assert "has lines with another number of fields" in table.problems[0]
 
 
 WRONG = {
-    "has no column labels; its header, line 1, must be image,labels: it is 'image,label'": "image,label\na.jpg,x\n",
-    "has no column image and no column labels; its header, line 1, must be image,labels: it is empty": "",
+    "has no column labels; its columns are image, label; fix: add DATA.TABLE.labels label": "image,label\na.jpg,x\n",
+    "has no column image and no column labels; it has no columns: it is empty": "",
     "has no line but its header": "image,labels\n",
     "has no label on any line": "image,labels\na.jpg,\n",
     "names an image again: line 4, './a.jpg' as in line 2": "image,labels\na.jpg,x\nb.jpg,x\n./a.jpg,y\n",

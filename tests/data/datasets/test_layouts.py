@@ -25,9 +25,9 @@ FILES = {
     "my images.tgz": "is a compressed tar archive; fix: gzip -dc", "ILSVRC2012_img_train.tar": "is a tar archive; fix: "
     "set DATA.NAME imagenet TRAIN.DATASET {parent}; or",
     "images.rar": "is a compressed file; fix: unpack it",
-    "images.parquet": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
+    "images.parquet": "is a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET",
     "images.npz": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
-    "train.csv": "is a CSV; fix for a list of images: DATA.NAME list TRAIN.DATASET",
+    "train.csv": "is a table; fix for a list: DATA.NAME list TRAIN.DATASET",
     "cat.jpg": "is an image; expected the folder that holds the class folders",
     "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",
     "data": "is a file; expected a folder",

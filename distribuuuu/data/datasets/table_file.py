@@ -1,0 +1,318 @@
+"""Tables of images: CSV, TSV and parquet files with a column of paths and one or more columns of labels.
+
+A CSV is in UTF-8 and has a header; other columns are ignored. Spaces around a field are ignored, unless it is quoted.
+"""
+
+import csv
+import functools
+import os
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import near_matches
+from distribuuuu.data.datasets.base import EXTENSIONS, file_stamp, first_few, is_class, list_classes, name_at
+from distribuuuu.files.untrusted import open_regular
+
+# A field that needs no quotes.
+_PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
+# Characters that are read at a time.
+_MAX_LINE = 1 << 20
+# Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
+ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": ""}
+# Texts of 0 and 1 in columns of one class each.
+_BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+# Usual names of columns, in lower case, for the fix in a message.
+_USUAL = {
+    "path": ("path", "image", "file", "filename", "file_name", "filepath", "image_path", "image_name", "image_id",
+             "img", "id"),
+    "label": ("label", "labels", "class", "classes", "category", "target", "tags"),
+}  # fmt: skip
+# The places of each kind of problem, e.g. "line 3, 'a.jpg'".
+Problems = dict[str, list[str]]
+# The number of a line, its path and its labels.
+Row = tuple[int, str, list[str]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The meaning of the columns of a table.
+
+    Attributes:
+        path: the column of the paths.
+        key: "label", one class per image; "labels", any number; or "targets", a value of each column.
+        columns: the columns of the labels; several of one class each hold 0 or 1.
+        template: the path of an image, with the field of the column in the place of {}.
+        delimiter: between the fields; empty: by the ending of the file.
+        split: the column that selects rows; empty: all rows.
+        value: the value of that column.
+    """
+
+    path: str = "path"
+    key: str = "label"
+    columns: tuple[str, ...] = ("label",)
+    template: str = "{}"
+    delimiter: str = ""
+    split: str = ""
+    value: str = ""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns that a table must have."""
+        return (self.path, *self.columns, *([self.split] if self.split else []))
+
+
+@dataclass
+class Table:
+    """The contents of a table in a few objects for any number of images, which forked workers share.
+
+    Attributes:
+        names: the labels, sorted; of targets the fields.
+        paths, path_offsets: the paths of the images in UTF-8, concatenated, and the start of each; see `name_at`.
+        labels, label_offsets: indices into `names`, concatenated over the images, and the start of each image.
+        lines: the line of each image, from 1.
+        problems: what is wrong with the file, as sentences.
+    """
+
+    names: tuple[str, ...] = ()
+    paths: bytearray = field(default_factory=bytearray)
+    path_offsets: array = field(default_factory=lambda: array("q", [0]))
+    labels: array = field(default_factory=lambda: array("i"))
+    label_offsets: array = field(default_factory=lambda: array("q", [0]))
+    lines: array = field(default_factory=lambda: array("q"))
+    problems: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def path(self, index: int) -> str:
+        """Return the path of image `index` as in the table."""
+        return name_at(self.paths, self.path_offsets, index)
+
+    def labels_of(self, index: int) -> array:
+        """Return the labels of image `index` as indices into `names`."""
+        return self.labels[self.label_offsets[index] : self.label_offsets[index + 1]]
+
+    def place(self, index: int, text: str) -> str:
+        """Return the place of image `index` in the table for a message."""
+        return f"line {self.lines[index]}, {text!r}"
+
+    def add(self, image: str, labels: Sequence[int], line: int) -> None:
+        """Add an image."""
+        self.paths += os.fsencode(image)
+        self.path_offsets.append(len(self.paths))
+        self.labels.extend(labels)
+        self.label_offsets.append(len(self.labels))
+        self.lines.append(line)
+
+
+def read_table(path: str | os.PathLike, layout: Layout) -> Table:
+    """Return the contents of a table, with its problems; an unchanged file is read once."""
+    return _read_table(os.fspath(path), layout, file_stamp(path))
+
+
+@functools.lru_cache(maxsize=4)
+def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
+    problems: Problems = {}
+    table = Table()
+    is_one_hot = len(layout.columns) > 1 and layout.key != "targets"
+    numbers: dict[str, int] = {name: number for number, name in enumerate(layout.columns)} if is_one_hot else {}
+    first_lines: dict[str, int] = {}
+    try:
+        for line, image, cells in _read_rows(path, layout, problems):
+            image = layout.template.replace("{}", image)
+            key = os.path.normpath(image)
+            if key in first_lines:
+                place = f"line {line}, {image!r} as in line {first_lines[key]}"
+                problems.setdefault("names an image again", []).append(place)
+                continue
+            first_lines[key] = line
+            names = _parse_labels(layout, cells)
+            if isinstance(names, str):
+                problems.setdefault(names, []).append(f"line {line}, {image!r}")
+            else:
+                table.add(image, [numbers.setdefault(name, len(numbers)) for name in names], line)
+    except ConfigError as error:
+        return Table(problems=tuple(map(str, error.problems)))
+    except OSError as error:
+        return Table(problems=(f"{path} cannot be read: {error.strerror or error}",))
+    except (UnicodeError, csv.Error) as error:
+        return Table(problems=(f"{path} is not a CSV in UTF-8: {error}",))
+    # From the order of appearance to alphabetical order.
+    table.names = tuple(sorted(numbers))
+    places = {name: place for place, name in enumerate(table.names)}
+    order = [places[name] for name in numbers]
+    table.labels = array("i", (order[number] for number in table.labels))
+    if not problems and not len(table):
+        table.problems = (f"{path} has no line but its header",)
+    else:
+        table.problems = sentences(path, problems)
+    return table
+
+
+def _parse_labels(layout: Layout, cells: Sequence[str]) -> Sequence[str] | str:
+    """Return the labels in the fields of an image, or what is wrong with them."""
+    if layout.key == "targets":
+        return cells if all(cells) else "has images without a target"
+    if len(cells) > 1:
+        bits = [_BITS.get(cell.lower()) for cell in cells]
+        if None in bits:
+            return "has values other than 0 and 1 in columns of one class each"
+        names = [name for name, bit in zip(layout.columns, bits, strict=True) if bit]
+        return names if layout.key == "labels" or len(names) == 1 else "has images without exactly one 1"
+    parts = map(str.strip, cells[0].split(";")) if layout.key == "labels" else cells
+    names = list(dict.fromkeys(name for name in parts if name))
+    return names if names or layout.key == "labels" else "has images without a label"
+
+
+def csv_line(cells: Sequence[str]) -> str:
+    """Return a line of a CSV, which is read back as it is: a cell with line breaks or spaces at its ends is quoted."""
+    return ",".join(cell if re.fullmatch(_PLAIN, cell) else _quote(cell) for cell in cells) + "\n"
+
+
+def _quote(cell: str) -> str:
+    return '"{}"'.format(cell.replace('"', '""'))
+
+
+def _strip_unless_quoted(cell: str, source: str) -> str:
+    """Return a cell without the spaces at its ends, unless the text of its row quotes it with these."""
+    return cell if _quote(cell) in source else cell.strip()
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[Row]:
+    """Yield line, path and labels of the rows of a split; add invalid lines and headers to `problems`."""
+    read = _read_parquet if path.lower().endswith(".parquet") else _read_csv
+    values: set[str] = set()
+    is_empty = True
+    for line, cells in read(path, layout, problems):
+        image, *labels = cells
+        if layout.split:
+            value = labels.pop()
+            if len(values) < 100:
+                values.add(value)
+            if value != layout.value:
+                continue
+        is_empty = False
+        if image.strip():
+            yield line, image, labels
+        else:
+            problems.setdefault("has lines without an image", []).append(f"line {line}")
+    if values and is_empty:
+        problems[f"has no row with {layout.split} {layout.value}; the column has"] = sorted(values)
+
+
+def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the fields of the needed columns of each row of a text."""
+    source: list[str] = []  # the lines of the current row
+
+    def read_lines() -> Iterator[str]:
+        # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
+        for line in iter(functools.partial(file.readline, _MAX_LINE), ""):
+            source.append(line)
+            yield line
+
+    with open_regular(path, encoding="utf-8-sig", newline="") as file:
+        delimiter = layout.delimiter or ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
+        reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
+        header = [name.strip() for name in next(reader, [])]
+        if problem := find_missing(layout, header):
+            problems[problem] = ["line 1" if header else "it is empty"]
+            return
+        places = [header.index(name) for name in layout.needed]
+        source.clear()
+        for row in reader:
+            line, text = reader.line_num, "".join(source)
+            source.clear()
+            if not row:  # an empty line
+                continue
+            if len(row) != len(header):
+                kind = f"has lines with another number of fields than the header's {len(header)}"
+                kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
+                problems.setdefault(kind, []).append(f"line {line} has {len(row)}")
+            else:
+                yield line, [_strip_unless_quoted(row[place], text) for place in places]
+
+
+def _read_parquet(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """Yield the row, from 1, and the fields of the needed columns of each row of a parquet file, as texts."""
+    from distribuuuu.data.datasets.parquet_file import read_columns, read_names
+
+    header = read_names(path)
+    if problem := find_missing(layout, header):
+        problems[problem] = ["its schema"]
+        return
+    number = 0
+    for rows in read_columns(path, layout.needed):
+        for row in zip(*rows, strict=True):
+            number += 1
+            yield number, ["" if cell is None else str(cell) for cell in row]
+
+
+def find_missing(layout: Layout, header: Sequence[str]) -> str:
+    """Return the problem with the columns of a table, and the words that name the right ones; empty if none."""
+    missing = [name for name in dict.fromkeys(layout.needed) if name not in header]
+    if not missing:
+        return ""
+    other = next((mark for mark in ("\t", ";", "|", ",") if len(header) == 1 and mark in header[0]), "")
+    words = f"DATA.TABLE.delimiter {other!r}" if other else " ".join(_suggest_words(layout, header) if header else ())
+    known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
+    return f"has no column {' and no column '.join(missing)}; {known}{f'; fix: add {words}' if words else ''}"
+
+
+def _suggest_words(layout: Layout, header: Sequence[str]) -> Iterator[str]:
+    """Yield the KEY VALUE pairs that name columns of the header in the place of missing ones."""
+    rest = [name for name in header if name not in layout.needed]
+    wanted = {"path": (layout.path,), layout.key: layout.columns, "split": (layout.split,)}
+    for key, names in wanted.items():
+        if len(names) != 1 or not names[0] or names[0] in header:
+            continue
+        usual = [name for name in rest if name.lower() in _USUAL.get(key.rstrip("s"), ())]
+        near = [*usual, *near_matches(names[0], rest), *(rest if len(rest) == 1 else ())]
+        yield f"DATA.TABLE.{key} {near[0] if near else 'COLUMN'}"
+        rest = [name for name in rest if name not in near[:1]]
+
+
+def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a sentence for each kind of problem, with its first few places."""
+    return tuple(f"{path} {kind}: {first_few(places, '; ')}" for kind, places in problems.items() if places)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def list_missing(folder: Path, table: Table) -> list[str]:
+    """Return the places of images that do not exist; each folder is listed once, which is faster than one stat each."""
+    places = []
+    listed: dict[str, frozenset[str]] = {}
+    for index in range(len(table)):
+        image = os.path.join(folder, table.path(index))
+        parent, name = os.path.split(image)
+        if parent not in listed:
+            try:
+                listed[parent] = frozenset(os.listdir(parent))
+            except (OSError, ValueError):  # ValueError: a path with a NUL
+                listed[parent] = frozenset()
+        if name not in listed[parent] and not os.path.isfile(image):  # on a case-insensitive disk it may still exist
+            places.append(table.place(index, table.path(index)))
+    return places
+
+
+def find_template(folder: Path, name: str) -> str:
+    """Return the template of an existing file for the field `name`, e.g. "train/{}.jpg"; empty if there is none."""
+    if "/" in name or not is_class(name):
+        return ""
+    places = ["", *(f"{part}/" for part in list_classes(folder)[:50])]
+    endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
+    found = (f"{place}{{}}{ending}" for place in places for ending in endings)
+    return next((text for text in found if (folder / text.replace("{}", name)).is_file()), "")
+
+
+def find_tables(folder: Path) -> list[str]:
+    """Return the names of the tables in a folder, sorted."""
+    return sorted(path.name for path in folder.glob("*") if path.suffix.lower() in ENDINGS)

@@ -1,0 +1,186 @@
+"""Tables with any columns: the words of DATA.TABLE, one-hot columns, splits by a column, several targets, parquet."""
+
+import csv
+import pickle
+import re
+
+import pytest
+import torch
+from support.batches import WAYS, assert_same_batches, batches_of
+from support.runs import assert_same_run, timeless, train_and_stop
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.trainer import train_model
+
+NAMES = ("ant", "bee", "cat")
+ENDINGS = {"csv": ",", "tsv": "\t", "txt": ";"}
+
+
+def rows_of(image_folder, split: str) -> list[dict]:
+    """Return for each image its name in several forms, its class in several forms, and a split."""
+    rows = []
+    for number, path in enumerate(sorted((image_folder / split).rglob("*.jpg"))):
+        name = path.parent.name
+        row = {"path": str(path), "id": f"{name}/{path.stem}", "label": name, "breed": name, "number": number % 5,
+               "weight": number / 4, "fold": split, "kind": "xy"[number % 2]}  # fmt: skip
+        rows.append(row | {f"is_{other}": int(other == name) for other in NAMES})
+    return rows
+
+
+def write_rows(path, rows: list[dict], delimiter: str = ",") -> None:
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=10)
+        return
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def cfg_of(small_cfg, tmp_path):
+    return lambda *words: small_cfg("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, *words)
+
+
+@pytest.fixture
+def tables(image_folder, tmp_path):
+    """Return write(ending): train.ENDING and val.ENDING."""
+
+    def write(ending: str) -> None:
+        for split in ("train", "val"):
+            write_rows(tmp_path / f"{split}.{ending}", rows_of(image_folder, split), ENDINGS.get(ending, ","))
+
+    return write
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "txt", "parquet"])
+def test_batches_are_those_of_the_class_folders(cfg_of, small_cfg, tables, ending):
+    tables(ending)
+    words = ("DATA.TABLE", "{file: '{}.txt', delimiter: ;, label: breed}") if ending == "txt" else ()
+    cfg = resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0, *words))
+    assert find_run_problems(cfg, train=True) == []
+    for train in (True, False):
+        for way in WAYS[1:] if train and ending == "csv" else [()]:
+            assert_same_batches(batches_of(cfg_of(*words, *way), train), batches_of(small_cfg(*way), train))
+
+
+def test_kaggle_needs_the_words_that_the_message_names(cfg_of, image_folder, tmp_path):
+    for split in ("train", "val"):
+        rows = [{"id": path.stem, "breed": path.parent.name} for path in (image_folder / split / "ant").glob("*.jpg")]
+        write_rows(tmp_path / f"{split}.csv", rows)
+        (tmp_path / f"{split}_images").symlink_to(image_folder / split / "ant")
+    (problem, _) = map(str, find_run_problems(cfg_of("MODEL.NUM_CLASSES", 1), train=True))
+    fix = re.search("fix: add (DATA.TABLE.path id DATA.TABLE.label breed)", problem)
+    assert fix and "its columns are id, breed" in problem
+    problems = find_run_problems(cfg_of("MODEL.NUM_CLASSES", 1, *fix[1].split()), train=True)
+    template = re.search("fix: DATA.TABLE.template '(.*?)'", str(problems[0]))
+    assert template and template[1] == "train_images/{}.jpg"
+    cfg = cfg_of("MODEL.NUM_CLASSES", 1, *fix[1].split(), "DATA.TABLE.template", "train_images/{}.jpg")
+    assert find_run_problems(cfg, train=True) == []
+    assert build_images(cfg, train=True).describe(0).startswith(str(tmp_path / "train_images/"))
+
+
+ONE_HOT = ", ".join(f"is_{name}" for name in NAMES)
+
+
+def test_one_hot_columns_and_a_column_of_the_split(cfg_of, small_cfg, image_folder, tmp_path):
+    write_rows(tmp_path / "all.csv", [*rows_of(image_folder, "train"), *rows_of(image_folder, "val")])
+    words = ("DATA.TABLE", f"{{label: [{ONE_HOT}], split: fold}}")
+    cfg = cfg_of(*words)
+    assert find_run_problems(cfg, train=True) == []
+    train, val = (build_images(cfg, train) for train in (True, False))
+    assert train.classes == val.classes == tuple(f"is_{name}" for name in NAMES) and (len(train), len(val)) == (48, 37)
+    for part in (True, False):
+        assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
+    several = small_cfg("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "TRAIN.DATASET", tmp_path, "DATA.TABLE",
+                        f"{{path: path, labels: [{ONE_HOT}], split: fold}}")  # fmt: skip
+    assert build_images(several, True).label(20).tolist() == [0, 1, 0] and find_run_problems(several, True) == []
+
+
+def test_several_targets(small_cfg, image_folder, tmp_path):
+    class_of = {}
+    for split in ("train", "val"):
+        rows = rows_of(image_folder, split)
+        class_of[split] = rows
+        write_rows(tmp_path / f"{split}.csv", rows if split == "train" else [row for row in rows if row["kind"] == "y"])
+    words = ("DATA.NAME", "structured", "TASK.NAME", "own", "TRAIN.DATASET", tmp_path, "DATA.TABLE.targets",
+             "[number, weight, kind, breed]")  # fmt: skip
+    with pytest.raises(ConfigError, match="TASK.NAME"):
+        small_cfg(*words[:2], "TRAIN.DATASET", tmp_path)
+    options = {"DATA.NAME": "structured", "TRAIN.DATASET": str(tmp_path), "TEST.DATASET": str(tmp_path),
+               "DATA.TABLE.targets": ("number", "weight", "kind", "breed"), "MODEL.NUM_CLASSES": 2}  # fmt: skip
+    cfg = changed(small_cfg(), options)
+    train, val = (build_images(cfg, train) for train in (True, False))
+    assert train.classes == ("x", "y") and train.names_of["breed"] == NAMES
+    assert train.label(7) == {"number": 2, "weight": 1.75, "kind": 1, "breed": 0}
+    assert {name: str(value.dtype) for name, value in train.label(7).items()} == {
+        "number": "int64", "weight": "float32", "kind": "int64", "breed": "int64"}  # fmt: skip
+    assert val.label(0)["kind"] == 1 and val.label(0)["number"] == class_of["val"][1]["number"]
+    assert list(type(train).find_problems(cfg, True)) == list(type(train).find_problems(cfg, False)) == []
+    batch = batches_of(cfg)[0]
+    assert batch.targets["weight"].dtype == torch.float32 and batch.targets["kind"].shape == (12,)
+    assert pickle.loads(pickle.dumps(val)).label(3) == val.label(3)
+    write_rows(tmp_path / "val.csv", [{**class_of["val"][0], "kind": "z", "weight": "heavy"}])
+    (problem,) = type(train).find_problems(cfg, False)
+    assert "kind z" in problem[1] and "weight heavy" in problem[1]
+
+
+WRONG = {
+    "has no column label; its columns are path, labl; fix: add DATA.TABLE.label labl": ("path,labl\n", ()),
+    "its columns are path;label; fix: add DATA.TABLE.delimiter ';'": ("path;label\na.jpg;x\n", ()),
+    "has images without exactly one 1: line 2, 'a.jpg'; line 3, 'b.jpg'": (
+        "path,x,y\na.jpg,1,1\nb.jpg,0,0\n", ("DATA.TABLE.label", "[x, y]")),
+    "has values other than 0 and 1 in columns of one class each: line 2, 'a.jpg'": (
+        "path,x,y\na.jpg,1,2\n", ("DATA.TABLE.label", "[x, y]")),
+    "has no row with fold train; the column has: 0; 1": (
+        "path,label,fold\na.jpg,x,0\nb.jpg,x,1\n", ("DATA.TABLE.split", "fold")),
+    "has no column fold; its columns are path, label": ("path,label\na.jpg,x\n", ("DATA.TABLE.split", "fold")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_are_reported_before_the_start(cfg_of, tmp_path, message):
+    text, words = WRONG[message]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jpg").touch()
+    (tmp_path / "train.csv").write_text(text)
+    problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train", *words), train=True)]
+    assert any(f"{tmp_path / 'train.csv'} " in problem and message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ("{lable: a}", "DATA.TABLE.lable .*no such setting; did you mean label"),
+        ("{file: ../a.csv}", "DATA.TABLE: .*below the folder of the data"),
+        ("{file: /a.csv}", "DATA.TABLE: .*below the folder of the data"),
+        ("{template: a.jpg}", "DATA.TABLE: .*expected a path with {}"),
+        ("{delimiter: ab}", "DATA.TABLE: .*expected one character"),
+        ("{targets: [a]}", "DATA.TABLE.targets .*no such setting"),
+    ],
+)
+def test_wrong_words(table, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cfg(None, ["DATA.NAME", "list", "DATA.TABLE", table])
+
+
+def test_one_table_without_a_split_is_not_both(cfg_of, tables, tmp_path):
+    tables("csv")
+    (problem,) = find_run_problems(cfg_of("DATA.TABLE.file", "train.csv", "MODEL.NUM_CLASSES", 3), train=True)
+    assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
+
+
+def test_a_stopped_run_goes_on_bitwise(cfg_of, small_cfg, tables, tmp_path, monkeypatch):
+    tables("tsv")
+    train_model(small_cfg("OUT_DIR", tmp_path / "folder"))
+    cfg = cfg_of("DATA.TABLE", "{label: breed}", "CHECKPOINT.EVERY_STEPS", 1)
+    train_and_stop(cfg, (1, 2), monkeypatch)
+    cfg = cfg_of("DATA.TABLE", "{label: breed}", "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 3)
+    train_model(cfg)
+    assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
+    assert_same_run(cfg.OUT_DIR, tmp_path / "folder")
