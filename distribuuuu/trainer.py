@@ -80,18 +80,18 @@ def train_epoch(run: Run) -> None:
         NonFiniteLoss: the mean loss is infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
-    num_steps, print_freq = loader.num_steps, cfg.TRAIN.PRINT_FREQ
+    num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     loader.expect(expected_passes(run))
     begin_epoch(run)
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
-    for step in run.log.steps(epoch, state.step):
+    for step in run.log.steps(epoch, state.step, end):
         lr = run.lr_at(epoch + step / num_steps)
         set_lr(state.optimizer, lr)
         train_step(run, batches, step)
         state.finish_step(num_steps)
-        is_last = state.step == num_steps
+        is_last = state.step == end
         if state.step % print_freq == 0 or is_last:
             run.log.train(epoch, state.step, lr, check_finite(state.read_metrics()), loader.pop_data_time())
         else:

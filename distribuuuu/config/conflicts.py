@@ -72,6 +72,14 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
         crop = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop size,"
         got, least = (list(size) if isinstance(size, tuple) else size for size in (resize, crop_size))
         yield Problem("TEST.IM_SIZE", f"got {got}, smaller than {crop} {least}; set it to {least} or more")
+    sides = height_and_width(cfg.TRAIN.IM_SIZE)
+    side = min(cfg.TRAIN.IM_SIZE_START or max(sides), *sides)
+    if data.CROP_PADDING_MODE == "reflect" and training_crop(cfg) in ("pad", None) and data.CROP_PADDING >= side:
+        message = f"got {data.CROP_PADDING}; DATA.CROP_PADDING_MODE reflect expects less than the side of the images"
+        yield Problem("DATA.CROP_PADDING", f"{message}, {side} px")
+    if cfg.TEST.SHIFT >= (side := min(height_and_width(crop_size))):
+        message = f"got {cfg.TEST.SHIFT}; expected less than the side of the evaluation images, {side} px"
+        yield Problem("TEST.SHIFT", message)
     if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
         yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
     if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:

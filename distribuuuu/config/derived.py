@@ -31,6 +31,16 @@ def eval_resize(cfg) -> Size:
     return cfg.TEST.IM_SIZE if cfg.TEST.CROP == "center" else eval_crop_size(cfg)
 
 
+def last_epoch_steps(cfg, num_steps: int) -> int:
+    """Return the steps of the last epoch, OPTIM.LAST_EPOCH of the `num_steps` of a whole one, rounded up."""
+    return min(num_steps, math.ceil(num_steps * cfg.OPTIM.LAST_EPOCH - 1e-9))  # 0.28 x 25 is 7.000000000000001
+
+
+def total_steps(cfg, num_steps: int) -> int:
+    """Return the steps of a run, with `num_steps` in a whole epoch."""
+    return cfg.OPTIM.MAX_EPOCH * num_steps - (num_steps - last_epoch_steps(cfg, num_steps))
+
+
 def training_crop(cfg) -> str | None:
     """Return the training crop, "resized", "pad", ...; None if it is known only once the data set is opened."""
     if cfg.DATA.CROP != "auto":
@@ -63,6 +73,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "data at a URL": lambda cfg: "://" in cfg.TRAIN.DATASET + cfg.TEST.DATASET,
     "DATA.CROP pad": lambda cfg: training_crop(cfg) in ("pad", None),
     "DATA.CROP resized": lambda cfg: training_crop(cfg) in ("resized", None),
+    "DATA.FLIP above 0": lambda cfg: cfg.DATA.FLIP,
     "a DATA.NAME with folders of splits": lambda cfg: dataset_class(cfg).has_splits,
     "DIST.SHARD none or zero1": lambda cfg: cfg.DIST.SHARD != "fsdp",
     "a DISTILL.TEACHER": lambda cfg: cfg.DISTILL.TEACHER,

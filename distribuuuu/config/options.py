@@ -117,6 +117,9 @@ _C.TEST.CROP_SIZE = Option(0, least=0, shape=True)
 _C.TEST.CROP = Option("center", choices=("center", *WHOLE_IMAGE))
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = False
+# Test-time augmentation: also shift each evaluation image by this many pixels to the top left and to the bottom right,
+# reflected at the border. The mean of both logits and the logits of the image count half each. 0: off.
+_C.TEST.SHIFT = Option(0, least=0)
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
@@ -160,8 +163,13 @@ _C.DATA.CROP_RATIO = Option((0.75, 1.3333333333333333), needs="DATA.CROP resized
 _C.DATA.INTERPOLATION = Option("bilinear", choices=(*INTERPOLATIONS, "random"))
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
+# Content of the padding: zeros, or reflect (the image mirrored at its border, without repeating the border itself).
+_C.DATA.CROP_PADDING_MODE = Option("zeros", choices=("zeros", "reflect"), needs="DATA.CROP pad")
 # Probability of a horizontal flip in training, 0 to 1.
 _C.DATA.FLIP = Option(0.5, least=0, most=1)
+# Horizontal flips: random (drawn anew in each epoch) or alternating (drawn for the first epoch; each later one flips
+# exactly the images that the epoch before did not).
+_C.DATA.FLIP_MODE = Option("random", choices=("random", "alternating"), needs="DATA.FLIP above 0")
 # Probability of a vertical flip in training, 0 to 1.
 _C.DATA.VFLIP = Option(0.0, least=0, most=1)
 # Repeated augmentation: differently augmented copies of each image in a step; an epoch has 1 / REPEATS of the images.
@@ -282,6 +290,8 @@ _C.EMA.START_EPOCH = Option(0, least=0, needs="EMA.HALF_LIFE above 0")
 _C.OPTIM = Section()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = Option(100, least=0)
+# Fraction of the last epoch to train, above 0 to 1, rounded up to whole steps: 9.9 epochs are MAX_EPOCH 10 and 0.9.
+_C.OPTIM.LAST_EPOCH = Option(1.0, least=0.001, most=1)
 # Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
 # warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
 _C.OPTIM.LR_POLICY = Option("cos", names=SCHEDULES)

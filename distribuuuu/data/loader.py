@@ -17,7 +17,7 @@ import torch
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size, height_and_width
+from distribuuuu.config.derived import eval_crop_size, height_and_width, last_epoch_steps
 from distribuuuu.config.options import WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
@@ -194,8 +194,12 @@ class TrainLoader(Loader):
 
     @property
     def num_steps(self) -> int:
-        """Steps per epoch."""
+        """Steps per whole epoch."""
         return self.sampler.num_steps
+
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch, from 0; the last one may be shorter."""
+        return self.sampler.steps_of(epoch)
 
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[Batch]:
         """Return an iterator over this process's micro-batches, starting at a step of an epoch."""
@@ -380,7 +384,13 @@ def build_sampler(
         from distribuuuu.data.packed.block_order import BlockShuffle
 
         blocks = BlockShuffle(images)
-    return ResumableDistributedSampler(num_images, plan, launch.rank, cfg.DATA.REPEATS, depends, balance, blocks)
+    alternating = cfg.DATA.FLIP if cfg.DATA.FLIP_MODE == "alternating" else None
+    sampler = ResumableDistributedSampler(
+        num_images, plan, launch.rank, cfg.DATA.REPEATS, depends, balance, blocks, alternating
+    )
+    if cfg.OPTIM.LAST_EPOCH < 1:
+        sampler.last = cfg.OPTIM.MAX_EPOCH - 1, last_epoch_steps(cfg, sampler.num_steps)
+    return sampler
 
 
 def depends_on_epoch(cfg) -> bool:
@@ -433,5 +443,6 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     elif kind == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)
     else:
-        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP)
+        mode = data.CROP_PADDING_MODE
+        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP, mode)
     return build_augmentation(cfg, crop, *statistics_of(cfg, images))

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.seeding import SampleKey, derive_seed
+from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
 
 # A class of n images is drawn in proportion to n to this power, by DATA.SAMPLING.
 CLASS_POWERS = {"balanced": 0.0, "sqrt": 0.5}
@@ -63,6 +63,9 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
             its own; None: a permutation.
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
+        alternating: the share of the images that are flipped in the first epoch; each later one flips exactly those
+            that the epoch before did not; None: the transform draws.
+        last: an epoch and its number of steps, if it ends early, see OPTIM.LAST_EPOCH.
         extra: by name, the samplers of other data sets, whose micro-batches come along with those of this one. Each
             continues from epoch to epoch, and restarts in a new order after its last image.
         seed, epoch, first_step: where the next iteration starts.
@@ -75,6 +78,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     keys_have_epoch: bool = False
     balance: "ClassBalance | None" = None
     blocks: Any = None
+    alternating: float | None = None
+    last: tuple[int, int] | None = None
     extra: "dict[str, ResumableDistributedSampler]" = field(default_factory=dict)
     seed: int = 0
     epoch: int = 0
@@ -87,8 +92,12 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
 
     @property
     def num_steps(self) -> int:
-        """Steps per epoch."""
+        """Steps per whole epoch."""
         return self.num_images // self.plan.global_batch
+
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch, from 0."""
+        return self.last[1] if self.last and self.last[0] == epoch else self.num_steps
 
     @property
     def max_num_batches(self) -> int:
@@ -109,7 +118,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         return torch.randperm(self.num_images, generator=generator)
 
     def __len__(self) -> int:
-        return max(0, self.num_steps - self.first_step) * self.plan.accum_steps
+        return max(0, self.steps_of(self.epoch) - self.first_step) * self.plan.accum_steps
 
     def __iter__(self) -> Iterator[BatchKeys]:
         position = self.epoch * self.num_steps + self.first_step
@@ -125,7 +134,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         seed = derive_seed(other.seed, zlib.crc32(name.encode()))
         first_epoch, first_step = divmod(position, self.num_steps)
         for epoch in itertools.count(first_epoch):
-            at = replace(self, seed=seed, epoch=epoch, first_step=first_step)
+            at = replace(self, seed=seed, epoch=epoch, first_step=first_step, last=None)
             yield from at._own_batches(other.epoch)
             first_step = 0
 
@@ -135,7 +144,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         num_distinct = -(-plan.global_batch // self.repeats)
         repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
         epoch = (run_epoch,) if self.keys_have_epoch else ()
-        for step in range(self.first_step, self.num_steps):
+        for step in range(self.first_step, self.steps_of(self.epoch)):
             for micro in range(plan.accum_steps):
                 start = (micro * plan.world_size + self.rank) * plan.micro_batch
                 positions = torch.arange(start, start + plan.micro_batch)
@@ -143,7 +152,13 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
                 seeds = [repeat_seeds[repeat] for repeat in (positions // num_distinct).tolist()]
                 if self.balance:  # the same image may be drawn again
                     seeds = [derive_seed(seed, draw) for seed, draw in zip(seeds, chosen.tolist(), strict=True)]
-                yield [(seed, index, *epoch) for seed, index in zip(seeds, order[chosen].tolist(), strict=True)]
+                indices = order[chosen].tolist()
+                keys: BatchKeys = [(seed, index, *epoch) for seed, index in zip(seeds, indices, strict=True)]
+                if self.alternating is not None:
+                    drawn = BatchRNG([(self.seed, index) for index in indices]).uniform() < self.alternating
+                    flipped = (drawn != bool(self.epoch % 2)).tolist()
+                    keys = [(*key[:2], run_epoch, flip) for key, flip in zip(keys, flipped, strict=True)]
+                yield keys
 
 
 class EvalSampler(Sampler[BatchKeys]):

@@ -118,7 +118,7 @@ class Samples(Dataset):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
-                pixels = transform(image, SampleRNG(seed, index))
+                pixels = transform(image, SampleRNG(*key))
                 return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Identifies a sample and seeds its augmentation: (seed, index), or (seed, index, epoch).
+# Identifies a sample and seeds its augmentation: (seed, index), (seed, index, epoch), or (seed, index, epoch, flipped).
 SampleKey = tuple[int, ...]
 
 # Constants of SplitMix64.
@@ -52,8 +52,13 @@ class SampleRNG:
     generator of numpy or torch takes ten.
     """
 
-    def __init__(self, seed: int, index: int):
-        self._state = derive_seed(seed, index)
+    def __init__(self, seed: int, index: int, *chosen: int):
+        self._state, self._chosen = derive_seed(seed, index), chosen
+
+    def flip(self, probability: float) -> bool:
+        """Return whether to flip: as the key says, whose end is `chosen`; else with a probability."""
+        is_drawn = self.uniform() < probability  # in any case, so that the other numbers stay the same
+        return bool(self._chosen[1]) if len(self._chosen) > 1 else is_drawn
 
     def uniform(self) -> float:
         """Return the next number in [0, 1)."""
@@ -74,6 +79,12 @@ class BatchRNG:
 
     def __init__(self, keys: Sequence[SampleKey]):
         self._state = np.array([derive_seed(*key[:2]) for key in keys], dtype=np.uint64)
+        self._flipped = np.array([key[3] for key in keys if len(key) > 3], dtype=bool)
+
+    def flip(self, probability: float) -> np.ndarray:
+        """Return whether to flip each sample, see `SampleRNG.flip`: bool (N,)."""
+        drawn = self.uniform() < probability
+        return self._flipped if len(self._flipped) else drawn
 
     def uniform(self) -> np.ndarray:
         """Return the next number of each sample."""

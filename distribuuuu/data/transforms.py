@@ -145,7 +145,7 @@ class ResizedCrop(Transform):
 
 @dataclass(frozen=True)
 class PaddedCrop(BatchTransform):
-    """A random crop of the zero-padded image, randomly flipped (He et al., arXiv 1512.03385).
+    """A random crop of the padded image, randomly flipped (He et al., arXiv 1512.03385).
 
     Attributes:
         size: of the output, see `Transform`; an image is first resized to the smallest size that covers it.
@@ -153,6 +153,7 @@ class PaddedCrop(BatchTransform):
         flip: probability of a horizontal flip.
         interpolation: see `resize`.
         vflip: probability of a vertical flip.
+        mode: content of the padding, "zeros" or "reflect"; the latter needs a padding smaller than the sides of `size`.
     """
 
     size: Size
@@ -160,17 +161,19 @@ class PaddedCrop(BatchTransform):
     flip: float = 0.5
     interpolation: str = "bilinear"
     vflip: float = 0.0
+    mode: str = "zeros"
 
     def __str__(self) -> str:
-        crop = f"padding {self.padding} px, random crop {show_size(self.size)} px"
-        return f"{show_cover(self.size)}, {crop}, {show_flips(self)}"
+        padding = f"padding {self.padding} px{' (reflect)' if self.mode == 'reflect' else ''}"
+        return f"{show_cover(self.size)}, {padding}, random crop {show_size(self.size)} px, {show_flips(self)}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         is_flipped, is_vflipped = draw_flips(rng, self)
         pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        return flip_each(crop_box(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
+        crop = reflect_box if self.mode == "reflect" else crop_box
+        return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
         """Return the crops of images of one size."""
@@ -181,8 +184,11 @@ class PaddedCrop(BatchTransform):
         down, across = map(np.arange, height_and_width(self.size))
         columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
         rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
-        rows, columns = (copy_to_device(torch.from_numpy(at + self.padding), pixels.device) for at in (rows, columns))
-        padded = pad(pixels, [self.padding] * 4)
+        rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
+        if self.mode == "reflect":
+            padded, rows, columns = pixels, reflect(rows, height), reflect(columns, width)
+        else:
+            padded, rows, columns = pad(pixels, [self.padding] * 4), rows + self.padding, columns + self.padding
         # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
         # of C adjacent values. A flip is a descending row of columns.
         index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
@@ -255,7 +261,7 @@ class WholeImage(BatchTransform):
 
 def draw_flips(rng: SampleRNG | BatchRNG, crop: Any) -> tuple[Any, Any]:
     """Return whether an image, or each image, is flipped horizontally and vertically."""
-    is_flipped = rng.uniform() < crop.flip
+    is_flipped = rng.flip(crop.flip)
     return is_flipped, crop.vflip > 0 and rng.uniform() < crop.vflip
 
 
@@ -380,6 +386,18 @@ def crop_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Ten
     limits = across, across, down, down
     missing = [min(side, max(0, edge)) for side, edge in zip(limits, (-left, right, -top, below), strict=True)]
     return pad(inside, missing) if any(missing) else inside
+
+
+def reflect_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Tensor:
+    """Return a box of the images, reflected where it extends beyond them: uint8 (..., C, height, width)."""
+    sides = zip((top, left), height_and_width(size), pixels.shape[-2:], strict=True)
+    rows, columns = (reflect(first + torch.arange(num, device=pixels.device), side) for first, num, side in sides)
+    return pixels[..., rows[:, None], columns]
+
+
+def reflect(positions: torch.Tensor, side: int) -> torch.Tensor:
+    """Return positions of pixels, from 1 - side to 2 * side - 2, reflected at the borders 0 and side - 1."""
+    return side - 1 - (side - 1 - positions.abs()).abs()
 
 
 def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:

@@ -218,7 +218,7 @@ def measure_steps(folder: str, cfg: Config, train_step: TrainStep, launch: Launc
         loader, state = run.train_loader, run.state
         batches = loader.batches_from(state.stream_seed, 0, 0)
         run.model.train()
-        for step in range(min(_STEPS, loader.num_steps)):
+        for step in range(min(_STEPS, loader.steps_of(0))):
             train_step(run, batches, step)
             state.finish_step(loader.num_steps)
         run.checkpoints.save(state)

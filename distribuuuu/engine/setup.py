@@ -17,6 +17,7 @@ from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.run_files import METRICS, PREDICTIONS
@@ -339,8 +340,8 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
     if cfg.LOG.LAYER_NORMS:
-        every, last = cfg.TRAIN.PRINT_FREQ, loader.num_steps
-        is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == last  # noqa: E731
+        every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
+        is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
     log = RunLog(
         cfg.OUT_DIR,
@@ -349,6 +350,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
         eval_metrics=display_names(task.eval_metrics),
         num_epochs=cfg.OPTIM.MAX_EPOCH,
         num_steps=loader.num_steps,
+        total_steps=total_steps(cfg, loader.num_steps),
         images_per_step=loader.plan.global_batch,
         epoch=state.epoch,
         step=state.step,

@@ -75,8 +75,9 @@ def build_schedule(cfg) -> Callable[[float], float]:
     up to n have the rate of epoch 0.
     """
     optim = cfg.OPTIM
+    max_epoch = optim.MAX_EPOCH - (1 - optim.LAST_EPOCH) if optim.LAST_EPOCH < 1 else optim.MAX_EPOCH
     factor_at, hold = SCHEDULES.get(optim.LR_POLICY), optim.LR_UPDATE == "epoch"
-    known = {"max_epoch": optim.MAX_EPOCH, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
+    known = {"max_epoch": max_epoch, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
     settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
     base_lr, lag, warmup_epochs, factor = optim.BASE_LR, optim.LR_LAG, optim.WARMUP_EPOCHS, optim.WARMUP_FACTOR

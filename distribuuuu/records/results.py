@@ -132,6 +132,7 @@ def describe_evaluation(cfg: Config) -> dict[str, Any]:
         **({"labels": cfg.TEST.LABELS} if cfg.TEST.LABELS else {}),
         **({"crop_mode": cfg.TEST.CROP} if cfg.TEST.CROP != "center" else {}),
         **({"flip": True} if cfg.TEST.FLIP else {}),  # logits averaged with those of the mirrored image
+        **({"shift": cfg.TEST.SHIFT} if cfg.TEST.SHIFT else {}),  # and with those of shifted images, in pixels
     }
 
 

@@ -189,7 +189,8 @@ class RunLog:
         train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
             evaluation metric selects the best epoch.
         num_epochs: epochs of the run.
-        num_steps: steps per epoch.
+        num_steps: steps per whole epoch.
+        total_steps: steps of the run; 0: all epochs are whole.
         images_per_step: images per step of all processes.
         epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: timing of the steps; None: a new one.
@@ -212,11 +213,13 @@ class RunLog:
         timing: StepTiming | None = None,
         find_loss: FindLoss = lambda: None,
         more_entries: Callable[[], dict[str, Any]] = dict,
+        total_steps: int = 0,
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
         self.num_epochs = num_epochs
-        self.num_steps = num_steps
+        self.num_steps = self._end = num_steps
+        self._total_steps = total_steps or num_epochs * num_steps
         self._images_per_step = images_per_step
         self._build_tables()
         self._evaluation = ""  # of the bar
@@ -269,22 +272,26 @@ class RunLog:
         if self._events:
             self._events.close()
 
-    def steps(self, epoch: int, first: int) -> Iterator[int]:
-        """Yield the steps of an epoch from `first` on, with a progress bar; start the timing of `train`."""
+    def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
+        """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the timing of `train`.
+
+        Without `end`, the epoch is whole.
+        """
+        self._end = self.num_steps if end is None else end
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
-        if first < self.num_steps:  # otherwise only the evaluation remains
+        if first < self._end:  # otherwise only the evaluation remains
             self._timing.begin(self._last_read)
         self._checked_s = self._data_time_s = 0.0
         self._readings: list[tuple[dict, float, float]] = []  # metrics, seconds, seconds of waiting for data
         label = f"epoch {epoch + 1}/{self.num_epochs}"
-        self._bar = progress(range(first, self.num_steps), label, total=self.num_steps, initial=first)
+        self._bar = progress(range(first, self._end), label, total=self._end, initial=first)
         self._show_in_bar()
         yield from self._bar
 
     def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
         """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
         now = self._last_read = time.perf_counter()
-        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self.num_steps)
+        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self._end)
         position = epoch * self.num_steps + step
         speed = {
             "images_per_s": metrics["count"] / elapsed,
@@ -292,7 +299,7 @@ class RunLog:
             "eta_s": self._eta_s(now, position),
         }
         self._read_position = position
-        self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self.num_steps)
+        self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self._end)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self._more_entries()})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
@@ -302,7 +309,7 @@ class RunLog:
         self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
         self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], self._cells(metrics, speed["wait"]))
         self._readings.append((metrics, elapsed, data_time_s))
-        if step == self.num_steps and has_progress_bar():
+        if step == self._end and has_progress_bar():
             self._add_epoch(epoch, lr, speed["eta_s"])
 
     def _cells(self, metrics: Mapping[str, float], wait: float) -> dict[str, str]:
@@ -354,7 +361,7 @@ class RunLog:
     def _eta_s(self, now: float, position: int) -> float:
         """Return the estimated seconds until the end of the run, at the speed of this start."""
         since, first = self._eta_origin or (self._started, self._first_position)
-        return (now - since) / (position - first) * (self.num_epochs * self.num_steps - position)
+        return (now - since) / (position - first) * (self._total_steps - position)
 
     def _check_data_time(self, elapsed: float, data_time_s: float, num_steps: int, ends_epoch: bool) -> None:
         """Warn once if waiting for data limits an epoch or a minute of it.
@@ -389,7 +396,7 @@ class RunLog:
             best = bests[weights]
             logged = self._scalars.pop(epoch, {})
             entries = {**logged, **metrics, f"best_{selecting}": best.value, "seconds": seconds}
-            self._write(kind, epoch, self.num_steps, entries)
+            self._write(kind, epoch, self._end, entries)
             values = format_result(metrics, self.eval_metrics, decimals=2)
             logger.info("validation, epoch %d%s: %s", epoch + 1, suffix, values)
             self._evaluation = f"val {values.split(' ')[1 if self.eval_metrics else -1]}"

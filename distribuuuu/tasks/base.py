@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import stage_without_augmentation
@@ -190,15 +191,23 @@ class Task:
     def predict_step(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Return the scores (N, classes) of images (N, C, H, W), e.g. logits: the largest one is the prediction.
 
-        TEST.FLIP averages those of each image and its mirror image.
+        TEST.FLIP averages those of each image and its mirror image, TEST.SHIFT those of shifted images too.
 
         Raises:
             ConfigError: the output of the model has another form, and the task does not define this method.
         """
-        with self.autocast():
+
+        def score(images: torch.Tensor) -> torch.Tensor:
             scores = model(images)
             if self.cfg.TEST.FLIP:  # a compiled model's second output may overwrite its first
                 scores = (scores.clone() + model(images.flip(-1))) / 2
+            return scores
+
+        with self.autocast():
+            scores = score(images)
+            if shift := self.cfg.TEST.SHIFT:
+                shifted = (score(view).float() / 4 for view in shift_images(images, shift))
+                scores = sum(shifted, scores.float() / 2)
         if not isinstance(scores, torch.Tensor) or scores.shape != (len(images), len(self.classes)):
             raise ConfigError(f"TASK.NAME: got {task_name(self.cfg)}; expected a task with a score for each class;"
                               f" fix: define {type(self).__name__}.predict_step")  # fmt: skip
@@ -222,6 +231,12 @@ class Task:
         """Restore what `state_dict` returned; the names and the shapes are the same."""
         if state:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
+
+
+def shift_images(images: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images (N, C, H, W) shifted by some pixels to the bottom right and to the top left, reflected."""
+    padded, (height, width) = pad(images, [shift] * 4, "reflect"), images.shape[-2:]
+    return padded[..., :height, :width], padded[..., 2 * shift :, 2 * shift :]
 
 
 def build_task(cfg, classes: Sequence[str], device: torch.device, precision: Precision) -> Task:

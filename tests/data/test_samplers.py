@@ -186,3 +186,22 @@ def test_a_model_for_one_size_only_is_an_error_and_others_may_grow():
         model = build_model(load_cfg(None, (growing + words).split())).eval()
         with torch.inference_mode():
             assert all(model(torch.zeros(1, 3, side, side)).shape == (1, 1000) for side in (32, 64))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_alternating_flip_is_undone_in_the_next_epoch(small_cfg, way):
+    words = ("DATA.CROP", "pad", "DATA.CROP_PADDING", 2, *way)
+    flipped = {}
+    for mode in ("alternating", "random"):
+        loader = build_loader(small_cfg(*words, "DATA.FLIP_MODE", mode), ALONE, CPU, train=True)
+        plain = build_loader(small_cfg(*words, "DATA.FLIP", 0), ALONE, CPU, train=True)
+        for epoch in range(3):
+            flipped[mode, epoch] = found = set()
+            batches = zip(loader.batches_from(3, epoch, 0), plain.batches_from(3, epoch, 0), strict=True)
+            for (images, _, index, _), (upright, *_) in batches:
+                for image, original, number in zip(images, upright, index.tolist(), strict=True):
+                    assert torch.equal(image, original) or torch.equal(image.flip(-1), original)
+                    found |= set() if torch.equal(image, original) else {number}
+    first, second, third = (flipped["alternating", epoch] for epoch in range(3))
+    assert first == third and first.isdisjoint(second) and len(first | second) == 48 and 12 < len(first) < 36
+    assert len({frozenset(flipped["random", epoch]) for epoch in range(3)} | {frozenset(first)}) == 4

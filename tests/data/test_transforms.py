@@ -216,6 +216,20 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner():
             assert difference(pixels, expected) <= (0 if resized is image else 0.3)
 
 
+def test_a_reflected_padding_is_that_of_numpy():
+    for height, width, size, padding in [(32, 32, 32, 2), (40, 32, 32, 4), (32, 51, 32, 31), (8, 8, 8, 7)]:
+        image = np.asarray(scene(height, width)).transpose(2, 0, 1)
+        padded = torch.from_numpy(np.pad(image, ((0, 0), (padding,) * 2, (padding,) * 2), mode="reflect"))
+        for index in range(25):
+            rng = SampleRNG(9, index)
+            rng.uniform()
+            top, left = (int(at) + padding for at in transforms.random_padded_corner(rng, height, width, size, padding))
+            pixels = PaddedCrop(size, padding, 0, mode="reflect")(
+                lazy_image_of(scene(height, width)), SampleRNG(9, index)
+            )
+            assert torch.equal(pixels, padded[:, top : top + size, left : left + size])
+
+
 def test_the_corners_of_padded_crops_are_torchvisions_range_and_equally_likely():
     corners = np.array([transforms.random_padded_corner(SampleRNG(0, index), 32, 32, 32, 2) for index in range(4000)])
     for side in corners.T:
@@ -228,7 +242,8 @@ def test_a_batch_is_cropped_as_its_images_are():
     positions, generator = [(3, index) for index in range(20)], torch.Generator().manual_seed(1)
     for (size, padding), channels in itertools.product([(32, 4), (32, 0), (24, 3), (8, 12)], [1, 3]):
         pixels = torch.randint(0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=generator)
-        for transform in (PaddedCrop(size, padding), CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
+        crops = [PaddedCrop(size, padding), *([PaddedCrop(size, padding, mode="reflect")] if padding < size else [])]
+        for transform in (*crops, CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
             together = transform.transform_batch(pixels, BatchRNG(positions))
             for image, position, result in zip(pixels, positions, together, strict=True):
                 assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from support.fake_cuda import CUDA, fake_cuda
@@ -136,3 +137,15 @@ def test_on_cuda_a_short_batch_has_the_shape_of_the_others(small_cfg, monkeypatc
         timeline.waits.clear()
         evaluate(task, model, loader)
     assert shapes == [*[12] * num, 12] and timeline.faults == {}
+
+
+def test_the_logits_of_shifted_images_count_half(small_cfg):
+    images = torch.arange(2 * 3 * 5 * 6.0).view(2, 3, 5, 6)
+    padded = torch.from_numpy(np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), mode="reflect"))
+    views = images, padded[..., :5, :6], padded[..., 4:, 4:]
+    model = lambda view: view[:, :, 1, 2] ** 2  # noqa: E731
+    for flip in (False, True):
+        task = build_task(small_cfg("TEST.SHIFT", 2, "TEST.FLIP", flip), ("a", "b", "c"), CPU, Precision())
+        plain = [(model(view) + model(view.flip(-1))) / 2 if flip else model(view) for view in views]
+        expected = plain[0] / 2 + (plain[1] + plain[2]) / 4
+        torch.testing.assert_close(task.predict_step(model, images), expected)

@@ -174,6 +174,11 @@ def list_steps(run: LoadedRun) -> dict[str, str]:
         **_describe_crop(run.transform.crop),
         "normalize": f"normalize pixels from 0 to 1 with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
+        **(
+            {"shift": f"average the logits with those of the image shifted by {run.cfg.TEST.SHIFT} px"}
+            if run.cfg.TEST.SHIFT
+            else {}
+        ),
     }
 
 

@@ -139,6 +139,10 @@ def check_format(run: LoadedRun, to: str) -> None:
     """
     if to != "safetensors" and (mode := run.transform.crop.interpolation) not in ("bilinear", "bicubic"):
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
+    if to != "safetensors" and run.cfg.TEST.SHIFT:
+        raise ConfigError(
+            f"--to {to}: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}, or --set TEST.SHIFT 0"
+        )
     if to != "timm":
         return
     crop_percentage(run.transform.crop)

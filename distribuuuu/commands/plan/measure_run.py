@@ -160,7 +160,7 @@ def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[flo
     loader.pop_data_time()
     batches = loader.batches_from(state.stream_seed, epoch, 0)
     run.model.train()
-    for step in _timed(range(loader.num_steps), ends, limit_s, loader.device):
+    for step in _timed(range(loader.steps_of(epoch)), ends, limit_s, loader.device):
         set_lr(state.optimizer, run.lr_at(epoch + step / loader.num_steps))
         train_step(run, batches, step)
         state.finish_step(loader.num_steps)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from distribuuuu.config.derived import show_size
+from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.samplers import build_im_size
 
@@ -83,12 +83,13 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
             last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`, `bottleneck`.
     """
     epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
+    steps, sizes = total_steps(cfg, num_steps), sizes_of(cfg)
     result = {
         **found,
         "epochs": epochs,
         "steps_per_epoch": num_steps,
-        "steps": epochs * num_steps,
-        "images_seen": epochs * num_steps * plan.global_batch,
+        "steps": steps,
+        "images_seen": steps * plan.global_batch,
         "batch": {**vars(plan), "global_batch": plan.global_batch},
         "assumption": _describe_assumption(cfg, plan.world_size) if plan.world_size > 1 else None,
     }
@@ -97,7 +98,7 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     num_evaluations = -(-epochs // cfg.TRAIN.EVAL_PERIOD)
     seconds = {
         "start": found["start_s"],
-        "training": sum(interpolate(found["epoch_s"], size) for size in sizes_of(cfg)),
+        "training": sum(interpolate(found["epoch_s"], size) for size in sizes) * steps / (epochs * num_steps or 1),
         "evaluation": num_evaluations * found["evaluation_s"] + found["last_s"],
         "checkpoints": (epochs + num_evaluations) * found["checkpoint_s"],
     }
@@ -105,7 +106,8 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     disk = files * found["checkpoint_mib"] + found["best_mib"]
     result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600, "checkpoints": files, "disk_mib": disk}
     if share > MAX_EVALUATION:
-        options = {"MODEL.PRECISE_BN 0": cfg.MODEL.PRECISE_BN, "TEST.FLIP False": cfg.TEST.FLIP}
+        options = {"MODEL.PRECISE_BN 0": cfg.MODEL.PRECISE_BN, "TEST.FLIP False": cfg.TEST.FLIP,
+                   "TEST.SHIFT 0": cfg.TEST.SHIFT}  # fmt: skip
         # With this period, the evaluation takes half of the time.
         period = cfg.TRAIN.EVAL_PERIOD * math.ceil(share / max(1e-3, 1 - share))
         remedies = [f"TRAIN.EVAL_PERIOD {period}"] if period <= epochs else []

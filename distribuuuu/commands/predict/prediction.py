@@ -33,7 +33,8 @@ from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progre
 
 # Options on which the rows depend.
 _SETTINGS = ("MODEL.", "TASK.", "DATA.DECODER", "DATA.EXIF", "DATA.MAX", "DATA.MEAN", "DATA.STD", "TEST.BATCH",
-             "TEST.CROP", "TEST.FLIP", "TEST.IM", "TEST.INTER", "TRAIN.AMP", "TRAIN.IM_SIZE", "TRAIN.TOPK")  # fmt: skip
+             "TEST.CROP", "TEST.FLIP", "TEST.IM", "TEST.INTER", "TEST.SHIFT", "TRAIN.AMP", "TRAIN.IM_SIZE",
+             "TRAIN.TOPK")  # fmt: skip
 
 # The rows of a chunk as text, and [path, cause] of each broken image.
 Rows = tuple[str, list[list[str]]]

@@ -196,7 +196,7 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     cells = {
         "params (M)": params,
         "px": _image_sizes(train.IM_SIZE, describe_evaluation(cfg)),
-        "epochs": str(optim.MAX_EPOCH),
+        "epochs": f"{round(optim.MAX_EPOCH - 1 + optim.LAST_EPOCH, 1):g}",
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
         _METRIC_COLUMNS["map" if dataset_class(cfg).targets == "labels" else "top1"]: "not measured",
