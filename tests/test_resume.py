@@ -40,6 +40,9 @@ BATCH_NORM = ("MODEL.PRECISE_BN", 24, "TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST"
 TINY_VIT = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
 LAYER_DECAY = ("OPTIM.BASE_LR", 0.001, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.CLIP_NORM", 0.5,
                "OPTIM.BIAS_WEIGHT_DECAY", 0, "OPTIM.LAYER_DECAY", 0.7, "OPTIM.LR_UPDATE", "step")  # fmt: skip
+AIRBENCH = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.steps", 3,
+            "TASK.KWARGS.frozen_from", 1, "DATA.CROP", "pad", "DATA.CROP_PADDING_MODE", "reflect",
+            "DATA.FLIP_MODE", "alternating", "TEST.SHIFT", 1, "EMA.HALF_LIFE", 40)  # fmt: skip
 # Options with random numbers or state of their own: add a row for a new one.
 OPTIONS = {
     "default": (), "rows of 3 steps": ("TRAIN.PRINT_FREQ", 3),
@@ -48,13 +51,14 @@ OPTIONS = {
     "muon": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "muon"),
     "lr factors": ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5),
     "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"), "fp16": ("TRAIN.AMP", "fp16"),
-    "everything": (*EVERYTHING, *BATCH_NORM),
+    "airbench": AIRBENCH, "everything": (*EVERYTHING, *BATCH_NORM),
 }  # fmt: skip
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
 DEFAULT_TIER = [
     ("default", "killed", (0, 3)), ("default", "killed", (0, 4)), ("default", "killed", (1, 0)),
     ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)), ("rows of 3 steps", "killed", (0, 2)),
     ("dropout", "killed", (0, 3)), ("adamw", "killed", (0, 3)), ("lr factors", "killed", (0, 3)),
+    ("airbench", "killed", (0, 4)), ("airbench", "signal", (1, 2)),
     ("frozen", "killed", (0, 3)), ("fp16", "killed", (1, 2)), ("everything", "killed", (1, 0)),
 ]  # fmt: skip
 SLOW_TIER = [
@@ -163,7 +167,7 @@ def test_the_state_of_an_option_is_in_the_checkpoint(uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize("num, place, words", [
     (2, (1, 1), (*EVERYTHING, *BATCH_NORM, "MODEL.SYNCBN", True)), (2, (0, 2), ("TRAIN.PRINT_FREQ", 3)),
-    (3, (0, 2), ()), (3, (1, 4), ()),
+    (3, (0, 2), ()), (3, (1, 4), ()), (2, (1, 1), AIRBENCH),
 ])  # fmt: skip
 def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words):
     words = (*words, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
@@ -187,6 +191,19 @@ def test_a_row_of_metrics_that_two_processes_began_is_finished_by_one(small_cfg,
     on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
     train_model(small_cfg(*words))
     assert [entry["count"] for entry in timeless(tmp_path / "out")] == [36, 12, 37] * 2
+
+
+@pytest.mark.parametrize("place", [(0, 4), (1, 1), (1, 2)])
+def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeypatch, place):
+    words = ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1)
+    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    rows = [(row["kind"], row["epoch"], row["step"]) for row in timeless(tmp_path / "whole")]
+    assert rows[4:] == [("eval", 1, 4), ("train", 2, 1), ("train", 2, 2), ("eval", 2, 2)]
+    assert (whole["epoch"], whole["step"], timeless(tmp_path / "whole")[-2]["lr"]) == (1, 0, pytest.approx(0.1 / 26))
+    train_and_stop(small_cfg(*words), place, monkeypatch)
+    train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
+    assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
 
 
 def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):

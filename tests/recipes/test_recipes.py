@@ -53,7 +53,8 @@ def test_a_file_is_short_sets_no_default_and_has_the_command_and_the_accuracy(pa
 
 def test_each_published_recipe_has_a_file_and_its_header_the_published_figures():
     names = {relative(path).removesuffix(".yaml") for path in FILES}
-    assert {name for name in names if name.startswith(("imagenet", "cifar10"))} == {*FACTS, "cifar10/resnet20_fast"}
+    others = {"cifar10/resnet20_fast", "cifar10/airbench94"}  # the latter has a test of its own
+    assert {name for name in names if name.startswith(("imagenet", "cifar10"))} == {*FACTS, *others}
     for name, facts in FACTS.items():
         header = (ROOT / "configs" / f"{name}.yaml").read_text()
         figures = [*facts["reported"]]
