@@ -3,10 +3,11 @@
 It damages metrics.jsonl, results.json, predictions.npz, config files, command-line overrides, reported numbers, a
 README with tables, the folder index, the record of checked files, packed data sets and their side files, also with a
 right checksum, the CSV of a multi-label data set, and the config.json of exported models; and a server answers requests
-for packed data in invalid and endless ways. Required files must be read or rejected with a ConfigError that names the
-file or the URL, or for exported models the value; optional files must be repaired, rebuilt, or left out with a note
-that names the file, as those of a report. A case of more than 20 s, and growth of the memory by more than 512 MiB, are
-violations.
+for packed data in invalid and endless ways. Tars, ZIPs, shards and the files of ImageNet are damaged too, also with
+right checksums; no file may appear outside of the cache. Required files must be read or rejected with a ConfigError
+that names the file or the URL, or for exported models the value; optional files must be repaired, rebuilt, or left out
+with a note that names the file, as those of a report. A case of more than 20 s, and growth of the memory by more than
+512 MiB, are violations.
 
     python benchmarks/fuzz_readback.py --number 5000 --seed 0
 """
@@ -19,6 +20,7 @@ import io
 import json
 import logging
 import random
+import re
 import resource
 import shutil
 import signal
@@ -27,8 +29,9 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from distribuuuu.commands.report.run_report import build_report, list_report, re
 from distribuuuu.commands.table.table import read_reported, write_block
 from distribuuuu.commands.table.tables import Run, format_table, group_runs, make_row
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.image_list import Multilabel
@@ -58,6 +62,7 @@ from distribuuuu.records.results import read_results, replace_nonfinite
 from distribuuuu.records.stored_predictions import read_predictions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support.archives import archive_folder, write_imagenet
 from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, Attack, RangeServer
 
 # Seconds for a case, and growth of the memory in MiB, that are violations.
@@ -172,10 +177,10 @@ def craft_npz(whole: bytes, chance: random.Random) -> bytes:
 # ---------------------------------------------------------------------------------------- the files
 
 
-def draw_images(folder: Path) -> None:
+def draw_images(folder: Path, classes: Sequence[str] = "ab") -> None:
     """Write six small images in two classes."""
     for number in range(6):
-        path = folder / "ab"[number % 2] / f"{number}.jpg"
+        path = folder / classes[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(path)
 
@@ -382,6 +387,91 @@ def make_report_subjects(run: Path) -> list[Subject]:
     ]
 
 
+# ----------------------------------------------------------------------------------------- archives
+
+
+def craft_tar(whole: bytes, chance: random.Random) -> bytes:
+    """Return a tar with one to three fields of its headers changed, and valid checksums."""
+    data = bytearray(whole)
+    headers = [place for place in range(0, len(data), 512) if data[place + 257 : place + 262] == b"ustar"]
+    for place in chance.choices(headers, k=chance.choice((1, 1, 3))):
+        start, size = chance.choice(((0, 100), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)))
+        kind = bytes([chance.choice(b"0123456789gxLKSMVDNX")])
+        values = (b"../../x.jpg", b"/etc/x.jpg", b"a//./b.jpg", b"b/1.jpg\0", b"\0", b"\xff" * 12, b"-1\0", kind,
+                  b"\x80" + b"\xff" * 11, b"77777777777\0", b"00000000000\0", chance.randbytes(size))  # fmt: skip
+        value = chance.choice(values)[:size]
+        data[place + start : place + start + len(value)] = value
+        total = sum(data[place : place + 512]) - sum(data[place + 148 : place + 156]) + 8 * 32
+        data[place + 148 : place + 156] = b"%06o\0 " % total
+    return bytes(data)
+
+
+def craft_zip(whole: bytes, chance: random.Random) -> bytes:
+    """Return a ZIP with one to three fields of its headers and directory changed."""
+    data = bytearray(whole)
+    kinds = {b"PK\3\4": 30, b"PK\1\2": 46, b"PK\5\6": 22}
+    places = [(match.start(), kinds[match[0]]) for match in re.finditer(rb"PK(\x03\x04|\x01\x02|\x05\x06)", data)]
+    for start, length in chance.choices(places, k=chance.choice((1, 1, 3))):
+        place = start + chance.randrange(4, length)
+        number = chance.choice((0, 1, 8, 99, 2**16 - 1, 2**31, 2**32 - 1, chance.randrange(2**32)))
+        value = number.to_bytes(4, "little")[: chance.choice((1, 2, 4))]
+        data[place : place + len(value)] = value
+    return bytes(data)
+
+
+def read_archive(root: Path, name: str) -> None:
+    """Read all images of archives, with the index in the cache folder; no other file may appear."""
+    words = ["DATA.NAME", name, "TRAIN.DATASET", str(root), "DATA.CACHE_DIR", str(root.parent / "cache")]
+    cfg, before = load_cfg(None, words), sorted(root.rglob("*"))
+    family = type("OfOthers", (DATASETS.get(name),), {"index_in_root": False})
+    try:
+        for train in (True, False):
+            images = family.from_cfg(cfg, train)
+            for index in range(len(images)):
+                assert 0 <= images.label(index) < len(images.classes)
+                assert ".." not in images.describe(index).split("/")
+                try:
+                    assert len(images.read(index)) <= 1 << 20
+                except ValueError as error:  # a broken image
+                    raise ConfigError(f"{root}: {images.describe(index)}: {error}") from error
+    finally:
+        assert sorted(root.rglob("*")) == before, "a file has appeared"
+
+
+def make_archive_subjects(folder: Path) -> list[Subject]:
+    """Write archives of each kind; return them with their readers."""
+    for split in ("train", "val"):
+        draw_images(folder / "images" / split, ("ant", "bee"))
+    subjects = []
+    for kind in ("tar", "pax", "zip", "deflated", "shards"):
+        root = archive_folder(folder / "images", folder / kind, kind)
+        path = next(path for path in sorted(root.iterdir()) if path.name.startswith("train"))
+        craft = craft_zip if path.suffix == ".zip" else craft_tar
+        subjects.append(Subject(path, path.read_bytes(), partial(read_archive, root, "archive"), craft))
+    files = {
+        "tars": ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"),
+        "flat": ("ILSVRC2012_devkit_t12/data/meta.mat",),
+        "kaggle": ("LOC_val_solution.csv",),
+    }
+    for layout, names in files.items():
+        root, _ = write_imagenet(folder / "images", folder / "imagenet", layout)
+        for path in map(root.joinpath, names):
+            craft = craft_tar if path.suffix == ".tar" else None
+            subjects.append(Subject(path, path.read_bytes(), partial(read_archive, root, "imagenet"), craft))
+    return subjects
+
+
+def run_archive_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Damage and read archives; yield the file, the mutation and the verdict of each trial."""
+    chance, subjects = random.Random(seed), make_archive_subjects(folder)
+    yield from run_subject_trials(subjects, folder, number, chance)
+
+
+def fuzz_archives(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage archives `number` times; return the counts of verdicts by file, and the violations."""
+    return count_verdicts(run_archive_trials(folder, number, seed))
+
+
 # ------------------------------------------------------------------------------------ exported models
 
 ODD_OPTIONS = {
@@ -570,29 +660,41 @@ def run_trials_with(
     """Yield the trials of `run_trials`; the server has `whole` as `file`."""
     subjects = [*make_subjects(folder), *make_data_subjects(folder, server)]
     subjects += make_report_subjects(folder / "reported")
+    others = (("words", lambda: read_words(chance)), ("server", lambda: read_answer(server, whole, chance)))
+    yield from run_subject_trials(subjects, folder, number, chance, others)
+
+
+def run_subject_trials(
+    subjects: list[Subject], folder: Path, number: int, chance: random.Random, others: Sequence[tuple] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """Damage and read one of the subjects at a time, or run one of other trials, each in a tenth of the cases."""
     for subject in subjects:
         subject.read()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(number):
-        if chance.random() < 0.1:
-            yield "words", *read_words(chance)
-            continue
-        if chance.random() < 0.1:
-            yield "server", *read_answer(server, whole, chance)
-            continue
-        subject = chance.choice(subjects)
-        restore(subject)
-        if subject.craft and chance.random() < 0.5:
-            subject.path.write_bytes(subject.craft(subject.whole, chance))
-            mutation = "crafted"
+        for name, trial in others:
+            if chance.random() < 0.1:
+                yield name, *trial()
+                break
         else:
-            mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
-        verdict = verdict_of(subject.read, subject.name or str(folder))
-        restore(subject)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-        if grown > MAX_GROWTH:
-            verdict = f"violation: the memory has grown by {grown} MiB"
-        yield str(subject.path.relative_to(folder)), mutation, verdict
+            yield damage_and_read(subjects, folder, chance, before)
+
+
+def damage_and_read(subjects: list[Subject], folder: Path, chance: random.Random, before: int) -> tuple[str, str, str]:
+    """Damage one of the subjects, read it and restore it; return its name, the mutation and the verdict."""
+    subject = chance.choice(subjects)
+    restore(subject)
+    if subject.craft and chance.random() < 0.5:
+        subject.path.write_bytes(subject.craft(subject.whole, chance))
+        mutation = "crafted"
+    else:
+        mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
+    verdict = verdict_of(subject.read, subject.name or str(folder))
+    restore(subject)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+    if grown > MAX_GROWTH:
+        verdict = f"violation: the memory has grown by {grown} MiB"
+    return str(subject.path.relative_to(folder)), mutation, verdict
 
 
 def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
@@ -613,11 +715,12 @@ def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         counts, violations = fuzz(Path(folder) / "files", args.number, args.seed)
-        export_counts, export_violations = fuzz_exports(Path(folder) / "exports", args.number, args.seed)
-    counts, violations = {**counts, **export_counts}, [*violations, *export_violations]
+        for trials in (fuzz_exports, fuzz_archives):
+            own, found = trials(Path(folder) / trials.__name__, args.number, args.seed)
+            counts, violations = {**counts, **own}, [*violations, *found]
     print_verdicts(counts, violations)
     seconds = time.perf_counter() - start
-    print(f"{args.number} mutations and as many of exports with seed {args.seed} in {seconds:.0f} s: "
+    print(f"{args.number} mutations, and as many of exports and of archives, with seed {args.seed} in {seconds:.0f} s: "
           f"{len(violations)} violations")  # fmt: skip
     return 1 if violations else 0
 

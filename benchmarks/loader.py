@@ -13,9 +13,11 @@ ffcv and DALI need other package versions: install them in a virtual environment
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +116,8 @@ def one_core(folder: Path) -> list[Contestant]:
         other("webdataset, PIL", "webdataset"),
         other("DALI, one CPU thread", "dali"),
         ours("ours", originals, bar=1.6),
+        ours("ours, tar archive", str(folder / "archive"), "DATA.NAME", "archive", bar=0.97, versus="ours"),
+        ours("ours, deflated ZIP archive", str(folder / "zipped"), "DATA.NAME", "archive", versus="ours"),
         ours("ours, simplejpeg", originals, "DATA.DECODER", "simplejpeg", bar=1.75),
         ours("ours, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
         floor("floor, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec"),
@@ -135,15 +139,23 @@ def two_workers(folder: Path) -> list[Contestant]:
     originals, small, raw = str(folder / "images"), str(folder / "jpeg256"), str(folder / "raw256")
     classes = ("MODEL.NUM_CLASSES", count_classes(folder))
 
-    def ours(title: str, where: str, *overrides, bar: float = 0.0) -> Contestant:
-        overrides = (*classes, *overrides)
-        return Contestant(title, "ours", {"folder": where, "overrides": overrides, "workers": 2, "to_loop": True}, bar)
+    def ours(title: str, where: str, *overrides, bar: float = 0.0, versus: str = "") -> Contestant:
+        arguments = {"folder": where, "overrides": (*classes, *overrides), "workers": 2, "to_loop": True}
+        return Contestant(title, "ours", arguments, bar, versus)
 
     packed, thread = ("DATA.NAME", "packed"), ("DATA.WORKER_KIND", "thread")
     return [
         Contestant(REFERENCE, "torchvision_v1", {"folder": originals, "workers": 2}),
         Contestant("timm", "timm", {"folder": originals, "workers": 2}),
         ours("ours, processes", originals, bar=1.75),
+        ours(
+            "ours, tar archive, processes",
+            str(folder / "archive"),
+            "DATA.NAME",
+            "archive",
+            bar=0.97,
+            versus="ours, processes",
+        ),
         ours("ours, threads", originals, *thread),
         ours("ours, simplejpeg, threads", originals, *thread, "DATA.DECODER", "simplejpeg"),
         ours("ours, nvimgcodec, processes", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
@@ -171,6 +183,11 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
         (folder / "images").symlink_to(Path(images).resolve())
     else:
         make_jpegs(folder / "images", num)
+    for split in ("train", "val"):
+        (folder / "archive").mkdir(exist_ok=True)
+        with tarfile.open(folder / "archive" / f"{split}.tar", "w") as archive:
+            archive.add(folder / "images" / split, "")
+        shutil.make_archive(str(folder / "zipped" / split), "zip", folder / "images" / split)
     tool = [sys.executable, str(HERE.parent / "tools" / "pack_dataset.py")]
     source = ["TRAIN.DATASET", str(folder / "images")]
     for name, flags in {

@@ -329,6 +329,12 @@ def test_random_damage_to_other_files_is_refused_or_repaired(tmp_path, fuzz_read
     assert sum(sum(verdicts.values()) for verdicts in counts.values()) == 150
 
 
+def test_random_damage_to_archives_is_read_or_refused(tmp_path, fuzz_readback):
+    counts, violations = fuzz_readback.fuzz_archives(tmp_path, number=100, seed=5)
+    assert not violations, "\n".join(violations)
+    assert len(counts) == 10 and all(verdicts["refused"] for verdicts in counts.values())
+
+
 def test_random_values_in_the_config_of_an_export_are_read_or_config_errors(tmp_path, fuzz_readback):
     counts, violations = fuzz_readback.fuzz_exports(tmp_path, number=100, seed=5)
     assert not violations, "\n".join(violations)
