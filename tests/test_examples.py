@@ -54,7 +54,7 @@ def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
     small = [str(word) for pair in SMALL.items() for word in pair]
     words = [*small, "DATA.CACHE_DIR", str(root / "cache"), "OUT_DIR", str(out_dir)]
     cfg = load_cfg(str(EXAMPLES / f"{name}.yaml"))
-    if cfg.DATA.NAME == "parquet":
+    if cfg.DATA.NAME == "parquet_rows":
         write_parquet(root)
         words += ["TRAIN.DATASET", str(root), "TEST.DATASET", str(root)]
     words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []

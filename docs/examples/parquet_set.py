@@ -13,7 +13,7 @@ from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 
 
-@DATASETS.register("parquet")
+@DATASETS.register("parquet_rows")
 class ParquetSet(ImageDataset):
     """TRAIN.DATASET/SPLIT.parquet; the classes are the sorted labels of the training file.
 
@@ -59,7 +59,7 @@ class ParquetSet(ImageDataset):
 
             return pyarrow.parquet.ParquetFile(self.path)
         except ImportError as error:
-            raise ConfigError("DATA.NAME: parquet needs pyarrow; fix: pip install pyarrow") from error
+            raise ConfigError("DATA.NAME: parquet_rows needs pyarrow; fix: pip install pyarrow") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"TRAIN.DATASET: {self.path} cannot be read: {error}") from error
 

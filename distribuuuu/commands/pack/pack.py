@@ -166,7 +166,8 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
     if cfg.DATA.NAME not in DATASETS:  # reported already
         return
     dataset = get_dataset(cfg.DATA.NAME)
-    for key, message in dict.fromkeys(found for train in job.trains for found in dataset.find_problems(cfg, train)):
+    find = getattr(dataset, "find_pack_problems", dataset.find_problems)
+    for key, message in dict.fromkeys(found for train in job.trains for found in find(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
             yield Problem(key, message, cfg.origins)
 

@@ -27,6 +27,7 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
 from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.datasets.base import get_dataset, is_file
+from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
     HEADER_SIZE,
@@ -86,7 +87,7 @@ class Job:
     def source(self, train: bool) -> dict[str, Any]:
         """Return the source of the images as stored in the index."""
         section = self.cfg.TRAIN if train else self.cfg.TEST
-        folder = os.path.realpath(section.DATASET)
+        folder = section.DATASET if is_url(section.DATASET) else os.path.realpath(section.DATASET)
         return {"data_set": self.cfg.DATA.NAME, "folder": folder, "split": section.SPLIT}
 
 

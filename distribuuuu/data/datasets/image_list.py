@@ -26,7 +26,7 @@ from distribuuuu.data.datasets.base import (
     file_stamp,
     first_few,
 )
-from distribuuuu.data.datasets.layouts import missing_root
+from distribuuuu.data.datasets.layouts import TRAIN_NAMES, missing_root, sort_splits
 from distribuuuu.data.datasets.table_file import (
     ENDINGS,
     Layout,
@@ -221,7 +221,9 @@ class ImageList(ImageDataset):
             stems = [other.rpartition(".")[0] for other in existing]
             has = f"it has {first_few(stems)}" if existing else "it has no .csv file"
             hint = did_you_mean(path.stem, stems)
-            fix = f"; fix: DATA.TABLE.file {existing[0]} DATA.TABLE.split COLUMN" if existing and not hint else ""
+            splits = [stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (name == "TRAIN")]
+            other = [key, *splits[:1]] if splits else ["DATA.TABLE.file", *existing[:1], "DATA.TABLE.split COLUMN"]
+            fix = f"; fix: {' '.join(other)}" if existing and not hint else ""
             yield key, f"no file {path.name} in {path.parent}; {has}{hint}{fix}"
         else:
             table = read_table(path, layout)

@@ -1,0 +1,200 @@
+"""Images in parquet and Arrow files: batches, class names, splits, several targets, packing, URLs, damaged files."""
+
+import json
+import pickle
+import re
+
+import pytest
+from support.batches import WAYS, assert_same_batches, batches_of
+from support.packs import pack
+from support.runs import assert_same_run, timeless, train_and_stop
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.config_node import changed
+from distribuuuu.data.datasets.base import get_dataset
+from distribuuuu.data.datasets.parquet_file import ColumnFiles
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.trainer import train_model
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+NAMES = ("ant", "bee", "cat")
+
+
+def rows_of(image_folder, split: str) -> list[dict]:
+    paths = sorted((image_folder / split).rglob("*.jpg"))
+    return [
+        {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": NAMES.index(path.parent.name),
+         "name": path.parent.name, "tags": [0, 2] if number % 3 else [], "kind": "yx"[number % 2],
+         "box": [number / 8, 1.0], "fold": split}
+        for number, path in enumerate(paths)
+    ]  # fmt: skip
+
+
+def to_table(rows: list[dict], names: tuple[str, ...] | None = NAMES):
+    table = pyarrow.Table.from_pylist(rows)
+    class_label = {"names": list(names or ()), "_type": "ClassLabel"}
+    features = {"image": {"_type": "Image"}, "label": class_label, "tags": {"feature": class_label, "_type": "List"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
+    return table.replace_schema_metadata(metadata)
+
+
+def write_shards(folder, table, name: str, group: int = 10) -> None:
+    """Write a table as two parquet files of row groups of `group` images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate((table.slice(0, 20), table.slice(20))):
+        parquet.write_table(part, folder / name.format(f"{number:05d}-of-00002"), row_group_size=group)
+
+
+def save_to_disk(folder, table) -> None:
+    """Write a table as `datasets` does."""
+    folder.mkdir(parents=True)
+    for number, part in enumerate((table.slice(0, 20), table.slice(20))):
+        path = folder / f"data-0000{number}-of-00002.arrow"
+        with open(path, "wb") as file, pyarrow.ipc.new_stream(file, part.schema) as writer:
+            writer.write_table(part, max_chunksize=8)
+    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": folder.name}))
+
+
+@pytest.fixture(scope="module")
+def root(image_folder, tmp_path_factory):
+    """The images of `image_folder` in the layouts hub/data/SPLIT-NUMBER.parquet and disk/SPLIT/."""
+    root = tmp_path_factory.mktemp("parquet")
+    for split in ("train", "val"):
+        table = to_table(rows_of(image_folder, split))
+        write_shards(root / "hub" / "data", table, f"{split}-{{}}.parquet")
+        save_to_disk(root / "disk" / split, table)
+    return root
+
+
+@pytest.fixture
+def cfg_of(small_cfg, root):
+    return lambda *words: small_cfg("DATA.NAME", "parquet", "TRAIN.DATASET", root / "hub", *words)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_those_of_the_class_folders(cfg_of, small_cfg, way):
+    for train in (True, False):
+        assert_same_batches(batches_of(cfg_of(*way), train), batches_of(small_cfg(*way), train))
+
+
+def test_arrow_and_names_and_one_file_with_a_column_of_the_split(cfg_of, small_cfg, image_folder, root, tmp_path):
+    rows = [*rows_of(image_folder, "train"), *rows_of(image_folder, "val")]
+    write_shards(tmp_path, to_table(rows, None), "all-{}.parquet")
+    for words in (("TRAIN.DATASET", root / "disk"), ("DATA.TABLE.label", "name"),
+                  ("TRAIN.DATASET", tmp_path, "DATA.TABLE", "{file: all-*.parquet, label: name, split: fold}"),
+                  ("TRAIN.DATASET", tmp_path, "DATA.TABLE.split", "fold", "DATA.TABLE.label", "name")):  # fmt: skip
+        cfg = cfg_of(*words)
+        assert find_run_problems(cfg, train=True) == []
+        assert build_images(cfg, train=False).classes == NAMES
+        assert_same_batches(batches_of(cfg), batches_of(small_cfg()))
+    assert resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0)).MODEL.NUM_CLASSES == 3
+    slow = build_images(cfg_of(), train=True)
+    assert (
+        "a row group of up to 10 images is read for each image, which is slow; fix: distribuuuu pack" in slow.notes()[0]
+    )
+    assert build_images(cfg_of("TRAIN.DATASET", root / "disk"), train=True).notes() == []
+    assert slow.describe(21) == "train-00001-of-00002.parquet, row 2"
+    assert pickle.loads(pickle.dumps(slow)).read(30) == slow.read(30)
+
+
+def test_labels_without_names_are_sorted_by_value(cfg_of, image_folder, tmp_path):
+    rows = [{**row, "label": 5 * row["label"]} for row in rows_of(image_folder, "train")]
+    for split in ("train", "val"):
+        write_shards(tmp_path, to_table(rows, None), f"{split}-{{}}.parquet")
+    assert build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True).classes == ("0", "5", "10")
+
+
+def test_several_labels_and_targets(cfg_of, small_cfg, root):
+    cfg = cfg_of("DATA.NAME", "parquet_multilabel", "DATA.TABLE.labels", "tags", "LOSS.NAME", "bce")
+    assert find_run_problems(cfg, train=True) == []
+    images = build_images(cfg, train=False)
+    assert images.classes == NAMES and [images.label(index).tolist() for index in (0, 1)] == [[0, 0, 0], [1, 0, 1]]
+    options = {"DATA.NAME": "parquet_structured", "DATA.TABLE.targets": ("label", "box", "kind")}
+    cfg = changed(cfg_of(), options)
+    images = build_images(cfg, train=True)
+    assert images.classes == NAMES and images.names_of["kind"] == ("x", "y")
+    target = images.label(7)
+    assert (target["label"], target["box"].tolist(), target["kind"]) == (0, [0.875, 1.0], 0)
+    assert batches_of(cfg)[0].targets["box"].shape == (12, 2)
+
+
+@pytest.mark.parametrize("name, folder", [("hub", "hub"), ("disk", "disk")])
+def test_a_pack_gives_the_same_batches(cfg_of, small_cfg, root, tmp_path, name, folder):
+    pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", root / folder, split="both", workers=2)
+    packed = small_cfg("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
+    for train in (True, False):
+        assert_same_batches(batches_of(packed, train), batches_of(small_cfg(), train))
+
+
+def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for path in (root / "hub" / "data").iterdir():
+        memory.pipe(f"/owner/name/data/{path.name}", path.read_bytes())
+    url = "memory://owner/name"
+    problems = list(map(str, find_run_problems(cfg_of("TRAIN.DATASET", url), train=True)))
+    assert any(f"fix: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET {url}" in problem for problem in problems)
+    pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", url, split="both")
+    packed = small_cfg("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
+    assert_same_batches(batches_of(packed), batches_of(small_cfg()))
+
+
+WRONG = {
+    "has no parquet or Arrow files of the split vall; it has train, val; did you mean val": ("TEST.SPLIT", "vall"),
+    "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
+    "DATA.TABLE.image: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
+        "DATA.TABLE.image", "name"),
+    "expected one column; fix: DATA.NAME parquet_multilabel": ("DATA.TABLE.label", "[a, b]"),
+    "3 classes; set MODEL.NUM_CLASSES 3": ("MODEL.NUM_CLASSES", 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_are_reported_before_the_start(cfg_of, message):
+    problems = [str(problem) for problem in find_run_problems(cfg_of(*WRONG[message]), train=True)]
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
+    rows = rows_of(image_folder, "train")
+    write_shards(tmp_path, to_table(rows), "train-{}.parquet")
+    for wrong in (-1, 3, None):
+        write_shards(tmp_path, to_table([*rows[:-1], {**rows[-1], "label": wrong}]), "val-{}.parquet")
+        with pytest.raises(ConfigError, match=rf"val-00000.* column label: got the label {wrong}, which is no class"):
+            build_images(cfg_of("TRAIN.DATASET", tmp_path), train=False)
+
+
+def test_damaged_files_are_one_error(cfg_of, root, image_folder, tmp_path):
+    whole = (root / "hub/data/train-00000-of-00002.parquet").read_bytes()
+    for content in (b"", whole[:-9], b"PAR1" * 3, whole[: len(whole) // 2] + whole[-8:]):
+        (tmp_path / "train.parquet").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/train.parquet cannot be read: "):
+            get_dataset("parquet").from_cfg(cfg_of("TRAIN.DATASET", tmp_path), train=True)
+    table = to_table(rows_of(image_folder, "train"))
+    save_to_disk(tmp_path / "train", table)
+    (tmp_path / "train.parquet").unlink()
+    for names in (["../train.parquet"], [], "x", [3]):
+        (tmp_path / "train/state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+        with pytest.raises(ConfigError, match="state.json"):
+            get_dataset("parquet").from_cfg(cfg_of("TRAIN.DATASET", tmp_path), train=True)
+
+
+def test_a_missing_package_is_named(root, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="pip install 'distribuuuu\\[parquet\\]'"):
+        ColumnFiles([str(root / "hub/data/train-00000-of-00002.parquet")], ["image"])
+
+
+def test_a_stopped_run_goes_on_bitwise(cfg_of, small_cfg, tmp_path, monkeypatch):
+    train_model(small_cfg("OUT_DIR", tmp_path / "folder"))
+    cfg = cfg_of("CHECKPOINT.EVERY_STEPS", 1)
+    train_and_stop(cfg, (1, 2), monkeypatch)
+    cfg = cfg_of("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 3)
+    train_model(cfg)
+    assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
+    assert_same_run(cfg.OUT_DIR, tmp_path / "folder")
