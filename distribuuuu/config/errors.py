@@ -61,6 +61,17 @@ class ConfigError(ValueError):
         super().__init__("\n".join(map(str, self.problems)))
 
 
+class DataError(ConfigError):
+    """Data that cannot be read, or is not what it was at the start: it ends a run with status 1."""
+
+    one_process = True
+    status = 1
+
+    def __init__(self, problems: object, origins: Mapping[str, str] | None = None):
+        # An error of a loader process is made again from the text of its traceback.
+        super().__init__(str(problems).rpartition(f"{type(self).__name__}: ")[2].strip(), origins)
+
+
 def without_unsafe_advice(text: str) -> str:
     """Return the text of an error without advice to load a file unsafely; it names what is not plain data instead."""
     if not _UNSAFE_ADVICE.search(text):

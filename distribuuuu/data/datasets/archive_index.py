@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import DataError, counted
 from distribuuuu.data.datasets.archive_members import (
     ArchiveError,
     Member,
@@ -102,7 +102,7 @@ class ArchiveIndex(StoredIndex):
         """Return the bytes of image `index`.
 
         Raises:
-            ConfigError: the archive is missing, or has changed since the scan.
+            DataError: the archive is missing, or has changed since the scan.
             ValueError: the data is corrupt.
         """
         arrays = self.arrays
@@ -110,7 +110,7 @@ class ArchiveIndex(StoredIndex):
         file = self._open(int(arrays["archive"][index]))
         data = os.pread(file.fileno(), packed or size, int(arrays["offset"][index]))
         if len(data) < (packed or size):
-            raise ArchiveError(f"{self.path(index)}: is shorter than at the start of the run; fix: start it again")
+            raise DataError(f"{self.path(index)}: is shorter than at the start of the run; fix: start it again")
         return bytearray(_inflate(data, size) if packed else data)
 
     def _open(self, number: int) -> IO[bytes]:
@@ -120,10 +120,10 @@ class ArchiveIndex(StoredIndex):
             try:
                 file = open_regular(path)
             except OSError as error:
-                raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
             status = os.fstat(file.fileno())
             if [status.st_size, status.st_mtime_ns] != self.meta["archives"][number]:
-                raise ArchiveError(f"{path}: has changed since the start of the run; fix: start it again")
+                raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
             while len(self._files) >= _MAX_OPEN:  # a thread that reads one still holds it open
                 with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # other threads do the same
                     del self._files[next(iter(self._files))]

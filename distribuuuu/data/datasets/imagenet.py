@@ -65,7 +65,7 @@ class ImageNet(Archive):
             return cls(cls._open_tar(root / TRAIN_TAR, "tars", cache))
         for folder in (*(root / name for name in IMAGENET_FOLDERS), root):
             if list_classes(folder / "train"):
-                return _FOLDERS[cls.index_in_root](folder, "train", cache_dir=cache)
+                return cls._open_folder(folder, "train", None, cache)
         expected = f"expected {TRAIN_TAR}, {IMAGENET_FOLDERS[0]}/train/WNID/ or train/WNID/"
         raise ArchiveError(f"{root} has no training images of ImageNet; {expected}")
 
@@ -80,7 +80,7 @@ class ImageNet(Archive):
             return cls(index, classes, order, labels)
         for folder in (*(root / name / "val" for name in IMAGENET_FOLDERS), root / "val"):
             if list_classes(folder):
-                return _FOLDERS[cls.index_in_root](folder.parent, "val", classes or None, cache)
+                return cls._open_folder(folder.parent, "val", classes or None, cache)
             names = sorted(filter(is_image, os.listdir(folder))) if folder.is_dir() else []
             if names:
                 order, labels, classes = _label(names, read_labels(root), classes, folder)
@@ -89,20 +89,17 @@ class ImageNet(Archive):
         raise ArchiveError(f"{root} has no validation images of ImageNet; {expected}")
 
     @classmethod
+    def _open_folder(cls, *args: Any) -> ImageFolder:
+        return (ImageFolder if cls.index_in_root else type("ImageFolder", (ImageFolder,), {"index_in_root": False}))(
+            *args
+        )
+
+    @classmethod
     def _open_tar(cls, path: Path, layout: str, cache: str):
         from distribuuuu.data.datasets.archive_index import ArchiveSource, open_archives
 
         source = ArchiveSource((str(path),), "val" if layout == "flat" else "", layout=layout)
         return open_archives(source, cache_folder(cache), cls.index_in_root)
-
-
-class _CachedFolder(ImageFolder):
-    """A folder of images whose index is stored in the cache folder."""
-
-    index_in_root = False
-
-
-_FOLDERS = {True: ImageFolder, False: _CachedFolder}
 
 
 class FlatFolder(ImageDataset):

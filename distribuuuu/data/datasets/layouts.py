@@ -102,7 +102,7 @@ def describe_archives(folder: Path, split: str = "") -> str:
 def describe_imagenet(root: Path) -> str:
     """Return '; it holds ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
     found = next((name for name in IMAGENET_TARS if (root / name).is_file()), "")
-    found = "" if any(list_classes(root / name) for name in ("train", "val")) else found
+    found = "" if all(list_classes(root / name) for name in ("train", "val")) else found
     found = next((name for name in IMAGENET_FOLDERS if (root / name).is_dir()), found)
     if not list_classes(root / "val"):
         with contextlib.suppress(OSError), os.scandir(root / "val") as entries:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import DataError
 from distribuuuu.files.untrusted import printable
 
 logger = logging.getLogger(__name__)
@@ -51,15 +52,8 @@ _pauses = random.Random()  # the global generator belongs to the samples
 _logged_at: dict[str, float] = {}
 
 
-class RemoteError(ConfigError):
+class RemoteError(DataError):
     """Remote data that cannot be read, or is not what it was; the message names the URL."""
-
-    one_process = True
-    status = 1
-
-    def __init__(self, problems: Any, origins: Any = None):
-        # An error of a loader process is made again from the text of its traceback.
-        super().__init__(str(problems).rpartition(f"{type(self).__name__}: ")[2].strip(), origins)
 
 
 class Part(NamedTuple):

@@ -17,17 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.archives import add, archive_folder, write_tar, write_zip
-from support.batches import WAYS, assert_same_batches, batches_of
+from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of
 from support.commands import command_module
 from support.processes import on_processes
 from support.runs import assert_same_run, small_options, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets import archive_index
 from distribuuuu.data.datasets.archive import Archive, find_archives
 from distribuuuu.data.datasets.archive_index import ArchiveSource, open_archives
 from distribuuuu.data.datasets.array_file import checksum_of, read_arrays, write_arrays
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.image_arguments import list_images
@@ -425,6 +427,15 @@ def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
     content = read_predictions(out / "predictions.npz", "")
     pictures = command_module("report.pictures").make_pictures(out, content, {0: 0, 36: 1}, has_saliency=False)
     assert len(pictures.uris) == 2 and not pictures.notes
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "DATA.LOADER" not in way])
+def test_an_archive_that_changes_ends_the_run(image_folder, small_cfg, tmp_path, way):
+    root = archive_folder(image_folder, tmp_path / "data", "tar")
+    loader = build_loader(small_cfg("DATA.NAME", "archive", "TRAIN.DATASET", root, *way), ALONE, CPU, True)
+    aged(root / "train.tar")
+    with pytest.raises(DataError, match=r"^\S+train.tar: has changed since the start of the run; fix: start it again$"):
+        list(loader.batches_from(seed=5, epoch=1, first_step=0))
 
 
 @pytest.mark.slow

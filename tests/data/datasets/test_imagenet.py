@@ -1,11 +1,13 @@
 """ImageNet as it is distributed: the images and labels of class folders, and what is missing."""
 
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from support.archives import SYNSETS, archive_folder, write_imagenet, write_meta, write_tar
 from support.batches import assert_same_batches, batches_of
+from support.commands import command_module
 from support.runs import small_options
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -22,7 +24,7 @@ def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, layout):
+def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, capsys, layout):
     root, plain = write_imagenet(image_folder, tmp_path, layout)
     own = small_cfg("DATA.NAME", "imagenet", "TRAIN.DATASET", root)
     folders = small_cfg("TRAIN.DATASET", plain)
@@ -37,6 +39,10 @@ def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, l
     assert not errors_of(root, tmp_path, "DATA.NAME", "imagenet")
     assert not errors_of(plain, tmp_path, "DATA.NAME", "imagenet")
     assert "as ImageNet is distributed; fix: set DATA.NAME imagenet" in errors_of(root, tmp_path)
+    doctor = command_module("doctor.doctor").doctor
+    assert doctor("distribuuuu doctor", [str(root)]) == 2
+    command = shlex.split(capsys.readouterr().err.rpartition("as in: ")[2])
+    assert doctor("distribuuuu doctor", [*command[2:], "DATA.CACHE_DIR", str(tmp_path / "cache")]) == 0
 
 
 def test_what_is_missing_is_named(image_folder, tmp_path):
