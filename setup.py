@@ -58,6 +58,7 @@ setup(
         "simplejpeg": ["simplejpeg>=1.7"],
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "onnx": [*ONNX],
+        "tiff": ["tifffile>=2023.7"],  # TIFF files of any number of channels
         # Packed data at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
         "s3": ["s3fs>=2023.12"],
         "gs": ["gcsfs>=2023.12"],
@@ -73,6 +74,7 @@ setup(
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
             *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
+            "tifffile>=2023.7",
         ],
     },
 )

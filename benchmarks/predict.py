@@ -21,7 +21,7 @@ from distribuuuu.commands.predict.journal import Journal
 from distribuuuu.commands.predict.prediction import format_rows, list_columns
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets.table_file import csv_line
-from distribuuuu.data.decode import open_image
+from distribuuuu.data.image_file import open_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.inference.forward_chunks import list_spans

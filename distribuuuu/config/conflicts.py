@@ -11,6 +11,7 @@ from distribuuuu.config.derived import (
     eval_crop_size,
     eval_resize,
     height_and_width,
+    needs_statistics,
     training_crop,
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
@@ -24,6 +25,9 @@ from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
 POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
+
+# Operations of this package that need three channels of 8 bits.
+_RGB_OPERATIONS = ("grayscale", "pca_noise")
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
 # than the rows of one process, in operations that torch's sharded tensors do not support.
@@ -46,9 +50,10 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    checks = (_check_words, _check_numbers, _check_images, _check_labels, _check_sizes, _check_augmentation,
-              _check_targets, _check_schedule, _check_loss, _check_finetuning, _check_distillation, _check_task,
-              find_settings_problems, _check_keywords, _check_sharding, _check_paths, _check_batch)  # fmt: skip
+    checks = (_check_words, _check_numbers, _check_images, _check_channels, _check_labels, _check_sizes,
+              _check_augmentation, _check_targets, _check_schedule, _check_loss, _check_finetuning,
+              _check_distillation, _check_task, find_settings_problems, _check_keywords, _check_sharding, _check_paths,
+              _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
@@ -90,10 +95,27 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
     if data.SHUFFLE == "blocks" and (data.NAME, data.SAMPLING) != ("packed", "uniform"):
         yield Problem("DATA.SHUFFLE", "got blocks; expected global, or DATA.NAME packed and DATA.SAMPLING uniform")
     for key in ("MEAN", "STD"):
-        if len(data[key]) not in (0, 3):
-            yield Problem(f"DATA.{key}", f"got {list(data[key])}; expected three numbers, one per channel, or []")
+        if len(data[key]) not in (0, data.CHANNELS) and (data.CHANNELS, len(data[key])) != (1, 3):
+            expected = f"expected {counted(data.CHANNELS, 'number')}, one per channel, or []"
+            yield Problem(f"DATA.{key}", f"got {list(data[key])}; {expected}")
     if any(value <= 0 for value in data.STD):
         yield Problem("DATA.STD", f"got {list(data.STD)}; expected numbers above 0")
+
+
+def _check_channels(cfg: Config) -> Iterator[Problem]:
+    data, aug = cfg.DATA, cfg.AUG
+    if (data.CHANNELS, data.PIXELS) == (3, "uint8"):
+        return
+    reason = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}"
+    rgb = [name for name in aug.OPERATIONS if name in _RGB_OPERATIONS]
+    for key, value, off in (("POLICY", aug.POLICY, "none"), ("COLOR_JITTER", list(aug.COLOR_JITTER), []),
+                            ("OPERATIONS", rgb, [])):  # fmt: skip
+        if value != off:
+            yield Problem(f"AUG.{key}", f"got {value} {reason}; it needs 8-bit RGB; fix: set it to {off}")
+    missing = [key for key in ("MEAN", "STD") if not data[key]]
+    if missing and not cfg.MODEL.DUMMY_INPUT and needs_statistics(cfg):
+        message = f"got [] {reason}; expected one number per channel; fix: `distribuuuu doctor --statistics` finds them"
+        yield from (Problem(f"DATA.{key}", message) for key in missing)
 
 
 def _check_labels(cfg: Config) -> Iterator[Problem]:

@@ -65,6 +65,14 @@ def class_weight_beta(text: str) -> float | None:
         return None
 
 
+def needs_statistics(cfg) -> bool:
+    """Tell whether the data set has no mean and deviation of its own for DATA.CHANNELS and DATA.PIXELS."""
+    family, data = dataset_class(cfg), cfg.DATA
+    is_rgb_range = data.PIXELS == "uint8" and data.CHANNELS in (1, 3)
+    has_own = any("mean" in vars(base) for base in family.__mro__[:-2]) and len(family.mean) == data.CHANNELS
+    return data.NAME != "packed" and not is_rgb_range and not has_own
+
+
 # The condition in words, which `Option.needs` names, and whether a config fulfills it.
 CONDITIONS: dict[str, Callable[[Any], object]] = {
     "AUG.ERASING above 0": lambda cfg: cfg.AUG.ERASING,

@@ -14,6 +14,8 @@ OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcode
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 # Crops that keep the whole image.
 WHOLE_IMAGE = ("squash", "letterbox")
+# The values of DATA.PIXELS, and the value of a pixel that counts as 1 in DATA.MEAN and DATA.STD.
+PIXEL_RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
 TEST_SETS = ("imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
@@ -182,9 +184,14 @@ _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
 # Shuffling of training images: global, or blocks (packed only): blocks of 2 MiB in a random order, each read once per
 # epoch, and images within a window of 2 GiB; for a set at a URL that is larger than DATA.CACHE_GB.
 _C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
-# Mean of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
+# Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.
+_C.DATA.CHANNELS = Option(3, least=1)
+# Pixels of an image: uint8, uint16 or float32. The last two are not rounded.
+_C.DATA.PIXELS = Option("uint8", choices=tuple(PIXEL_RANGES))
+# Mean of each channel for normalization, of pixel values 0 to 1, of float32 in the units of the files; empty: the data
+# set's own.
 _C.DATA.MEAN = Option((), recipe=False)
-# Standard deviation of the three channels for normalization, of pixel values 0 to 1; empty: the data set's own.
+# Standard deviation of each channel for normalization, in the units of DATA.MEAN; empty: the data set's own.
 _C.DATA.STD = Option((), recipe=False)
 # When an image is corrupt: raise (stop and report it) or skip (log it and use another image instead).
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import Size, height_and_width
+from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.randaugment import randaugment
@@ -121,7 +122,7 @@ class ErasedCrop(AugmentedCrop, BatchTransform):
         assert isinstance(self.crop, BatchTransform) and isinstance(self.erase, Erasing)
         cropped = self.crop.transform_batch(pixels, rng)
         *_, seeds = rng.seed(), rng.seed(), rng.seed()
-        return self.erase.erase_batch(cropped.expand(-1, 3, -1, -1), seeds.tolist())
+        return self.erase.erase_batch(cropped.expand(-1, len(self.erase.mean), -1, -1), seeds.tolist())
 
 
 @AUGMENTATIONS.register
@@ -153,16 +154,18 @@ class Erasing:
 
     Attributes:
         probability: that an image loses a rectangle.
-        mean: color of the rectangle, in [0, 1].
-        std: of normal noise around it, in [0, 1], clipped to the range of uint8; None: no noise.
+        mean: color of the rectangle, in units of `one`.
+        std: of normal noise around it, in units of `one`, of uint8 clipped to its range; None: no noise.
+        one: the value of a pixel that counts as 1, see PIXEL_RANGES.
     """
 
     probability: float
     mean: Sequence[float]
     std: Sequence[float] | None = None
+    one: float = 255
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return uint8 (3, H, W) from uint8 (3, H, W), which is not modified."""
+        """Return (C, H, W) from (C, H, W), which is not modified."""
         drawn = self.draw(pixels.shape[1:])
         if not drawn:
             return pixels
@@ -172,8 +175,8 @@ class Erasing:
         return erased
 
     def erase_batch(self, pixels: torch.Tensor, seeds: Iterable[int]) -> torch.Tensor:
-        """Return uint8 (N, 3, H, W) from the same on any device; each image as from a call that its seed precedes."""
-        values, is_erased = torch.zeros(pixels.shape, dtype=torch.uint8), torch.zeros(pixels.shape, dtype=torch.bool)
+        """Return (N, C, H, W) from the same on any device; each image as from a call that its seed precedes."""
+        values, is_erased = torch.zeros(pixels.shape, dtype=pixels.dtype), torch.zeros(pixels.shape, dtype=torch.bool)
         for row, seed in enumerate(seeds):
             with LocalGenerator(seed):
                 drawn = self.draw(pixels.shape[2:])
@@ -185,21 +188,21 @@ class Erasing:
         return torch.where(is_erased, values, pixels)
 
     def draw(self, size: Sequence[int]) -> tuple[Box, torch.Tensor] | None:
-        """Return the rectangle in an image of (H, W) and its values, uint8; None: the image stays as it is."""
+        """Return the rectangle in an image of (H, W) and its values; None: the image stays as it is."""
         from torchvision.transforms import RandomErasing
 
         if torch.rand(()) >= self.probability:
             return None
-        image = torch.empty(()).expand(3, *size)
+        image = torch.empty(()).expand(len(self.mean), *size)
         color = None if self.std else list(self.mean)
         ratio = ERASED_RATIO["pixel" if self.std else "const"]
         *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, color)
         if value is image:  # no rectangle fitted into the image
             return None
         if self.std:
-            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+            mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
-        return Box(*box), to_uint8(value * 255)
+        return Box(*box), to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:
@@ -223,7 +226,7 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None
     operations = tuple(AUGMENTATIONS.get(name) for name in aug.OPERATIONS)
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
-    erase = Erasing(aug.ERASING, tuple(mean), noise) if aug.ERASING else None
+    erase = Erasing(aug.ERASING, tuple(mean), noise, PIXEL_RANGES[cfg.DATA.PIXELS]) if aug.ERASING else None
     if not (policy or jitter or operations or erase):
         return crop
     is_erased_only = isinstance(crop, BatchTransform) and not (policy or jitter or operations)

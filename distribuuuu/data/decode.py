@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import functools
-import io
 import re
-import warnings
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.data import optional_decoders
-from distribuuuu.data.jpeg_header import Box, Buffer, JpegHeader, cut_rows, read_jpeg_header
+from distribuuuu.data.image_file import (
+    DEFAULTS,
+    DecodeOptions,
+    bytes_to_tensor,
+    check_size,
+    is_common_jpeg,
+    open_image,
+    silence_decoders,
+)
+from distribuuuu.data.jpeg_header import Box, Buffer, cut_rows, read_jpeg_header
+from distribuuuu.data.raster import decode_raster, pil_to_array, to_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The formats that PIL may read, whatever a file's extension. PIL runs external programs for some formats, e.g.
-# Ghostscript for EPS, so no other format is tried.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _EXIF_ORIENTATION = 0x0112
 # Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
 _FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
-class DecodeOptions(NamedTuple):
-    """Options of all decoders.
-
-    Attributes:
-        max_pixels: images of more pixels (width x height) are rejected; by default PIL's limit, twice its
-            MAX_IMAGE_PIXELS.
-        exif_rotate: apply the EXIF orientation.
-    """
-
-    max_pixels: int = 178_956_970
-    exif_rotate: bool = False
-
-
-DEFAULTS = DecodeOptions()
-
-
 def build_decode_options(cfg) -> DecodeOptions:
     """Return the options of a config."""
-    return DecodeOptions(cfg.DATA.MAX_PIXELS, cfg.DATA.EXIF_ROTATE)
+    return DecodeOptions(cfg.DATA.MAX_PIXELS, cfg.DATA.EXIF_ROTATE, cfg.DATA.CHANNELS, cfg.DATA.PIXELS)
 
 
 def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS) -> torch.Tensor:
-    """Return the pixels of an image file: uint8 (3, H, W) in RGB; of an animation, the first frame.
+    """Return the pixels of an image file: uint8 (3, H, W) in RGB, or as the options say (`decode_raster`).
+
+    Of an animation, it is the first frame.
 
     Args:
         data: the file's bytes.
@@ -62,8 +53,8 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     """
     if not len(data):
         raise ValueError("the file is empty")
-    _silence_decoders()
-    pixels = _DECODERS[decoder](data, options.max_pixels)
+    silence_decoders()
+    pixels = _DECODERS[decoder](data, options.max_pixels) if options.is_rgb else decode_raster(data, decoder, options)
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
 
 
@@ -99,7 +90,8 @@ class EncodedImage(LazyImage):
         self._options = options
         self._decoded: torch.Tensor | None = None
         # An image that has to be rotated is decoded in full.
-        header = read_jpeg_header(data) if decoder in ("auto", *OPTIONAL_DECODERS) and not options.exif_rotate else None
+        is_cut = decoder in ("auto", *OPTIONAL_DECODERS) and not options.exif_rotate
+        header = read_jpeg_header(data) if is_cut and (options.is_rgb or options.is_gray) else None
         self._header = header if is_common_jpeg(header, options.max_pixels) else None
 
     @property
@@ -117,7 +109,7 @@ class EncodedImage(LazyImage):
         """Return the pixels of a region, decoding only the rows around it where the file allows that."""
         if not self._header:
             return super().crop(box, size)
-        if self._decoder in optional_decoders.CROP:
+        if self._decoder in optional_decoders.CROP and self._options.is_rgb:
             pixels = optional_decoders.CROP[self._decoder](self._data, self._header, box, size)
             if pixels is not None:
                 return pixels
@@ -135,6 +127,8 @@ def open_lazy_image(
     """
     if isinstance(item, (bytes, bytearray, memoryview)):
         return EncodedImage(item, decoder, options)
+    if not options.is_rgb:
+        return LazyImage(_item_to_pixels(item, options))
     if isinstance(item, torch.Tensor):
         pixels = item
         if item.dtype != torch.uint8 or item.ndim != 3 or len(item) != 3 or not item.numel():
@@ -148,41 +142,25 @@ def open_lazy_image(
     return LazyImage(pixels)
 
 
+def _item_to_pixels(item: np.ndarray | torch.Tensor | Image, options: DecodeOptions) -> torch.Tensor:
+    if isinstance(item, torch.Tensor):
+        if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
+            expected = f"expected {options.dtype} ({options.channels}, H, W)"
+            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
+        return item
+    if isinstance(item, np.ndarray):
+        return to_pixels(item, options)
+    check_size(*item.size, options.max_pixels)
+    pixels = to_pixels(pil_to_array(item, options), options)
+    return rotate(pixels, read_orientation(item) if options.exif_rotate else 1)
+
+
 def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
         raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
     # A tensor can share neither read-only memory nor negative strides.
     pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
     return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
-
-
-def open_image(file: Buffer | IO[bytes], max_pixels: int = DEFAULTS.max_pixels) -> Image:
-    """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here.
-
-    Raises:
-        ValueError: it is not of FORMATS, or has more than `max_pixels`.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    _silence_decoders()
-    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = -(-max_pixels // 2)  # PIL rejects more than twice this number
-    try:
-        stream = io.BytesIO(file) if isinstance(file, (bytes, bytearray, memoryview)) else file
-        image = Image.open(stream, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
-    except Image.DecompressionBombError as error:
-        num_pixels = re.findall(r"\d+", str(error))[0]
-        raise ValueError(f"{num_pixels} pixels are more than DATA.MAX_PIXELS {max_pixels}") from None
-    check_size(*image.size, max_pixels)
-    return image
-
-
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Raise ValueError if an image has more than `max_pixels`."""
-    if width * height > max_pixels:
-        raise ValueError(f"{width} x {height} pixels are more than DATA.MAX_PIXELS {max_pixels}")
 
 
 def read_orientation(data: Buffer | Image) -> int:
@@ -204,18 +182,6 @@ def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
 
 
-def is_common_jpeg(header: JpegHeader | None, max_pixels: int) -> TypeGuard[JpegHeader]:
-    """Tell whether all decoders read a JPEG alike: 8 bits, gray or color; each converts CMYK in its own way.
-
-    Raises:
-        ValueError: it has more than `max_pixels`.
-    """
-    if header is None:
-        return False
-    check_size(header.width, header.height, max_pixels)
-    return header.channels in (1, 3) and header.bits == 8
-
-
 def pil_to_tensor(image: Image) -> torch.Tensor:
     """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8.
 
@@ -232,21 +198,13 @@ def pil_to_tensor(image: Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-@functools.cache
-def _silence_decoders() -> None:
-    """Ignore decoders' warnings: torchvision's will move, an image is large, its EXIF is damaged."""
-    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
-    warnings.filterwarnings("ignore", message="Image size .* exceeds limit")
-    warnings.filterwarnings("ignore", message="Corrupt EXIF data")
-
-
 def _decode_auto(data: Buffer, max_pixels: int) -> torch.Tensor:
     if not is_common_jpeg(read_jpeg_header(data), max_pixels):
         return _decode_pil(data, max_pixels)
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
-        return decode_jpeg(_bytes_to_tensor(data), mode=ImageReadMode.RGB)
+        return decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.RGB)
     except (RuntimeError, ImportError):  # rejected, or a torchvision without decoders
         return _decode_pil(data, max_pixels)
 
@@ -262,17 +220,12 @@ def _decode_torchvision(data: Buffer, max_pixels: int) -> torch.Tensor:
     else:
         check_size(header.width, header.height, max_pixels)
     try:
-        pixels = decode_image(_bytes_to_tensor(data), mode=ImageReadMode.RGB)
+        pixels = decode_image(bytes_to_tensor(data), mode=ImageReadMode.RGB)
     except RuntimeError as error:
         reason = re.split(r": |\.cpp:\d+, ", str(error).partition("\n")[0])[-1]
         raise ValueError(f"torchvision's decoders refuse it: {reason}; DATA.DECODER auto may read it") from error
     pixels = pixels if pixels.dtype == torch.uint8 else (pixels.int() >> 8).to(torch.uint8)
     return pixels[0] if pixels.ndim == 4 else pixels
-
-
-def _bytes_to_tensor(data: Buffer) -> torch.Tensor:
-    # A tensor shares writable memory; read-only bytes are copied.
-    return torch.frombuffer(bytearray(data) if memoryview(data).readonly else data, dtype=torch.uint8)
 
 
 def _decode_optional(decoder: str, data: Buffer, max_pixels: int) -> torch.Tensor:

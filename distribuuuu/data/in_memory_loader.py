@@ -92,7 +92,7 @@ class DeviceDataset(ImageDataset):
         if index in self._errors:
             raise self._errors[index].with_traceback(None)  # otherwise each raise lengthens the traceback
         pixels = self._pixels[self._offsets[index] : self._offsets[index + 1]]
-        return pixels.view(*self._shapes[index].tolist()).expand(3, -1, -1)
+        return pixels.view(*self._shapes[index].tolist()).expand(self._options.channels, -1, -1)
 
     def label(self, index: int) -> Any:
         """Return the label of image `index`."""
@@ -118,6 +118,7 @@ class DeviceSamples(Samples):
         images = []
         for number, view in enumerate(views):
             rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
-            images.append(view.transform_batch(pixels[index], rng).expand(-1, 3, -1, -1))  # type: ignore[attr-defined]
+            found = view.transform_batch(pixels[index], rng)  # type: ignore[attr-defined]
+            images.append(found.expand(-1, self.options.channels, -1, -1))
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
         return Batch(tuple(images) if isinstance(transform, Views) else images[0], targets, index), ()

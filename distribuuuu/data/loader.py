@@ -18,14 +18,14 @@ import torch
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size, height_and_width, last_epoch_steps
-from distribuuuu.config.options import WHOLE_IMAGE
+from distribuuuu.config.options import PIXEL_RANGES, WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
 from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
-from distribuuuu.data.datasets.file_check import check_images
+from distribuuuu.data.datasets.file_check import check_images, find_reduced
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.normalize import Normalizer, statistics_of
@@ -169,7 +169,7 @@ class Loader:
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
         size = list_views(self.samples.transform)[0].size
-        return self._normalize.empty((num, 3, *height_and_width(size))).zero_()
+        return self._normalize.empty((num, self.samples.options.channels, *height_and_width(size))).zero_()
 
     def zero_targets(self, num: int) -> Any:
         """Return zeros in the form of the targets of `num` images, that of the first label, on the device."""
@@ -224,7 +224,7 @@ class TrainLoader(Loader):
             yield batch.first_images
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
-        """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W).
+        """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W), else 0 to 1.
 
         Broken images are left out; the first step reports them. With several views, those of an image that have the
         size of its first one follow each other.
@@ -234,7 +234,7 @@ class TrainLoader(Loader):
         views = [sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,) for sample in samples]
         images = [view for of_image in views for view in of_image if view is not None]
         shown = [image for image in images if image.shape == images[0].shape][:num]
-        return torch.stack(shown).cpu() if shown else torch.empty(0)
+        return self._normalize.for_display(torch.stack(shown).cpu()) if shown else torch.empty(0)
 
 
 @overload
@@ -261,9 +261,9 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
     loaders = []
     for train, (one, notes), made in zip(splits, parts, batches, strict=True):
         # After the workers have been forked.
-        normalize = Normalizer(
-            device, *statistics_of(cfg, one.samples.images), cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE != "none"
-        )
+        compiled, one_of = cfg.MODEL.COMPILE != "none", PIXEL_RANGES[cfg.DATA.PIXELS]
+        statistics = statistics_of(cfg, one.samples.images)
+        normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
 
@@ -272,7 +272,8 @@ def count_bytes(samples: Samples, sampler: Any) -> int:
     """Return the size of the images of a batch, with those of other data sets that come along with it."""
     num_pixels = sum(math.prod(height_and_width(view.size)) for view in list_views(samples.transform))
     others = (count_bytes(one, sampler.extra[name]) for name, one in samples.extra.items())
-    return 3 * num_pixels * sampler.batch_size + sum(others)
+    pixel_bytes = samples.options.channels * samples.options.dtype.itemsize
+    return pixel_bytes * num_pixels * sampler.batch_size + sum(others)
 
 
 def build_samples(
@@ -353,7 +354,8 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
         error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
         error.one_process = launch.local_rank == 0  # the disk may be local to this machine
         raise error
-    yield from (f"{key}: {note}" for note in (broken, unknown) if note)
+    reduced = find_reduced(images, build_decode_options(cfg))
+    yield from (f"{key}: {note}" for note in (broken, unknown, reduced) if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if train or images.targets != "label":

@@ -57,11 +57,11 @@ class BatchMemory:
 
         def allocate(image: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             nonlocal used
-            start, end = used, used + math.prod(shape)
-            if image.dtype != torch.uint8 or end > self._slot_bytes:
+            start, end = used, used + math.prod(shape) * image.element_size()
+            if end > self._slot_bytes:
                 return image.new_empty(shape)
-            images = torch.from_numpy(memory[start:end]).view(shape)
-            used, places[images.data_ptr()] = end, _Place(start, shape)
+            images = torch.from_numpy(memory[start:end]).view(image.dtype).view(shape)
+            used, places[images.data_ptr()] = end, _Place(start, end, image.dtype, shape)
             return images
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -73,9 +73,11 @@ class BatchMemory:
 
 
 class _Place(NamedTuple):
-    """The images (N, H, W, 3) of a batch in a slot: their first byte and their shape."""
+    """The images (N, H, W, C) of a batch in a slot: their bytes, their type and their shape."""
 
     start: int
+    end: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
@@ -101,7 +103,7 @@ def _receive(number: int, slot: int, batch: Any, broken: tuple[str, ...]) -> Hos
     def unpack(leaf: "_Place | np.ndarray") -> torch.Tensor:
         if isinstance(leaf, np.ndarray):
             return torch.from_numpy(leaf)
-        part = pixels[leaf.start : leaf.start + math.prod(leaf.shape)]  # keeps `pixels`
-        return torch.from_numpy(part).view(leaf.shape).permute(0, 3, 1, 2)
+        part = pixels[leaf.start : leaf.end]  # keeps `pixels`
+        return torch.from_numpy(part).view(leaf.dtype).view(leaf.shape).permute(0, 3, 1, 2)
 
     return map_leaves((_Place, np.ndarray), unpack, batch), broken

@@ -310,7 +310,7 @@ def random_padded_corner(rng: SampleRNG | BatchRNG, height: int, width: int, siz
 
 
 def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Return uint8 (..., C, height, width).
+    """Return (..., C, height, width) of the type of the pixels; float32 is not rounded.
 
     The interpolation is "bilinear" or "bicubic", with antialiasing, or one of OpenCV: "opencv_linear" (INTER_LINEAR) or
     "opencv_area" (INTER_AREA).
@@ -318,16 +318,20 @@ def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "
     if tuple(pixels.shape[-2:]) == (height, width):
         return pixels
     if interpolation == "opencv_area":
-        return to_uint8(_average(_average(pixels.float(), height, -2), width, -1))
+        return _as_type(_average(_average(pixels.float(), height, -2), width, -1), pixels.dtype)
     # The batch is built as (H, W, C): only then torch uses the adjacent channels; otherwise it takes 1.6 times as long.
     batch = pixels if pixels.ndim == 4 else pixels.movedim(0, -1).unsqueeze(0).movedim(-1, 1)
     if interpolation == "opencv_linear":  # torch would round uint8 down
-        resized = to_uint8(interpolate(batch.float(), (height, width), mode="bilinear"))
-    elif batch.device.type == "cpu":
+        resized = _as_type(interpolate(batch.float(), (height, width), mode="bilinear"), batch.dtype)
+    elif batch.device.type == "cpu" or batch.dtype != torch.uint8:
         resized = interpolate(batch, (height, width), mode=interpolation, antialias=True)
     else:  # torch resizes uint8 on the CPU only
         resized = to_uint8(interpolate(batch.float(), (height, width), mode=interpolation, antialias=True))
     return resized if pixels.ndim == 4 else resized[0]
+
+
+def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return to_uint8(values) if dtype == torch.uint8 else values
 
 
 def to_uint8(values: torch.Tensor) -> torch.Tensor:

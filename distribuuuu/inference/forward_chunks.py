@@ -69,7 +69,8 @@ class TolerantSamples(Samples):
         assert isinstance(self.transform, Transform)
         size, index = height_and_width(self.transform.size), key[1]
         message = sample.broken[-1].removeprefix(f"{self.images.describe(index)}: ")
-        return Sample(torch.zeros(3, *size, dtype=torch.uint8), -1 - index, index, (message,))
+        pixels = torch.zeros(self.options.channels, *size, dtype=self.options.dtype)
+        return Sample(pixels, -1 - index, index, (message,))
 
 
 class SpanSampler(EvalSampler):

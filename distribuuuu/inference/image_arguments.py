@@ -9,7 +9,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.data.datasets.base import is_class, is_folder, is_image
+from distribuuuu.data.datasets.base import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
 from distribuuuu.data.datasets.layouts import ARCHIVES
 from distribuuuu.files.untrusted import open_regular
 
@@ -17,8 +17,9 @@ from distribuuuu.files.untrusted import open_regular
 def list_images(paths: Sequence[str]) -> list[str]:
     """Return the files that the arguments of a command name, in their order.
 
-    A folder stands for the images below it, sorted by name in each folder; a pattern with `*`, `?` or `[` for its
-    matches, sorted; a text file (.txt) for the paths in its lines, `-` for those in standard input.
+    A folder stands for the images below it, or, if there are none, for its .npy files, sorted by name in each folder; a
+    pattern with `*`, `?` or `[` for its matches, sorted; a text file (.txt) for the paths in its lines, `-` for those
+    in standard input.
 
     Raises:
         ConfigError: with every argument that does not exist, cannot be read, or stands for no file.
@@ -27,7 +28,7 @@ def list_images(paths: Sequence[str]) -> list[str]:
     problems: list[str] = []
     for path in paths:
         try:
-            own = list(_expand(path))
+            own = list(_expand(path, EXTENSIONS)) or list(_expand(path, ALL_EXTENSIONS))
             found += own
             if not own:
                 problems.append(f"PATHS: {path}: holds no image")
@@ -47,11 +48,11 @@ def _describe(error: OSError, path: str) -> str:
     return f"no such file or folder{did_you_mean(Path(path).name, os.listdir(parent) if parent.is_dir() else ())}"
 
 
-def _expand(path: str) -> Iterator[str]:
+def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
     if path == "-":
         yield from _lines(sys.stdin)
     elif os.path.isdir(path):
-        yield from _walk(path, ())
+        yield from _walk(path, (), extensions)
     elif os.path.lexists(path):
         if path.lower().endswith(".txt"):
             with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
@@ -64,9 +65,9 @@ def _expand(path: str) -> Iterator[str]:
     elif glob.has_magic(path):
         for match in sorted(glob.glob(path, recursive=True)):
             if not os.path.isdir(match):
-                yield from [match] if is_image(os.path.basename(match)) else ()
+                yield from [match] if is_image(os.path.basename(match), extensions) else ()
             elif "**" not in path:
-                yield from _walk(match, ())
+                yield from _walk(match, (), extensions)
     else:
         raise FileNotFoundError(2, "no such file or folder", path)
 
@@ -79,7 +80,7 @@ def _lines(file: Any) -> Iterator[str]:
             yield text
 
 
-def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
+def _walk(folder: str, above: tuple[str, ...], extensions: tuple[str, ...]) -> Iterator[str]:
     """Yield the images below a folder; `above` are its parents, so that circular links end."""
     real = os.path.realpath(folder)
     if real in above:
@@ -89,6 +90,6 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
     for entry in entries:
         if is_folder(entry):
             if is_class(entry.name):
-                yield from _walk(entry.path, (*above, real))
-        elif is_image(entry.name):
+                yield from _walk(entry.path, (*above, real), extensions)
+        elif is_image(entry.name, extensions):
             yield entry.path

@@ -135,6 +135,9 @@ def _read_export_config(path: Path) -> dict[str, Any]:
     _check_fields(path, settings, _FIELDS)
     if isinstance(published := settings.get("pretrained_cfg"), dict):
         _check_fields(path, published, _FIELDS, "pretrained_cfg.")
+        channels, *_ = published.get("input_size") or [None]
+        fits = (lambda values: channels in (None, len(values))), f"{channels} numbers, one per channel of input_size"
+        _check_fields(path, published, dict.fromkeys(("mean", "std"), fits), "pretrained_cfg.")
     if isinstance(entries := settings.get("distribuuuu"), dict):
         _check_fields(path, entries, _OWN_FIELDS, "distribuuuu.")
     return settings
@@ -151,12 +154,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_triple(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= 8192 and all(map(_is_number, value))
 
 
 def _is_size(value: Any) -> bool:
-    return _is_triple(value) and value[0] == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
+    return _is_numbers(value) and len(value) == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
 
 
 def _is_mapping(value: Any) -> bool:
@@ -178,11 +181,11 @@ def _is_names(value: Any) -> bool:
 # The values that are read from config.json: a test, and its description. All may be missing or null.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_mapping, "an object")),
-    **dict.fromkeys(("architecture", "interpolation", "crop_mode"), (_is_text, "text")),
+    **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels"), (_is_text, "text")),
     **dict.fromkeys(("flip", "exif_rotate"), (_is_flag, "true or false")),
-    **dict.fromkeys(("mean", "std"), (_is_triple, "three numbers")),
+    **dict.fromkeys(("mean", "std"), (_is_numbers, "a number for each channel")),
     "num_classes": (lambda value: type(value) is int and 0 < value < 1 << 31, "a positive integer"),
-    "input_size": (_is_size, "[3, height, width] in pixels"),
+    "input_size": (_is_size, "[channels, height, width] in pixels"),
     "crop_pct": (lambda value: _is_number(value) and 0.01 <= value <= 100, "a number from 0.01 to 100"),
     "label_names": (_is_names, "a list of texts"),
 }
@@ -225,7 +228,7 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
     published = settings.get("pretrained_cfg", settings)
     try:
         num_classes = int(settings.get("num_classes", published["num_classes"]))
-        _, height, width = published["input_size"]
+        channels, height, width = published["input_size"]
         crop_pct = published.get("crop_pct", 0.875)
         mode = published.get("crop_mode", "center")
         resize = _size_of(math.floor(height / crop_pct), math.floor(width / crop_pct))
@@ -247,6 +250,8 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         "TEST.IM_SIZE": resize,
         "TEST.CROP": "squash" if mode == "squash" else "center",
         "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
+        "DATA.CHANNELS": channels,
+        "DATA.PIXELS": settings.get("pixels") or "uint8",
         "DATA.MEAN": mean,
         "DATA.STD": std,
         "TEST.FLIP": bool(settings.get("flip")),
@@ -276,7 +281,7 @@ def _assemble(
         raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
     saved = stored if isinstance(stored, dict) else {}
     unset = [key for key in ("DATA.MEAN", "DATA.STD") if not get_value(cfg, key)]
-    found = [key for key in unset if is_list_of(saved.get(key), (int, float)) and len(saved[key]) == 3]
+    found = [key for key in unset if is_list_of(saved.get(key), (int, float)) and len(saved[key]) == cfg.DATA.CHANNELS]
     cfg = changed(cfg, {key: tuple(map(float, saved[key])) for key in found})
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
     data = dataset_class(cfg)

@@ -17,6 +17,7 @@ from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError, EvalCrop, build_eval_crop
 from distribuuuu.data.normalize import Normalizer
@@ -48,7 +49,7 @@ class EvalTransform:
 
     Attributes:
         crop: the resize and the crop.
-        decoder, options: DATA.DECODER, and DATA.MAX_PIXELS and DATA.EXIF_ROTATE.
+        decoder, options: DATA.DECODER, and DATA.MAX_PIXELS, DATA.EXIF_ROTATE, DATA.CHANNELS and DATA.PIXELS.
         mean, std: per channel, of pixel values 0 to 1.
         channels_last: MODEL.CHANNELS_LAST.
     """
@@ -72,7 +73,7 @@ class EvalTransform:
 
     def normalizer(self, device: torch.device = CPU, channels_last: bool = False) -> Normalizer:
         """Return the normalization of uint8 crops (N, 3, H, W); arguments as for `Normalizer`."""
-        return Normalizer(device, self.mean, self.std, channels_last)
+        return Normalizer(device, self.mean, self.std, channels_last, one=PIXEL_RANGES[self.options.pixels])
 
 
 def build_eval_transform(cfg) -> EvalTransform:

@@ -9,7 +9,8 @@
 - blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: one family per file.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
-its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE.
+its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE, and
+`in_channels` DATA.CHANNELS.
 """
 
 from distribuuuu.models.build import build_model, check_model, count_parameters

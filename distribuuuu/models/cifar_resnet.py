@@ -58,7 +58,15 @@ class CifarResNet(nn.Module):
         ValueError: `depth` is not 6n + 2, `width` or `stem_stride` is below 1, or `norm` is not one of NORMS.
     """
 
-    def __init__(self, depth: int, num_classes: int = 10, width: int = 16, norm: str = "batch", stem_stride: int = 1):
+    def __init__(
+        self,
+        depth: int,
+        num_classes: int = 10,
+        width: int = 16,
+        norm: str = "batch",
+        stem_stride: int = 1,
+        in_channels: int = 3,
+    ):
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ValueError(f"got depth {depth}; expected 6n + 2, e.g. 8, 14 or 20")
@@ -68,7 +76,7 @@ class CifarResNet(nn.Module):
         if norm not in NORMS:
             raise ValueError(f"got norm {norm!r}; expected one of {', '.join(NORMS)}{did_you_mean(str(norm), NORMS)}")
         make_norm, num_blocks = NORMS[norm], (depth - 2) // 6
-        self.stem = nn.Sequential(_conv3x3(3, width, stem_stride), make_norm(width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(_conv3x3(in_channels, width, stem_stride), make_norm(width), nn.ReLU(inplace=True))
         self.stage1 = self._stage(width, width, 1, num_blocks, make_norm)
         self.stage2 = self._stage(width, 2 * width, 2, num_blocks, make_norm)
         self.stage3 = self._stage(2 * width, 4 * width, 2, num_blocks, make_norm)
@@ -83,15 +91,17 @@ class CifarResNet(nn.Module):
         return nn.Sequential(first, *(CifarBlock(num_out, num_out, 1, norm) for _ in range(num_blocks - 1)))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images (N, 3, H, W) to logits (N, num_classes)."""
+        """Map images (N, in_channels, H, W) to logits (N, num_classes)."""
         features = self.stage3(self.stage2(self.stage1(self.stem(images))))
         return self.fc(features.mean(dim=(2, 3)))
 
 
 def _register(depth: int) -> None:
     @MODELS.register(f"resnet{depth}")
-    def build(num_classes: int = 10, width: int = 16, norm: str = "batch", stem_stride: int = 1) -> CifarResNet:
-        return CifarResNet(depth, num_classes, width, norm, stem_stride)
+    def build(
+        num_classes: int = 10, width: int = 16, norm: str = "batch", stem_stride: int = 1, in_channels: int = 3
+    ) -> CifarResNet:
+        return CifarResNet(depth, num_classes, width, norm, stem_stride, in_channels)
 
 
 for _depth in (8, 14, 20, 32, 44, 56, 110):

@@ -5,7 +5,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ Parameters = dict[str, inspect.Parameter]
 SIZE_NAMES = ("im_size", "img_size", "image_size")
 # The parameter with which some timm models accept other image sizes too.
 DYNAMIC_SIZE = "dynamic_img_size"
+# Names of the parameter for the channels of an image.
+CHANNEL_NAMES = ("in_channels", "in_chans")
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,15 @@ class ModelSpec:
         num_classes: MODEL.NUM_CLASSES.
         kwargs: MODEL.KWARGS.
         im_size: TRAIN.IM_SIZE under the constructor's name for it; empty if it has none or MODEL.KWARGS sets it.
+        channels: DATA.CHANNELS. A constructor without a parameter for it builds a model of three, whose first
+            convolution is replaced.
     """
 
     arch: Architecture
     num_classes: int
     kwargs: dict[str, Any]
     im_size: dict[str, Size]
+    channels: int = 3
 
     def build(self, **overrides: Any) -> nn.Module:
         """Return the model, randomly initialized unless `overrides` ask for weights.
@@ -71,10 +76,12 @@ class ModelSpec:
             ConfigError: the constructor rejects a value of the config. An error that no such value can have caused is
                 a bug of the constructor and is raised unchanged.
         """
-        arguments = {"num_classes": self.num_classes, **self.im_size, **self.kwargs, **overrides}
+        arguments = {"num_classes": self.num_classes, **self.im_size, **self._inputs(), **self.kwargs, **overrides}
         try:
             with contextlib.nullcontext() if self.arch.is_plug_in else _plain_data_only():
                 model = self.arch.constructor(**arguments)
+            if self.channels != 3 and not any(name in arguments for name in CHANNEL_NAMES):
+                replace_input(model, self.arch.name, self.channels, overrides.keys() & {"pretrained", "weights"})
             keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
             return model if keeps_heads else remove_auxiliary_heads(model)
         except self._errors_of_values() as error:
@@ -89,6 +96,12 @@ class ModelSpec:
             if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
                 return None
             raise
+
+    def _inputs(self) -> dict[str, int]:
+        """Return the number of channels under the constructor's name for it; empty for three, or if it has none."""
+        named = inspect.signature(self.arch.constructor).parameters
+        name = "in_chans" if self.arch.source == "timm" else next((one for one in CHANNEL_NAMES if one in named), "")
+        return {name: self.channels} if name and self.channels != 3 else {}
 
     def _errors_of_values(self) -> tuple[type[Exception], ...]:
         """Return the errors that a value may cause; timm and torchvision check few values, some with assertions."""
@@ -121,6 +134,45 @@ def _plain_data_only() -> Iterator[None]:
     finally:
         del os.environ[forced]
         os.environ.update({name: value for name, value in saved.items() if value is not None})
+
+
+def replace_input(model: nn.Module, arch: str, channels: int, keep_weights: object) -> None:
+    """Let the first convolution of a model, of three channels, take another number of them.
+
+    Args:
+        model: the model, which is modified.
+        arch: its name.
+        channels: the number.
+        keep_weights: adapt its weights, see `adapt_input`; else new ones are drawn with their standard deviation.
+
+    Raises:
+        ConfigError: the model has no such convolution.
+    """
+    conv = find_input(model)
+    if conv is None:
+        message = f"got {channels}, but {arch} has no convolution of three channels"
+        raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: give its constructor a parameter in_channels"))
+    weight = conv.weight.detach()
+    shape = (len(weight), channels, *weight.shape[2:])
+    adapted = adapt_input(weight, channels) if keep_weights else weight.new_empty(shape).normal_() * weight.std()
+    conv.weight, conv.in_channels = nn.Parameter(adapted), channels
+
+
+def find_input(model: nn.Module, channels: int = 3) -> nn.Conv2d | None:
+    """Return the first convolution of the images of so many channels; None if there is none."""
+    convs = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    first = next(convs, None)
+    return first if first is not None and first.in_channels == channels else None
+
+
+def adapt_input(weight: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return weights (out, channels, h, w) of a first convolution from those of RGB, as timm's `in_chans` does.
+
+    One channel: their sum over the colors. Others: the colors in turn, times 3 / channels.
+    """
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
 
 
 def remove_auxiliary_heads(model: nn.Module) -> nn.Module:
@@ -205,7 +257,8 @@ def build_model_spec(cfg) -> ModelSpec:
     """Return the specification of MODEL.ARCH; errors as those of `find_architecture` and `make_model_spec`."""
     arch = find_architecture(cfg.MODEL.ARCH)
     kwargs, train = _to_plain_dict(cfg.MODEL.KWARGS), cfg.TRAIN
-    return make_model_spec(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
+    spec = make_model_spec(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
+    return replace(spec, channels=cfg.DATA.CHANNELS)
 
 
 def _to_plain_dict(value: Any) -> Any:

@@ -15,6 +15,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models.build import as_finetune_problems, build_model, count_parameters
+from distribuuuu.models.constructor import adapt_input
 from distribuuuu.models.freeze import count_frozen, freeze
 from distribuuuu.models.head import find_head, layer_of, replace_layers
 
@@ -146,7 +147,7 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
         IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
     """
     own = model.state_dict()
-    theirs = rename_tensors(state_dict, own)
+    theirs = adapt_input_of(model, rename_tensors(state_dict, own))
     matched, unmatched = match_tensors(own, theirs)
     backbone = [name for name in own if layer_of(name) not in head]
     if any(name not in matched for name in backbone):
@@ -168,6 +169,16 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
         unused=[name for name in matched if name not in loaded] + unmatched,
         num_missing=sum(name not in loaded for name in backbone),
     )
+
+
+def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:
+    """Return the tensors of a file of RGB images, the first convolution adapted to the channels of the model."""
+    kernels = (name for name, tensor in model.state_dict().items() if tensor.ndim == 4)
+    name = next(kernels, "")
+    own, given = model.state_dict().get(name), tensors.get(name)
+    if own is None or given is None or given.ndim != 4 or given.shape[1] != 3 or own.shape[1] == 3:
+        return tensors
+    return {**tensors, name: adapt_input(given, own.shape[1])}
 
 
 def _describe_mismatches(names: list[str], own: Tensors, other: Tensors, num: int) -> str:

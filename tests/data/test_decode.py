@@ -26,7 +26,8 @@ from torchvision import transforms as torchvision_transforms
 
 from distribuuuu.data import decode as decoding
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import DEFAULTS, FORMATS, Box, DecodeOptions, EncodedImage, decode, open_lazy_image
+from distribuuuu.data.decode import DEFAULTS, Box, DecodeOptions, EncodedImage, decode, open_lazy_image
+from distribuuuu.data.image_file import FORMATS
 from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
 from distribuuuu.data.optional_decoders import scale_factor
 from distribuuuu.data.samples import Samples
@@ -233,7 +234,7 @@ def test_a_large_image_within_the_limit_makes_no_warning():
     data = encode(Image.new("1", (12000, 8000)), "PNG")  # above PIL's threshold of a warning
     with warnings.catch_warnings(record=True) as seen:
         warnings.resetwarnings()
-        decode.__globals__["_silence_decoders"].__wrapped__()
+        decode.__globals__["silence_decoders"].__wrapped__()
         decoding.open_image(data)
     assert not seen
 
@@ -267,7 +268,7 @@ def test_image_files_are_opened_in_one_place():
     # The code of a card is for other programs; the command may have been deleted.
     sources.pop(ROOT / "distribuuuu" / "commands" / "export" / "card_code.py", None)
     opening = [path for path, text in sources.items() if re.search(r"Image\.open\(|default_loader|pil_loader", text)]
-    assert [path.name for path in opening] == ["decode.py"] and "formats=FORMATS" in sources[opening[0]]
+    assert [path.name for path in opening] == ["image_file.py"] and "formats=FORMATS" in sources[opening[0]]
     theirs = [line for path, text in sources.items() if path.parent.name == "tutorial"
               for line in text.splitlines() if "datasets.ImageFolder(" in line]  # fmt: skip
     assert theirs and all("loader=" in line for line in theirs)

@@ -217,7 +217,7 @@ HOSTILE = {
 }  # fmt: skip
 HOSTILE_PUBLISHED = {
     "mean": ("abc", [1, 2], ["a", "b", "c"], [1, 2, None], {}), "std": (1, [True, 1, 1]),
-    "input_size": ("3xy", [3, 64], [3, 64, "64"], [1, 64, 64], [3, 10**9, 10**9], [3, -64, -64], [3, 64, 64.5]),
+    "input_size": ("3xy", [3, 64], [3, 64, "64"], [0, 64, 64], [3, 10**9, 10**9], [3, -64, -64], [3, 64, 64.5]),
     "crop_pct": ("1", 0, -1, 1e-30, 1e300, [1]), "interpolation": (3, ["bicubic"]), "crop_mode": (3, []),
 }  # fmt: skip
 HOSTILE_OWN = {

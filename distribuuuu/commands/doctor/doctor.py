@@ -14,6 +14,7 @@ from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.terminal import FORMATS, WIDTH, print_report
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.files.untrusted import printable
@@ -40,6 +41,11 @@ def doctor(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags, folder, cfg = parse_args(prog, args)
+    if flags.statistics:
+        return _print_statistics(flags, cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)}))
+    if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) not in ((3, "uint8"), (1, "uint8")):
+        message = f"got {cfg.DATA.CHANNELS} with DATA.PIXELS {cfg.DATA.PIXELS}; expected 8-bit RGB or gray images"
+        raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: --statistics, which takes any"))
     from distribuuuu.commands.doctor.findings import examine
     from distribuuuu.commands.doctor.layout import open_cfg, open_folder
     from distribuuuu.commands.scan.duplicates import find_groups, key_bytes
@@ -64,6 +70,17 @@ def _run(prog: str, args: list[str]) -> int:
     return USAGE_ERROR if report["status"] != "clean" else 0
 
 
+def _print_statistics(flags: argparse.Namespace, cfg: Any) -> int:
+    from distribuuuu.commands.doctor.statistics import format_snippet, measure_channels, open_training_images
+    from distribuuuu.records.run_log import progress
+
+    images = open_training_images(cfg)
+    with progress(None, "measuring", len(images), unit="img") as bar:
+        found = measure_channels(cfg, images, flags.workers, bar.update)
+    print_report(format_snippet(cfg, *found, as_json=flags.format == "json"))
+    return 0
+
+
 def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Path | None, Any]:
     """Return the flags, the folder (None: the data of the config) and the config of a command line.
 
@@ -73,7 +90,8 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     flags, rest, problems = parse_flags(build_parser(prog), args)
     folder = Path(rest.pop(0)) if len(rest) % 2 else None
     cfg, found = read_cfg(flags.cfg, rest)
-    problems += found
+    # What the flag is to find may be missing.
+    problems += [one for one in found if not (flags.statistics and one.key in ("DATA.MEAN", "DATA.STD"))]
     if folder is None and not flags.cfg and not rest:
         problems.append(Problem(COMMAND_LINE, "got no data; expected FOLDER or --cfg FILE"))
     if folder is not None and flags.cfg:
@@ -100,6 +118,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="check the data set of a config: TRAIN.DATASET and TEST.DATASET")
     add("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
+    add("--statistics", action="store_true", help="only print DATA.MEAN and DATA.STD of the training images, as YAML")
     add("--workers", metavar="N", type=int, default=count_cores(), help="processes that read images (one per core)")
     return parser
 

@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchvision.io import encode_png
 
 from distribuuuu.commands.export import card_runner
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
@@ -57,7 +59,7 @@ class FlipAverage(nn.Module):
 
 
 class CropClassifier(nn.Module):
-    """Normalization and model: uint8 crops (N, 3, H, W) to logits (N, classes)."""
+    """Normalization and model: crops (N, C, H, W) to logits (N, classes)."""
 
     mean: torch.Tensor
     scale: torch.Tensor
@@ -72,6 +74,12 @@ class CropClassifier(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Map crops to logits."""
         return self.model((pixels.float() - self.mean) * self.scale)
+
+
+def zero_crops(transform: EvalTransform) -> torch.Tensor:
+    """Return two black crops (2, C, H, W); of one, exporters would take the batch size for a constant."""
+    options = transform.options
+    return torch.zeros(2, options.channels, *height_and_width(transform.crop.size), dtype=options.dtype)
 
 
 def evaluated_model(model: nn.Module, cfg) -> nn.Module:
@@ -125,11 +133,15 @@ def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: 
     """Return the path of an image: its own file; else its bytes, or its pixels as PNG, written to a file."""
     if images.has_files:
         return os.path.abspath(images.describe(index))
-    path = temporary / f"{index:08d}.png"
+    options = run.transform.options
+    path = temporary / f"{index:08d}.{'png' if options.is_rgb or options.is_gray else 'npy'}"
     try:
         item = images.read(index)
         if not isinstance(item, (bytes, bytearray, memoryview)):
-            pixels = open_lazy_image(item, run.transform.decoder, run.transform.options).pixels()
+            pixels = open_lazy_image(item, run.transform.decoder, options).pixels()
+            if path.suffix == ".npy":
+                np.save(path, pixels.permute(1, 2, 0).numpy().astype(options.pixels))
+                return str(path)
             item = encode_png(pixels.contiguous()).numpy().tobytes()
     except (ValueError, RuntimeError, OSError):
         item = b""  # broken, which `predict` reports

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from distribuuuu.checkpoint.io import find_class_mismatch
 from distribuuuu.commands.export.card_code import render_code
-from distribuuuu.commands.export.export_check import CropClassifier, check_export, evaluated_model
+from distribuuuu.commands.export.export_check import CropClassifier, check_export, evaluated_model, zero_crops
 from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.config import ConfigError, Problem
@@ -47,6 +48,7 @@ def describe_model(run: LoadedRun) -> dict[str, Any]:
         **describe_evaluation(run.cfg),
         "flip": run.cfg.TEST.FLIP,
         "exif_rotate": run.cfg.DATA.EXIF_ROTATE,
+        **({} if run.transform.options.is_rgb else {"channels": run.cfg.DATA.CHANNELS, "pixels": run.cfg.DATA.PIXELS}),
         "mean": list(run.transform.mean),
         "std": list(run.transform.std),
         "weights": run.weights,
@@ -234,13 +236,14 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
     model.pretrained_cfg = {
         **{key: published.get(key) for key in ("architecture", "first_conv", "classifier", "fixed_input_size")},
         "num_classes": len(run.classes),
-        "input_size": (3, *height_and_width(crop.size)),
+        "input_size": (run.cfg.DATA.CHANNELS, *height_and_width(crop.size)),
         "crop_pct": crop_percentage(crop),
         "crop_mode": run.cfg.TEST.CROP,
         "pool_size": None,
         **{key: metadata[key] for key in ("interpolation", "mean", "std")},
     }
-    extra = {"label_names": list(run.classes), **{key: metadata[key] for key in ("flip", "exif_rotate")}}
+    kept = [key for key in ("flip", "exif_rotate", "pixels") if key in metadata]
+    extra: dict[str, Any] = {"label_names": list(run.classes), **{key: metadata[key] for key in kept}}
     try:
         save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
     except SafetensorError as error:
@@ -259,8 +262,9 @@ def find_timm_model(run: LoadedRun) -> ModelSpec:
     if not timm.is_model(arch.name):
         raise ConfigError(f"--to timm: timm has no model {arch.name}; {_REMEDY}")
     if arch.source == "timm":
-        return make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
-    return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {})
+        spec = make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
+        return replace(spec, channels=cfg.DATA.CHANNELS)
+    return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {}, cfg.DATA.CHANNELS)
 
 
 def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
@@ -277,10 +281,11 @@ def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(f"--to timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
-    images = torch.rand(2, 3, *height_and_width(run.transform.crop.size))
+    images = torch.rand(2, run.cfg.DATA.CHANNELS, *height_and_width(run.transform.crop.size))
     if not torch.equal(model.eval()(images), run.model(images)):
         raise ConfigError(f"--to timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
-    return model, {**spec.im_size, **spec.kwargs}
+    inputs = {"in_chans": spec.channels} if spec.channels != 3 else {}
+    return model, {**spec.im_size, **inputs, **spec.kwargs}
 
 
 def crop_percentage(crop: EvalCrop) -> float:
@@ -299,13 +304,12 @@ def crop_percentage(crop: EvalCrop) -> float:
 
 
 def write_torch(run: LoadedRun, folder: Path) -> None:
-    """Write model.pt2, a program of torch.export: uint8 crops (N, 3, H, W) of any N to logits (N, classes).
+    """Write model.pt2, a program of torch.export: crops (N, C, H, W) of any N to logits (N, classes).
 
     Raises:
         ConfigError: torch.export cannot trace the model.
     """
-    size = height_and_width(run.transform.crop.size)
-    pixels = torch.zeros(2, 3, *size, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
+    pixels = zero_crops(run.transform)  # a batch of 1 would be taken for a constant
     classifier = CropClassifier(evaluated_model(run.model, run.cfg), run.transform).eval()
     batch = torch.export.Dim("batch", min=1)
     try:

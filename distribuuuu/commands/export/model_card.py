@@ -120,11 +120,12 @@ def _metric_rows(metrics: Mapping[str, tuple[str, float]], count: int) -> Iterat
 
 
 def _describe_preprocessing(run: LoadedRun, to: str) -> str:
+    options = run.transform.options
+    num, colors, kind = options.channels, ", RGB" if options.is_rgb else "", str(options.dtype).removeprefix("torch.")
     inputs = {
-        "onnx": "Input of the file: `images`, uint8 (N, height, width, 3), RGB, of any size.",
-        "torch": "Input of the file: uint8 (N, 3, H, W), RGB.",
-        "timm": "Input of the model: float32 (N, 3, H, W), RGB, normalized.",
-        "safetensors": "Input of the model: float32 (N, 3, H, W), RGB, normalized.",
+        "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
+        "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
+        **dict.fromkeys(("timm", "safetensors"), f"Input of the model: float32 (N, {num}, H, W){colors}, normalized."),
     }
     steps = "\n".join(
         f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distribuuuu.commands.export.export_check import CropClassifier
+from distribuuuu.commands.export.export_check import CropClassifier, zero_crops
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.transforms import MAX_ASPECT, CenterCrop
@@ -32,7 +32,7 @@ OPSET = 20
 # `crop_center`: Div truncates, and a center offset is rounded half to even.
 _PREPROCESSING = Template("""
 <ir_version: 8, opset_import: ["" : $opset]>
-preprocessing (uint8[batch, height, width, 3] images) => (uint8[batch, 3, $rows, $columns] cropped)
+preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $channels, $rows, $columns] cropped)
 <
     int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
     int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
@@ -108,7 +108,8 @@ def require_onnx() -> None:
 def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str, Any]) -> "ModelProto":
     """Return a model and its evaluation transform as an ONNX graph.
 
-    Input: `images`, uint8 (N, height, width, 3) in RGB, of any N, height and width. Output: `logits`, float32
+    Input: `images`, uint8 (N, height, width, 3) in RGB, of any N, height and width; of other pixels than 8 bits,
+    float32 (N, height, width, channels) in the units of the files. Output: `logits`, float32
     (N, classes).
 
     Args:
@@ -142,9 +143,8 @@ def _drop_unused_initializers(model: "ModelProto") -> None:
 
 
 def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProto":
-    """Return the graph from uint8 crops to logits."""
-    # With a batch of 1, torch.export would take the batch size for a constant.
-    pixels = torch.zeros(2, 3, *height_and_width(transform.crop.size), dtype=torch.uint8)
+    """Return the graph from crops to logits."""
+    pixels = zero_crops(transform)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -179,8 +179,11 @@ def _build_preprocessing(transform: EvalTransform, classifier: "ModelProto") -> 
     mode = {"bilinear": "linear", "bicubic": "cubic"}[crop.interpolation]
     resize_to, size = height_and_width(crop.resize_to), height_and_width(crop.size)
     sizes = dict(zip(("to_height", "to_width", "rows", "columns"), (*resize_to, *size), strict=True))
+    sizes["channels"], kind = transform.options.channels, "uint8" if transform.options.dtype == torch.uint8 else "float"
     sizes |= {"max_aspect": MAX_ASPECT if isinstance(crop, CenterCrop) else _NO_LIMIT}
     new_size = _NEW_SIZE["cover" if isinstance(crop, CenterCrop) else crop.mode]
-    before = onnx.parser.parse_model(_PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, **sizes))
+    before = onnx.parser.parse_model(
+        _PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, type=kind, **sizes)
+    )
     before.ir_version = classifier.ir_version
     return onnx.compose.add_prefix(before, "preprocessing/", rename_inputs=False, rename_outputs=False)

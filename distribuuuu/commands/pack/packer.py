@@ -161,6 +161,12 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
     is_raw, quality = options["format"] == "raw", options["quality"]
+    decoding = build_decode_options(job.cfg)
+    if not decoding.is_rgb and (is_raw or quality is not None):
+        message = (
+            f"got {decoding.channels} with DATA.PIXELS {decoding.pixels}; expected 8-bit RGB to encode images again"
+        )
+        raise ConfigError(f"DATA.CHANNELS: {message}; fix: leave out --format, --quality and --shorter-side")
     if not is_raw and quality is None:
         keeps_files = True
         with contextlib.suppress(Exception):  # a broken first image is reported later
@@ -171,7 +177,7 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(getattr(images, "folder", Path()).parent)
     sides = options["shorter_side"], options.get("longer_side")
-    return Encoder(images, root, is_raw, *sides, quality, job.check, build_decode_options(job.cfg))
+    return Encoder(images, root, is_raw, *sides, quality, job.check, decoding)
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, int]:

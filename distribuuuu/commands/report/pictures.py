@@ -126,7 +126,7 @@ def make_pictures(
         pictures.notes.append(f"No thumbnails of {counted(missing, 'image')}, moved or changed since in {where}, "
                               f"or outside of it, e.g. {first_error}")  # fmt: skip
     for index, crop in crops.items():
-        pixels = to_pixels(crop, run.transform.mean, run.transform.std)
+        pixels = _show(crop, run)
         pictures.is_tiny = max(pixels.shape) < _TINY
         pictures.uris[index] = [to_uri(pixels)]
     if not has_saliency:
@@ -149,15 +149,30 @@ def _add_saliency(
         if maps is None:
             pictures.notes.append("No saliency maps: no layer of the model has a grid of regions.")
             return
-        pixels = to_pixels(crop, run.transform.mean, run.transform.std)
+        pixels = _show(crop, run)
         pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))
 
 
-def to_pixels(crop: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Return uint8 (H, W, 3) from a normalized image (3, H, W)."""
-    shape = 3, 1, 1
-    values = crop.double() * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
-    return (values * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
+    return to_pixels(crop, run.transform.mean, run.transform.std, run.transform.options.pixels != "uint8")
+
+
+def to_pixels(
+    crop: torch.Tensor, mean: Sequence[float], std: Sequence[float], is_stretched: bool = False
+) -> np.ndarray:
+    """Return uint8 (H, W, 3) from a normalized image (C, H, W).
+
+    Of other numbers of channels than 1 and 3, the first three or the first one are shown. With `is_stretched`, black
+    and white are 2.5 standard deviations below and above the mean.
+    """
+    num = 3 if len(crop) >= 3 else 1
+    shape = num, 1, 1
+    if is_stretched:
+        values = crop[:num].double() / 5 + 0.5
+    else:
+        values = crop[:num].double() * torch.tensor(std[:num]).view(shape) + torch.tensor(mean[:num]).view(shape)
+    pixels = (values * 255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
+    return pixels.permute(1, 2, 0).contiguous().numpy()
 
 
 def overlay(pixels: np.ndarray, saliency: np.ndarray) -> np.ndarray:

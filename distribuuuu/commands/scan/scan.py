@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, pil_to_tensor
+from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
+from distribuuuu.data.image_file import DecodeOptions, open_image
 from distribuuuu.data.samples import reason_of
 from distribuuuu.launch.pool import map_in_order
 

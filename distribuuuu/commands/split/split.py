@@ -67,7 +67,7 @@ def _run(prog: str, args: list[str]) -> int:
 def _suggest_sizes(paths: Sequence[Path]) -> dict[str, int]:
     """Return the sizes that `distribuuuu doctor` suggests, by the headers of some images; empty if none is readable."""
     from distribuuuu.commands.scan.scan import percentiles, suggest_sizes
-    from distribuuuu.data.decode import open_image
+    from distribuuuu.data.image_file import open_image
 
     shorter = []
     with warnings.catch_warnings():  # the images are checked by doctor

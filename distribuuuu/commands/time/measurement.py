@@ -175,7 +175,7 @@ def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int
     """Return noise in the shape of an evaluation batch, or of `micro_batch` images if that would take too long."""
     is_fast = cfg.TEST.BATCH_SIZE * dist.world_size() / forward["images_per_s"] < timing.MEASURE_S
     size = height_and_width(eval_crop_size(cfg))
-    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, 3, *size, device=device)
+    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, cfg.DATA.CHANNELS, *size, device=device)
     return images.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else images
 
 

@@ -24,6 +24,7 @@ MAX_DEPTH = 1000
 # Kinds of targets, see `ImageDataset.targets`.
 TARGETS = ("label", "labels", "structured")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+ALL_EXTENSIONS = (*EXTENSIONS, ".npy")
 
 
 class ImageDataset:
@@ -215,9 +216,15 @@ def is_class(name: str) -> bool:
     return not name.startswith(".") and name.lower() not in JUNK_FOLDERS
 
 
-def is_image(name: str) -> bool:
+def image_extensions(cfg) -> tuple[str, ...]:
+    """Return the extensions of image files; with other channels or pixels than 8-bit RGB, .npy is one of them."""
+    is_rgb = (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) == (3, "uint8")
+    return EXTENSIONS if is_rgb else ALL_EXTENSIONS
+
+
+def is_image(name: str, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
     """Return whether a file name has an image extension and is not hidden."""
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    return name.lower().endswith(extensions) and not name.startswith(".")
 
 
 def is_folder(entry: "os.DirEntry[str]") -> bool:
@@ -235,7 +242,9 @@ def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
     return ()
 
 
-def walk_images(folder: str | os.PathLike, depth: int = MAX_DEPTH) -> Iterator[str]:
+def walk_images(
+    folder: str | os.PathLike, depth: int = MAX_DEPTH, extensions: tuple[str, ...] = EXTENSIONS
+) -> Iterator[str]:
     """Yield the images in a folder and in its sub-folders, `depth` levels in all, each folder once."""
     waiting, seen = [(os.fspath(folder), 1)], set()
     while waiting:
@@ -246,7 +255,7 @@ def walk_images(folder: str | os.PathLike, depth: int = MAX_DEPTH) -> Iterator[s
         seen.add(real)
         with contextlib.suppress(OSError), os.scandir(real) as entries:
             for entry in entries:
-                if is_image(entry.name) and not is_folder(entry):
+                if is_image(entry.name, extensions) and not is_folder(entry):
                     yield entry.path
                 elif level < depth and entry.name.lower() not in JUNK_FOLDERS and is_folder(entry):
                     waiting.append((entry.path, level + 1))

@@ -14,7 +14,8 @@ from pathlib import Path
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, open_nonblocking, read_file
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
-from distribuuuu.data.decode import DecodeOptions, build_decode_options, check_size, decode, open_image
+from distribuuuu.data.decode import build_decode_options, decode
+from distribuuuu.data.image_file import DecodeOptions, check_size, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.samples import reason_of
 from distribuuuu.files.locks import take_turn
@@ -28,6 +29,8 @@ _HEAD = 1 << 14
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
 # Files per task of a thread, and the stride over these chunks: an unfinished check covers every part of the set.
 _CHUNK, _STRIDE = 64, 16
+# Files in which 16-bit pixels are looked for.
+_SAMPLES = 8
 # Broken files after which a check stops.
 _MOST_BROKEN = 1000
 
@@ -54,7 +57,7 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
     if train:
         what, key, limit_s = "sizes", [], SIZES_LIMIT_S
     else:
-        what, key, limit_s = "headers", [decoder, *options], HEADERS_LIMIT_S
+        what, key, limit_s = "headers", [decoder, *options[: 2 if options.is_rgb else 4]], HEADERS_LIMIT_S
     broken, num = _check_in_turn(images, what, key, find_problem, limit_s)
     problem = rest = ""
     if broken:
@@ -62,6 +65,23 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
     if num < len(images):
         rest = f"the {what} of {num} of {len(images)} files have been checked; the next run continues"
     return problem, rest
+
+
+def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
+    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8); a few headers are read."""
+    num = len(images) if images.has_files and options.pixels == "uint8" else 0
+    for index in range(0, num, max(1, num // _SAMPLES)):
+        path = images.describe(index)
+        with contextlib.suppress(OSError, ValueError), open(path, "rb", opener=open_nonblocking) as file:
+            head = file.read(26)
+            is_deep = head[:4] == b"\x89PNG" and head[24:25] == b"\x10"
+            if head[:2] in (b"II", b"MM"):
+                file.seek(0)
+                is_deep = max(getattr(open_image(file, options.max_pixels), "tag_v2", {}).get(258, (8,))) > 8
+            if is_deep:
+                fix = "to keep 16 set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
+                return f"16-bit images, e.g. {path}, are reduced to 8 bits; {fix}"
+    return ""
 
 
 def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
@@ -74,6 +94,9 @@ def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
         head = file.read(_HEAD)
         if not head:
             raise ValueError("the file is empty")
+        if not options.is_rgb:
+            decode(read_file(path), decoder, options)
+            return
         if header := read_jpeg_header(head):
             check_size(header.width, header.height, options.max_pixels)
         else:

@@ -6,6 +6,7 @@ as long as these times match. A later run reads nothing else from the disk.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -181,7 +182,9 @@ class FolderIndex(StoredIndex):
         return f"{counted(len(self), 'image')} in {counted(len(self.arrays['folder_class']), 'folder')}"
 
 
-def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool = True) -> FolderIndex:
+def open_index(
+    root: str | os.PathLike, split: str, cache: Path, in_root: bool = True, extensions: tuple[str, ...] = EXTENSIONS
+) -> FolderIndex:
     """Return the index of ROOT/SPLIT from its file if that is current, otherwise from a new scan that is stored.
 
     Of several processes one scans, and the others wait for its result.
@@ -191,17 +194,25 @@ def open_index(root: str | os.PathLike, split: str, cache: Path, in_root: bool =
         split: its sub-folder with the classes; if it does not exist, the index is empty.
         cache: the folder for what cannot be stored in root.
         in_root: whether root may be written to.
+        extensions: those of image files.
     """
     folder = str(Path(root) / split)
     if not os.path.isdir(folder):
-        return FolderIndex(folder, *scan_folder(folder, time.time_ns()))
+        return FolderIndex(folder, *scan_folder(folder, time.time_ns(), extensions))
     hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
     files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"]
     files.append(cache / "index" / f"{hashed}.bin")
-    return open_stored(FolderIndex, folder, files[0 if in_root else 1 :], lambda now_ns: scan_folder(folder, now_ns))
+    scan = functools.partial(scan_folder, folder, extensions=extensions)
+    return open_stored(FolderIndex, folder, files[0 if in_root else 1 :], scan, extensions)
 
 
-def open_stored(family: type[Index], source: Any, files: Sequence[Path], scan: Callable[[int], Content]) -> Index:
+def open_stored(
+    family: type[Index],
+    source: Any,
+    files: Sequence[Path],
+    scan: Callable[[int], Content],
+    extensions: tuple[str, ...] = EXTENSIONS,
+) -> Index:
     """Return the index of the first file with a current one, else a new one, stored in the first that can be written.
 
     Args:
@@ -209,10 +220,11 @@ def open_stored(family: type[Index], source: Any, files: Sequence[Path], scan: C
         source: what is indexed.
         files: where the index may be stored.
         scan: returns the content of a new index for the time in ns by the clock of the file system.
+        extensions: those of image files; an index of others is not used.
     """
     stamps = {file: file_stamp(file) for file in files}
     for file in files:
-        index = _load(family, file, source)
+        index = _load(family, file, source, extensions)
         if index is not None and index.is_current():
             _logger.info("%s: %s, from %s", source, index.describe(), file)
             return index
@@ -222,7 +234,7 @@ def open_stored(family: type[Index], source: Any, files: Sequence[Path], scan: C
             with take_turn(file) as now_ns:
                 # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
                 # processes of a run must see the same images.
-                if file_stamp(file) != stamp and (index := _load(family, file, source)) is not None:
+                if file_stamp(file) != stamp and (index := _load(family, file, source, extensions)) is not None:
                     _logger.info("%s: %s, from %s of another process", source, index.describe(), file)
                     return index
                 content = content or scan(now_ns)
@@ -231,7 +243,7 @@ def open_stored(family: type[Index], source: Any, files: Sequence[Path], scan: C
             reasons.append(f"{file}: {error.strerror or error}")
             continue
         # Mapped from its file, the index shares its memory with other processes.
-        if (index := _load(family, file, source)) is not None:
+        if (index := _load(family, file, source, extensions)) is not None:
             _log_scan(index, start, f"stored in {file}")
             return index
         reasons.append(f"{file}: the file written cannot be read")
@@ -246,11 +258,11 @@ def _log_scan(index: StoredIndex, start: float, stored: str) -> None:
     _logger.info("%s: %s, scanned in %.1f s, %s", index.source, index.describe(), seconds, stored)
 
 
-def _load(family: type[Index], file: Path, source: Any) -> Index | None:
+def _load(family: type[Index], file: Path, source: Any, extensions: tuple[str, ...]) -> Index | None:
     """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
         meta, arrays = read_arrays(file, family.kind, family.version)
-        if meta.get("extensions") != list(EXTENSIONS):
+        if meta.get("extensions") != list(extensions):
             raise OtherVersionError("was made with other image file extensions")
         if meta.get("crc32") != checksum_of(arrays):
             raise ValueError("is corrupt")
@@ -285,7 +297,7 @@ class _Folder(NamedTuple):
     is_link: bool = False
 
 
-def scan_folder(folder: str, now_ns: int) -> Content:
+def scan_folder(folder: str, now_ns: int, extensions: tuple[str, ...] = EXTENSIONS) -> Content:
     """Return the meta and the arrays of a `FolderIndex`: images by class, then path of the folder, then name.
 
     Each folder is listed once, and no file is read. Links are followed, except to a folder above them. A folder that
@@ -294,14 +306,15 @@ def scan_folder(folder: str, now_ns: int) -> Content:
     Args:
         folder: the folder of the classes; it need not exist.
         now_ns: the time by the clock of its file system.
+        extensions: those of image files.
     """
     found: dict[str, _Listing] = {}
-    waiting = [_Folder("")]
+    waiting, list_folder = [_Folder("")], functools.partial(_list_folder, extensions=extensions)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         while waiting:
             paths = [os.path.join(folder, place.path) for place in waiting]
             deeper: list[_Folder] = []
-            for place, listing in zip(waiting, pool.map(_list_folder, paths), strict=True):
+            for place, listing in zip(waiting, pool.map(list_folder, paths), strict=True):
                 if place.is_link and listing.identity in place.above:
                     continue
                 found[place.path] = listing
@@ -311,7 +324,7 @@ def scan_folder(folder: str, now_ns: int) -> Content:
     ignored = sum((listing.ignored for path, listing in found.items() if path), Counter())
     found[""] = top._replace(names=b"")  # images outside the class folders have no class
     arrays = _to_arrays(found, now_ns)
-    meta = {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
+    meta = {"scan": os.urandom(8).hex(), "extensions": list(extensions), "crc32": checksum_of(arrays)}
     return {**meta, "ignored": dict(ignored), "num_beside": top.names.count(b"\0")}, arrays
 
 
@@ -322,7 +335,7 @@ def _folders_in(place: _Folder, listing: _Listing) -> Iterator[_Folder]:
             yield _Folder(os.path.join(place.path, entry.name), above, entry.is_symlink())
 
 
-def _list_folder(path: str) -> _Listing:
+def _list_folder(path: str, extensions: tuple[str, ...] = EXTENSIONS) -> _Listing:
     names: list[str] = []
     folders: list[os.DirEntry[str]] = []
     try:
@@ -333,8 +346,8 @@ def _list_folder(path: str) -> _Listing:
                     folders.append(entry)
                 else:
                     names.append(entry.name)
-        images, ignored = _join_images(names)
-        is_complete = images.count("\0") == len(names) or not _has_dangling_link(path)
+        images, ignored = _join_images(names, extensions)
+        is_complete = images.count("\0") == len(names) or not _has_dangling_link(path, extensions)
     except OSError as error:
         _logger.warning("%s is ignored: %s", path, error.strerror or error)
         return _Listing()
@@ -342,23 +355,25 @@ def _list_folder(path: str) -> _Listing:
     return _Listing(mtime_ns, os.fsencode(images), tuple(folders), (status.st_dev, status.st_ino), ignored)
 
 
-def _join_images(names: list[str]) -> tuple[str, Counter[str]]:
+def _join_images(names: list[str], extensions: tuple[str, ...] = EXTENSIONS) -> tuple[str, Counter[str]]:
     """Return the sorted image names, each followed by a NUL, and the counts of the extensions of the other files."""
     names.sort()
     text = "\0".join([*names, ""])
     # Usually all have one extension: counting it in the text is many times faster than testing each name.
     end = os.path.splitext(names[0])[1] if names else ""
-    if end.lower() in EXTENSIONS and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
+    if end.lower() in extensions and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
         return text, Counter()
-    ignored = [name for name in names if name[0] != "." and not is_image(name) and name.lower() not in JUNK_FILES]
-    extensions = Counter(os.path.splitext(name)[1].lower() for name in ignored)
-    return "\0".join([*filter(is_image, names), ""]), extensions
+    images = [name for name in names if is_image(name, extensions)]
+    others = set(names).difference(images)
+    ignored = [name for name in names if name in others and name[0] != "." and name.lower() not in JUNK_FILES]
+    return "\0".join([*images, ""]), Counter(os.path.splitext(name)[1].lower() for name in ignored)
 
 
-def _has_dangling_link(path: str) -> bool:
+def _has_dangling_link(path: str, extensions: tuple[str, ...]) -> bool:
     """Return whether a dangling link may become a folder later, which changes no modification time."""
     with os.scandir(path) as entries:
-        return any(entry.is_symlink() and not is_image(entry.name) and not os.path.exists(entry) for entry in entries)
+        others = (entry for entry in entries if entry.is_symlink() and not is_image(entry.name, extensions))
+        return any(not os.path.exists(entry) for entry in others)
 
 
 def _to_arrays(found: dict[str, _Listing], now_ns: int) -> dict[str, np.ndarray]:

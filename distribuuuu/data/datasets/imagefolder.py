@@ -8,7 +8,16 @@ from pathlib import Path
 
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, first_few, list_classes, walk_images
+from distribuuuu.data.datasets.base import (
+    ALL_EXTENSIONS,
+    EXTENSIONS,
+    ImageDataset,
+    SplitDataset,
+    first_few,
+    image_extensions,
+    list_classes,
+    walk_images,
+)
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
 from distribuuuu.data.datasets.layouts import (
     describe_archives,
@@ -27,6 +36,7 @@ class ImageFolder(SplitDataset):
         split: its sub-folder with the class folders.
         classes: the class names that define the labels, if the split may lack some of them; None: its own.
         cache_dir: DATA.CACHE_DIR.
+        extensions: those of image files.
     """
 
     has_files = True
@@ -34,12 +44,17 @@ class ImageFolder(SplitDataset):
     index_in_root = True
 
     def __init__(
-        self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, cache_dir: str = ""
+        self,
+        root: str | os.PathLike,
+        split: str,
+        classes: tuple[str, ...] | None = None,
+        cache_dir: str = "",
+        extensions: tuple[str, ...] = EXTENSIONS,
     ):
         from distribuuuu.data.datasets.folder_index import open_index
 
         self.folder = Path(root) / split
-        self._index = open_index(root, split, cache_folder(cache_dir), self.index_in_root)
+        self._index = open_index(root, split, cache_folder(cache_dir), self.index_in_root, extensions)
         self.classes = classes or self._index.classes
         numbers = {name: number for number, name in enumerate(self._index.classes)}
         # Empty for classes that the split lacks.
@@ -52,10 +67,10 @@ class ImageFolder(SplitDataset):
     def from_cfg(cls, cfg, train: bool) -> ImageDataset:
         """Return the set; classes without evaluation images are allowed."""
         if train:
-            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, cache_dir=cfg.DATA.CACHE_DIR)
+            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, None, cfg.DATA.CACHE_DIR, image_extensions(cfg))
         root, split, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.TEST.LABELS
         if not labels:
-            return cls(root, split, cls.training_classes(cfg), cfg.DATA.CACHE_DIR)
+            return cls(root, split, cls.training_classes(cfg), cfg.DATA.CACHE_DIR, image_extensions(cfg))
         if labels == "imagenet_real":
             return RealLabels(cls(root, split, cache_dir=cfg.DATA.CACHE_DIR))
         found = cls.read_classes(cls.split_path(cfg.TEST))
@@ -103,7 +118,8 @@ class ImageFolder(SplitDataset):
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images, counted up to `most`."""
         folder = cls.split_path(cfg.TRAIN)
-        return _count(chain.from_iterable(walk_images(folder / name) for name in list_classes(folder)), most)
+        found = (walk_images(folder / name, extensions=image_extensions(cfg)) for name in list_classes(folder))
+        return _count(chain.from_iterable(found), most)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -135,7 +151,8 @@ def _count(images: Iterator[str], most: int) -> int:
 
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
-    empty = [name for name in list_classes(folder) if not _count(walk_images(folder / name), most=1)]
+    found = {name: walk_images(folder / name, extensions=ALL_EXTENSIONS) for name in list_classes(folder)}
+    empty = [name for name, images in found.items() if not _count(images, most=1)]
     closed = {name: reason for name in empty if (reason := access_problem(folder / name))}
     if closed:
         named = first_few([f"{name} ({reason})" for name, reason in closed.items()])

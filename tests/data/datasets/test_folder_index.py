@@ -53,7 +53,9 @@ def files_of(index: FolderIndex) -> list[str]:
 def scans(monkeypatch) -> list[str]:
     done: list[str] = []
     scan = folder_index.scan_folder
-    monkeypatch.setattr(folder_index, "scan_folder", lambda folder, now_ns: done.append(folder) or scan(folder, now_ns))
+    monkeypatch.setattr(
+        folder_index, "scan_folder", lambda folder, *args, **words: done.append(folder) or scan(folder, *args, **words)
+    )
     return done
 
 
@@ -322,12 +324,12 @@ def open_at_once(root: Path, record: Path) -> list[str]:
         with take_turn(file) as now_ns:
             yield now_ns
 
-    def scan_slowly(folder, now_ns):
+    def scan_slowly(folder, now_ns, extensions):
         with open(record, "a") as file:
             file.write("scan\n")
         while len(list(record.parent.glob("*.ready"))) < 3:
             time.sleep(0.01)
-        return scan_folder(folder, now_ns)
+        return scan_folder(folder, now_ns, extensions)
 
     folder_index.scan_folder, folder_index.take_turn = scan_slowly, announce
     return files_of(open_(root))

@@ -1,0 +1,122 @@
+"""Images of other channels or depths than 8-bit RGB: from files and arrays to pixels in the units of the file."""
+
+import io
+import math
+
+import numpy as np
+import torch
+from PIL import Image
+
+from distribuuuu.config import ConfigError
+from distribuuuu.data.image_file import DecodeOptions, bytes_to_tensor, check_size, is_common_jpeg, open_image
+from distribuuuu.data.jpeg_header import Buffer, read_jpeg_header
+
+NPY = b"\x93NUMPY"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# Bytes that contain the header of an .npy file.
+_HEADER = 1 << 14
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def decode_raster(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor:
+    """Return the pixels of an image file, see `to_pixels`; gray JPEGs are the luminance that the file stores.
+
+    Raises:
+        ValueError, RuntimeError, OSError: it is no image, is truncated or too large, or has other channels or pixels.
+        ConfigError: it needs tifffile, which is not installed.
+    """
+    head = bytes(data[:6])
+    if head == NPY:
+        return to_pixels(_read_npy(data, options), options)
+    if decoder != "pil" and options.is_gray and is_common_jpeg(read_jpeg_header(data), options.max_pixels):
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        return decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.GRAY)
+    if head[:4] in _TIFF and not (options.pixels == "uint8" and options.channels in (1, 3)):
+        return to_pixels(_read_tiff(data, options), options)
+    with open_image(data, options.max_pixels) as image:
+        is_reduced = bytes(data[:4]) == b"\x89PNG" and data[24] == 16 and not image.mode.startswith("I")
+        if is_reduced and options.pixels != "uint8":
+            raise ValueError("16-bit color PNG, of which PIL reads 8 bits; fix: convert it to TIFF or .npy")
+        return to_pixels(pil_to_array(image, options), options)
+
+
+def pil_to_array(image: Image.Image, options: DecodeOptions) -> np.ndarray:
+    """Return a PIL image as an array (H, W) or (H, W, C); 8 bits are converted to gray, RGB or RGBA."""
+    if options.is_gray:
+        if image.mode.startswith("I"):  # 16 bits, which convert("L") would clip
+            return (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        image.draft("L", None)  # of a JPEG, the luminance
+    if image.mode == "F" or image.mode.startswith("I"):
+        array = np.asarray(image)
+        is_16_bit = array.dtype == np.int32 and 0 <= array.min() and array.max() < 1 << 16
+        return array.astype(np.uint16) if is_16_bit else array
+    mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(options.channels)
+    return np.array(image.convert(mode) if mode else image)
+
+
+def to_pixels(array: np.ndarray, options: DecodeOptions) -> torch.Tensor:
+    """Return an array (H, W), (H, W, C) or (C, H, W) as (C, H, W): uint8, else float32 in the units of the array.
+
+    Raises:
+        ValueError: other channels or pixels than DATA.CHANNELS and DATA.PIXELS, values that are not finite, or more
+            pixels than DATA.MAX_PIXELS.
+    """
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or not array.size:
+        raise ValueError(f"got an array of shape {array.shape}; expected (H, W), (H, W, C) or (C, H, W)")
+    if options.is_gray and array.dtype == np.uint8 and array.shape[2] == 3:
+        array = np.asarray(Image.fromarray(array).convert("L"))[:, :, None]
+    is_planar = array.shape[2] != options.channels and array.shape[0] == options.channels
+    planes = array if is_planar else array.transpose(2, 0, 1)
+    if len(planes) != options.channels:
+        raise ValueError(f"got pixels of shape {array.shape}; expected {options.channels} channels (DATA.CHANNELS)")
+    check_size(planes.shape[2], planes.shape[1], options.max_pixels)
+    if options.pixels == "float32" and array.dtype.kind in "iuf":
+        planes = planes.astype(np.float32)
+        if not np.isfinite(planes).all():
+            raise ValueError("has pixels that are NaN or infinite; fix: replace them in the file")
+    elif array.dtype.newbyteorder("=") != options.pixels:
+        raise ValueError(f"got {array.dtype.name} pixels; expected {options.pixels} (DATA.PIXELS)")
+    # The channels of a pixel are adjacent in memory, as in other images.
+    values = np.ascontiguousarray(planes.transpose(1, 2, 0), np.uint8 if options.pixels == "uint8" else np.float32)
+    return torch.from_numpy(values if values.flags.writeable else values.copy()).permute(2, 0, 1)
+
+
+def _read_npy(data: Buffer, options: DecodeOptions) -> np.ndarray:
+    """Return the array of an .npy file: numbers only; no size in its header is trusted."""
+    stream = io.BytesIO(bytes(data[:_HEADER]))
+    read_header = _READ_HEADER.get(np.lib.format.read_magic(stream))
+    if read_header is None:
+        raise ValueError("an .npy file of an unknown version")
+    shape, is_fortran, dtype = read_header(stream)
+    if dtype.kind not in "iuf" or len(shape) not in (2, 3):
+        raise ValueError(f"got {dtype} of shape {shape}; expected numbers (H, W), (H, W, C) or (C, H, W)")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes != len(data) - stream.tell():
+        raise ValueError(f"got {len(data) - stream.tell()} bytes for shape {shape}; expected {num_bytes}: truncated")
+    array = np.frombuffer(data, dtype, offset=stream.tell())
+    return array.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _read_tiff(data: Buffer, options: DecodeOptions) -> np.ndarray:
+    """Return the first page of a TIFF: by PIL for one channel, else by tifffile; a page refers to no other file."""
+    if options.channels == 1:
+        with open_image(data, options.max_pixels) as image:
+            if image.mode == "F" or image.mode.startswith("I"):
+                return pil_to_array(image, options)
+    try:
+        import tifffile
+    except ImportError:
+        needed = f"a TIFF of {options.channels} channels, {options.pixels}, needs tifffile, which is not installed"
+        raise ConfigError(f"DATA.CHANNELS: {needed}; fix: pip install 'distribuuuu[tiff]'") from None
+    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
+        if not len(file.pages):
+            raise ValueError("a TIFF without an image")
+        page = file.pages[0]
+        *planes, height, width = page.shape if page.planarconfig == 2 else (1, *page.shape[:2])
+        check_size(width, height, options.max_pixels)
+        if math.prod(page.shape) > options.channels * height * width:
+            raise ValueError(f"got pixels of shape {page.shape}; expected {options.channels} channels (DATA.CHANNELS)")
+        return page.asarray(maxworkers=1)

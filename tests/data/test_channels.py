@@ -1,0 +1,289 @@
+"""Channels and depths: decoding against PIL, numpy and tifffile, models of any number of channels, and whole runs."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from distribuuuu.api import train
+from distribuuuu.commands.main import dispatch
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.augment import Erasing
+from distribuuuu.data.decode import DecodeOptions, open_lazy_image
+from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.transforms import WholeImage, resize
+from distribuuuu.inference.load_run import load_run
+from distribuuuu.launch.detect import Launch
+from distribuuuu.models import build_model
+from distribuuuu.models.constructor import adapt_input, find_input, replace_input
+from distribuuuu.models.finetune import load_backbone
+
+CPU = torch.device("cpu")
+BANDS = np.random.default_rng(0).integers(0, 1 << 16, (9, 12, 5)).astype(np.uint16)
+FIVE = ("DATA.CHANNELS", 5, "DATA.PIXELS", "uint16", "DATA.MEAN", [0.5] * 5, "DATA.STD", [0.25] * 5)
+
+
+def options(channels: int, pixels: str = "uint8", **more) -> DecodeOptions:
+    return DecodeOptions(channels=channels, pixels=pixels, **more)
+
+
+def npy(array: np.ndarray, allow_pickle: bool = False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=allow_pickle)
+    return file.getvalue()
+
+
+def encoded(image: Image.Image, kind: str, **settings) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def deep_png(size: int = 4) -> bytes:
+    """Return a PNG of 16-bit RGB, which PIL cannot write."""
+    rows = b"".join(b"\0" + bytes(range(6)) * size for _ in range(size))
+    chunks = {b"IHDR": struct.pack(">IIBBBBB", size, size, 16, 2, 0, 0, 0), b"IDAT": zlib.compress(rows), b"IEND": b""}
+    parts = (
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in chunks.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def pixels_of(item, options: DecodeOptions, decoder: str = "auto") -> np.ndarray:
+    return open_lazy_image(item, decoder, options).pixels().permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("array", [
+    BANDS, BANDS.transpose(2, 0, 1), np.asfortranarray(BANDS), BANDS.astype(">u2"), BANDS[::-1],
+], ids=["hwc", "chw", "fortran", "big-endian", "strided"])  # fmt: skip
+def test_arrays_keep_their_values(array):
+    expected = (array if array.shape[2] == 5 else array.transpose(1, 2, 0)).astype(np.float32)
+    for item in (npy(array), array):
+        assert np.array_equal(pixels_of(item, options(5, "uint16")), expected)
+        assert np.array_equal(pixels_of(item, options(5, "float32")), expected)
+    small = (array >> 8).astype(np.uint8)
+    found = pixels_of(npy(small), options(5))
+    assert found.dtype == np.uint8 and np.array_equal(found, expected // 256)
+
+
+@pytest.mark.parametrize("planar", [None, "contig", "separate"])
+def test_tiffs_of_several_bands(planar):
+    tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed")
+    array = BANDS if planar == "contig" else BANDS.transpose(2, 0, 1) if planar else BANDS[..., 0]
+    file = io.BytesIO()
+    tifffile.imwrite(file, array, planarconfig=planar, photometric="minisblack", compression="zlib" if planar else None)
+    channels = 5 if planar else 1
+    assert np.array_equal(pixels_of(file.getvalue(), options(channels, "uint16")), BANDS[..., :channels])
+    with pytest.raises(ValueError, match="DATA.CHANNELS|MAX_PIXELS"):
+        pixels_of(file.getvalue(), options(4, "uint16"))
+    with pytest.raises(ValueError, match="more than DATA.MAX_PIXELS 20"):
+        pixels_of(file.getvalue(), options(channels, "uint16", max_pixels=20))
+
+
+def test_gray_images_and_16_bits_equal_those_of_pil():
+    rgb = Image.fromarray((BANDS[..., :3] >> 8).astype(np.uint8))
+    deep = Image.fromarray(BANDS[..., 0])
+    gray = np.asarray(rgb.convert("L"))
+    for item in (rgb, np.asarray(rgb), encoded(rgb, "PNG"), encoded(rgb.convert("L"), "PNG"), gray):
+        assert np.array_equal(pixels_of(item, options(1))[..., 0], gray)
+    for kind in ("PNG", "TIFF"):
+        assert np.array_equal(pixels_of(encoded(deep, kind), options(1, "uint16"))[..., 0], BANDS[..., 0])
+        assert np.array_equal(pixels_of(encoded(deep, kind), options(1))[..., 0], BANDS[..., 0] >> 8)
+    jpeg = encoded(rgb, "JPEG")
+    image = Image.open(io.BytesIO(jpeg))
+    image.draft("L", None)
+    for decoder in ("auto", "pil", "torchvision"):
+        assert np.array_equal(pixels_of(jpeg, options(1), decoder)[..., 0], np.asarray(image))
+    assert np.array_equal(pixels_of(encoded(rgb, "PNG"), options(3, "float32")), np.asarray(rgb))
+    floats = encoded(Image.fromarray(BANDS[..., 0].astype(np.float32) / 7), "TIFF")
+    assert np.array_equal(pixels_of(floats, options(1, "float32"))[..., 0], BANDS[..., 0].astype(np.float32) / 7)
+
+
+HUGE = npy(np.zeros((2, 2), np.uint16)).replace(b"(2, 2)", b"(9, 9)")
+
+
+@pytest.mark.parametrize(("item", "wanted", "message"), [
+    (npy(BANDS), options(4, "uint16"), "expected 4 channels"),
+    (npy(BANDS), options(5), r"got uint16 pixels; expected uint8 \(DATA.PIXELS\)"),
+    (npy(BANDS.astype(float)), options(5, "uint16"), "got float64 pixels; expected uint16"),
+    (npy(np.full((4, 4), np.nan)), options(1, "float32"), "NaN or infinite"),
+    (npy(np.array([[None, 1]]), allow_pickle=True), options(1), "expected numbers"),
+    (npy(np.zeros((2, 2, 2, 2))), options(2, "float32"), "expected numbers"),
+    (npy(BANDS)[:-3], options(5, "uint16"), "truncated"),
+    (HUGE, options(1, "uint16"), "truncated"),
+    (npy(BANDS), options(5, "uint16", max_pixels=50), "more than DATA.MAX_PIXELS 50"),
+    (b"\x93NUMPY\x07\x00rubbish", options(1), "version|magic"),
+    (b"\x93NUMPY\x01\x00\x05\x00ab", options(1), "header"),
+    (b"II*\0rubbish", options(5, "uint16"), "TIFF without an image"),
+    (deep_png(), options(3, "uint16"), "16-bit color PNG.*convert it to TIFF or .npy"),
+    (encoded(Image.new("L", (4, 4)), "PNG"), options(1, "uint16"), "got uint8 pixels; expected uint16"),
+    (torch.zeros(3, 4, 4), options(3), "expected uint8"),
+    (torch.zeros(4, 4, 4), options(5, "float32"), r"expected torch.float32 \(5, H, W\)"),
+])  # fmt: skip
+def test_other_images_are_refused_with_the_reason(item, wanted, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        if isinstance(item, bytes):
+            pytest.importorskip("tifffile", reason="tifffile is not installed")
+        pixels_of(item, wanted)
+
+
+@pytest.mark.parametrize("size", [(5, 7), (30, 20)])
+def test_floating_point_pixels_are_resized_without_rounding(size):
+    values = torch.from_numpy(BANDS.astype(np.float32)).permute(2, 0, 1)
+    found = resize(values, *size)
+    for channel, plane in enumerate(values.numpy()):
+        expected = np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR))
+        assert np.allclose(found[channel].numpy(), expected, rtol=1e-5, atol=0.1)
+    assert not torch.equal(found, found.round())
+    assert resize(values, *size, "opencv_area").dtype == resize(values, *size, "opencv_linear").dtype == torch.float32
+
+
+def test_normalization_and_erasing_use_the_range_of_the_pixels():
+    pixels = torch.full((2, 5, 4, 6), 65535.0)
+    assert torch.allclose(Normalizer(CPU, [0.5] * 5, [0.25] * 5, False, one=65535)(pixels), torch.tensor(2.0))
+    for std in (None, (0.1,) * 5):
+        erased = Erasing(1.0, (0.5,) * 5, std, 65535)(pixels[0])
+        changed = erased != pixels[0]
+        assert erased.shape == pixels[0].shape and changed.any() and not changed.all()
+        assert abs(float(erased[changed].mean()) / 65535 - 0.5) < 0.1
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["DATA.CHANNELS", "5"], r"DATA.MEAN: got \[\] with DATA.CHANNELS 5 .*doctor --statistics"),
+    (["DATA.PIXELS", "uint16"], "DATA.STD: .*doctor --statistics"),
+    (["DATA.CHANNELS", "0"], "DATA.CHANNELS.*1 or more"),
+    (["DATA.PIXELS", "int8"], "expected one of uint8, uint16, float32"),
+    (["DATA.CHANNELS", "1", "AUG.POLICY", "randaugment"], "AUG.POLICY.* needs 8-bit RGB; fix: set it to none"),
+    (["DATA.CHANNELS", "1", "AUG.COLOR_JITTER", "0.4"], "AUG.COLOR_JITTER.* needs 8-bit RGB"),
+    (["DATA.CHANNELS", "1", "AUG.OPERATIONS", "grayscale"], r"AUG.OPERATIONS.* needs 8-bit RGB; fix: set it to \[\]"),
+    (["DATA.CHANNELS", "2", "DATA.MEAN", "[1]", "DATA.STD", "[1, 1]"], "DATA.MEAN.*expected 2 numbers, one per"),
+])  # fmt: skip
+def test_conflicts_of_channels(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cfg(None, words)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_the_first_layer_is_adapted_as_in_timm(channels):
+    from timm.models import adapt_input_conv
+
+    weight = torch.randn(8, 3, 3, 3)
+    assert torch.allclose(adapt_input(weight, channels), adapt_input_conv(channels, weight), atol=1e-6)
+    words = ["DATA.CHANNELS", channels, "DATA.MEAN", [0] * channels, "DATA.STD", [1] * channels, "MODEL.NUM_CLASSES", 3]
+    for arch in ("resnet8", "resnet18", "timm/test_resnet", "torchvision/mobilenet_v3_small", "deit_tiny"):
+        model = build_model(load_cfg(None, [str(word) for word in (*words, "MODEL.ARCH", arch)])).eval()
+        assert find_input(model, channels) is not None
+        assert model(torch.zeros(2, channels, 224, 224)).shape == (2, 3), arch
+
+
+def test_weights_of_rgb_images_are_adapted():
+    rgb = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    gray = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    report = load_backbone(gray, rgb.state_dict(), ["2"])
+    assert "0.weight" in report.loaded and torch.equal(gray[0].weight, rgb[0].weight.sum(1, keepdim=True))
+    replace_input(rgb, "net", 6, keep_weights={"pretrained"})
+    assert rgb[0].weight.shape == (4, 6, 3, 3) and rgb(torch.ones(1, 6, 4, 4)).shape == (1, 2)
+    with pytest.raises(ConfigError, match="no convolution of three channels"):
+        replace_input(nn.Sequential(nn.Linear(3, 2)), "net", 6, keep_weights=())
+
+
+def write_bands(root, num: int = 12) -> None:
+    """Write 5-channel 16-bit arrays of two classes, and a file that is no image."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", num), ("val", num // 2)):
+        for number, name in enumerate(("field", "water")):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                base = np.array([2000, 9000, 30000, 500, 60000]) * (1 + number) // 2
+                array = draw.normal(base, 300, (30, 40, 5)).clip(0, 65535).astype(np.uint16)
+                np.save(root / split / name / f"{index:02d}.npy", array)
+
+
+@pytest.fixture(scope="module")
+def bands(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bands")
+    write_bands(root)
+    return root
+
+
+@pytest.fixture
+def bands_cfg(bands, small_cfg):
+    return lambda *words: small_cfg("TRAIN.DATASET", bands, "MODEL.NUM_CLASSES", 2, "AUG.ERASING", 0.5, *FIVE, *words)
+
+
+def batches(cfg) -> list:
+    loader = build_loader(cfg, Launch("alone"), CPU, train=True)
+    return [batch.images for epoch in (0, 1) for batch in loader.batches_from(3, epoch, 0)]
+
+
+def test_batches_do_not_depend_on_workers_and_stray_arrays_are_ignored(bands_cfg, image_folder, tmp_path, small_cfg):
+    expected = batches(bands_cfg())
+    assert expected[0].shape == (12, 5, 16, 16)
+    for words in (("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")):
+        found = batches(bands_cfg(*words))
+        assert all(map(torch.equal, found, expected)) and len(found) == len(expected), words
+    padded = ("DATA.CROP", "pad", "DATA.LOADER")
+    assert all(map(torch.equal, batches(bands_cfg(*padded, "device")), batches(bands_cfg(*padded, "host"))))
+    for source in image_folder.rglob("*.jpg"):
+        target = tmp_path / "own" / source.relative_to(image_folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    np.save(target.parent / "stray.npy", BANDS)
+    for words, num in (((), 37), (("DATA.CHANNELS", 1), 38)):
+        cfg = small_cfg("TRAIN.DATASET", tmp_path / "own", "DATA.ON_BAD_IMAGE", "skip", *words)
+        assert len(build_loader(cfg, Launch("alone"), CPU, train=False).images) == num
+
+
+def test_a_wrong_number_of_channels_is_reported_before_training(bands_cfg):
+    cfg = bands_cfg("DATA.CHANNELS", 2, "DATA.MEAN", [0, 0], "DATA.STD", [1, 1])
+    with pytest.raises(BadImageError, match=r"field/00.npy: ValueError: got pixels .* expected 2 channels"):
+        build_loader(cfg, Launch("alone"), CPU, train=False)
+
+
+def test_16_bit_files_are_reported_where_they_are_reduced(tmp_path, small_cfg):
+    for name in ("ant", "bee", "cat"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "val" / name / "a.png").write_bytes(deep_png())
+    cfg = small_cfg("TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path)
+    notes = build_loader(cfg, Launch("alone"), CPU, train=False).notes
+    assert [note for note in notes if "16-bit images, e.g." in note and "set DATA.PIXELS uint16" in note]
+
+
+def test_statistics_of_each_channel(bands, capsys):
+    words = ["doctor", str(bands), "DATA.CHANNELS", "5", "DATA.PIXELS", "uint16", "--statistics"]
+    assert dispatch("distribuuuu", words) == 0
+    printed = capsys.readouterr().out
+    arrays = np.stack([np.load(path) for path in (bands / "train").rglob("*.npy")]) / 65535
+    cfg_file = bands / "statistics.yaml"
+    cfg_file.write_text(printed)
+    cfg = load_cfg(str(cfg_file), [])
+    assert cfg.DATA.CHANNELS == 5 and cfg.DATA.PIXELS == "uint16" and "of 24 training images" in printed
+    assert np.allclose(cfg.DATA.MEAN, arrays.mean((0, 1, 2)), rtol=1e-5)
+    assert np.allclose(cfg.DATA.STD, arrays.std((0, 1, 2)), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_five_16_bit_channels_train_resume_export_and_report(bands, tmp_path, capsys):
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    out = tmp_path / "out"
+    words = [str(word) for word in (
+        "MODEL.ARCH", "timm/test_resnet", "MODEL.NUM_CLASSES", 2, "TRAIN.DATASET", bands, "TRAIN.IM_SIZE", [24, 32],
+        "TEST.CROP", "squash", "TRAIN.BATCH_SIZE", 8, "TRAIN.WORKERS", 2, "OPTIM.MAX_EPOCH", 3, "AUG.MIXUP", 0.2,
+        "OPTIM.WARMUP_EPOCHS", 0, "OUT_DIR", out, *FIVE,
+    )]  # fmt: skip
+    train(None, words)
+    for to in ("onnx", "torch", "timm", "safetensors"):
+        assert dispatch("distribuuuu", ["export", str(out), "--to", to, str(tmp_path / to)]) == 0, to
+    assert load_run(tmp_path / "timm").transform.crop == WholeImage((24, 32), "squash")
+    assert dispatch("distribuuuu", ["report", str(out)]) == 0
+    capsys.readouterr()
+    assert dispatch("distribuuuu", ["predict", str(out), str(bands / "val" / "water")]) == 0
+    assert "water" in capsys.readouterr().out
