@@ -29,6 +29,7 @@ from distribuuuu.data.datasets.archive_members import (
 from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names
 from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, first_few, is_class, is_image
 from distribuuuu.data.datasets.folder_index import JUNK_FILES, YOUNG_NS, Content, StoredIndex, open_stored
+from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
 from distribuuuu.files.untrusted import open_regular, parse_json
 
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
@@ -308,8 +309,9 @@ class _Found:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of an `ArchiveIndex`; raise ArchiveError if there is no image, or one without a label."""
-        has_labels = self._has_cls or (bool(self._labels) and len(self._folders) == 1)
-        is_shards = self.source.layout == "classes" and has_labels
+        # A .json beside an image may be an annotation: it is a label if no folder can be one.
+        has_json = len(self._folders) == 1 and any(label is not None for label in self._labels.values())
+        is_shards = self.source.layout == "classes" and (self._has_cls or has_json)
         order, names, labels, classes = self._order_shards() if is_shards else self._order_folders()
         if not order:
             beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
@@ -360,7 +362,9 @@ class _Found:
         inner = {name[len(start) :]: images for name, images in self._folders.items() if f"{name}/".startswith(start)}
         if not inner:
             deeper = {f"{name}/".partition(f"/{start}")[0] for name in self._folders if f"/{start}" in f"{name}/"}
-            fix = f"; fix: set SPLIT {sorted(deeper)[0]}/{chosen}" if deeper else ""
+            fitting = [name for name in sort_splits(tops) if (name.lower() in TRAIN_NAMES) == (chosen in TRAIN_NAMES)]
+            named = [f"{name}/{chosen}" for name in sorted(deeper)] or fitting
+            fix = f"; fix: set SPLIT {named[0]}" if named else ""
             raise ArchiveError(f"{self.source.paths[0]}: has no folder {chosen}; it has {first_few(sorted(tops))}{fix}")
         return start, inner
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.archives import add, archive_folder, write_tar, write_zip
+from support.archives import add, archive_folder, files_of, write_tar, write_zip
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of
 from support.commands import command_module
 from support.processes import on_processes
@@ -96,6 +96,14 @@ def test_shards_have_labels_beside_the_images(tmp_path, label):
     assert index.classes == (("name 0", "name 1", "name 2") if "name" in label else ("0", "1", "2"))
     assert index.arrays["label"].tolist() == [0, 1, 2, 1, 2, 0]
     assert [bytes(index.read(i)) for i in (0, 5)] == [b"0 0", b"1 2"]
+
+
+def test_json_beside_images_in_class_folders_is_an_annotation(tmp_path):
+    note = json.dumps({"box": [1, 2], "label": 5}).encode()
+    index = open_one(write_tar(tmp_path / "train.tar", {"a/1.jpg": JPEG, "a/1.json": note, "b/2.jpg": JPEG}))
+    assert index.classes == ("a", "b") and index.meta["ignored"] == {".json": 1}
+    index = open_one(write_tar(tmp_path / "one.tar", {"a/1.jpg": JPEG, "a/1.json": b"[1]"}))
+    assert index.classes == ("a",)
 
 
 # ------------------------------------------------------------------------------------------ refused
@@ -300,6 +308,10 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     assert "is a folder: set DATA.NAME imagefolder" in errors_of(tmp_path / "folders", tmp_path)
     one = archive_folder(image_folder, tmp_path / "one", "one zip")
     assert "has no folder trian; it has train, val" in errors_of(one, tmp_path, "TRAIN.SPLIT", "trian")
+    assert "has no folder test; it has train, val; fix: set SPLIT val" in errors_of(one, tmp_path, "TEST.SPLIT", "test")
+    deep = write_zip(tmp_path / "deep.zip", {f"tiny/{name}": data for name, data in files_of(image_folder).items()})
+    assert "has no folder train; it has tiny; fix: set SPLIT tiny/train" in errors_of(deep, tmp_path)
+    assert not errors_of(deep, tmp_path, "TRAIN.SPLIT", "tiny/train", "TEST.SPLIT", "tiny/val")
     archive_folder(image_folder, root, "zip")
     assert "has train.zip, train-000.tar for train; fix: set TRAIN.SPLIT to one" in errors_of(root, tmp_path)
     assert not errors_of(root, tmp_path, "TRAIN.SPLIT", "train.zip", "TEST.SPLIT", "val.zip")
