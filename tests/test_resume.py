@@ -51,6 +51,9 @@ OPTIONS = {
     "muon": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "muon"),
     "lr factors": ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5),
     "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"), "fp16": ("TRAIN.AMP", "fp16"),
+    "flips": ("DATA.CROP", "letterbox", "DATA.VFLIP", 0.5, "TRAIN.IM_SIZE", "[16, 24]", "TEST.CROP", "squash"),
+    "gray": ("DATA.CHANNELS", 1, "DATA.PIXELS", "float32", "DATA.MEAN", [128], "DATA.STD", [64], "AUG.ERASING", 0.5,
+             "AUG.ERASING_MODE", "pixel"),
     "airbench": AIRBENCH, "everything": (*EVERYTHING, *BATCH_NORM),
 }  # fmt: skip
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
@@ -59,6 +62,7 @@ DEFAULT_TIER = [
     ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)), ("rows of 3 steps", "killed", (0, 2)),
     ("dropout", "killed", (0, 3)), ("adamw", "killed", (0, 3)), ("lr factors", "killed", (0, 3)),
     ("airbench", "killed", (0, 4)), ("airbench", "signal", (1, 2)),
+    ("flips", "killed", (0, 3)), ("gray", "killed", (0, 3)),
     ("frozen", "killed", (0, 3)), ("fp16", "killed", (1, 2)), ("everything", "killed", (1, 0)),
 ]  # fmt: skip
 SLOW_TIER = [

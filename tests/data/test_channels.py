@@ -2,6 +2,7 @@
 
 import io
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -245,6 +246,18 @@ def test_a_wrong_number_of_channels_is_reported_before_training(bands_cfg):
     cfg = bands_cfg("DATA.CHANNELS", 2, "DATA.MEAN", [0, 0], "DATA.STD", [1, 1])
     with pytest.raises(BadImageError, match=r"field/00.npy: ValueError: got pixels .* expected 2 channels"):
         build_loader(cfg, Launch("alone"), CPU, train=False)
+
+
+def test_a_tiff_without_tifffile_names_the_package(bands_cfg, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    for split in ("train", "val"):
+        for name in ("field", "water"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.fromarray(BANDS[..., 0]).save(tmp_path / split / name / "a.tif")
+    cfg = bands_cfg("TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path)
+    with pytest.raises(ConfigError, match=r"DATA.CHANNELS: a TIFF of 5 .*pip install 'distribuuuu\[tiff\]'") as caught:
+        build_loader(cfg, Launch("alone"), CPU, train=False)
+    assert not isinstance(caught.value, BadImageError)
 
 
 def test_16_bit_files_are_reported_where_they_are_reduced(tmp_path, small_cfg):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, open_nonblocking, read_file
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
@@ -50,6 +51,8 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
                 return f"{path}: the file cannot be found"
             elif not stamp[0]:
                 return f"{path}: the file is empty"
+        except ConfigError:  # a missing package; the message is complete
+            raise
         except Exception as error:  # decoders raise nearly anything
             return f"{path}: {type(error).__name__}: {reason_of(error)}"
         return None
