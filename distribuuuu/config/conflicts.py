@@ -92,7 +92,7 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
     if data.INTERPOLATION == "random" and (training_crop(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
         message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
         yield Problem("DATA.INTERPOLATION", message)
-    if data.SHUFFLE == "blocks" and (data.NAME, data.SAMPLING) != ("packed", "uniform"):
+    if data.SHUFFLE == "blocks" and not (data.NAME.startswith("packed") and data.SAMPLING == "uniform"):
         yield Problem("DATA.SHUFFLE", "got blocks; expected global, or DATA.NAME packed and DATA.SAMPLING uniform")
     for key in ("MEAN", "STD"):
         if len(data[key]) not in (0, data.CHANNELS) and (data.CHANNELS, len(data[key])) != (1, 3):

@@ -45,7 +45,7 @@ def training_crop(cfg) -> str | None:
     """Return the training crop, "resized", "pad", ...; None if it is known only once the data set is opened."""
     if cfg.DATA.CROP != "auto":
         return cfg.DATA.CROP
-    return None if cfg.DATA.NAME == "packed" else dataset_class(cfg).crop
+    return None if cfg.DATA.NAME.startswith("packed") else dataset_class(cfg).crop
 
 
 def stage_without_augmentation(cfg) -> dict[int, dict[str, Any]]:

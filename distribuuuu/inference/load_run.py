@@ -285,7 +285,8 @@ def _assemble(
     cfg = changed(cfg, {key: tuple(map(float, saved[key])) for key in found})
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
     data = dataset_class(cfg)
-    if not classes or (cfg.DATA.NAME == "packed" and not has_statistics):  # a packed set keeps them in its files
+    is_packed = cfg.DATA.NAME.startswith("packed")  # it keeps the statistics in its files
+    if not classes or (is_packed and not has_statistics):
         data = _open_data(source, cfg, "does not hold DATA.MEAN" if classes else "holds no class names")
     classes = classes or data.classes
     if not is_list_of(classes, str):

@@ -95,9 +95,10 @@ def find_remedies(cfg, images, num_workers: int) -> tuple[str, ...]:
         return ("DATA.LOADER host with TRAIN.WORKERS -1",)
     # Assume images of at most twice the crop's width and height.
     is_small = is_array or len(images) * 3 * 4 * math.prod(height_and_width(cfg.TRAIN.IM_SIZE)) <= _MAX_DEVICE_BYTES
-    is_raw = name == "packed" and images.meta["options"]["format"] == "raw"
+    is_packed = name.startswith("packed")
+    is_raw = is_packed and images.meta["options"]["format"] == "raw"
     applicable = {
-        "a packed data set (distribuuuu pack)": not is_array and name != "packed",
+        "a packed data set (distribuuuu pack)": not is_array and not is_packed,
         "DATA.DECODER nvimgcodec": not is_array and not is_raw and data.DECODER not in OPTIONAL_DECODERS,
         "DATA.LOADER device": is_small and name != "dummy",
         "DATA.WORKER_KIND thread": num_workers > 0 and data.WORKER_KIND != "thread",

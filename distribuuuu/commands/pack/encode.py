@@ -15,11 +15,12 @@ import torch
 import torchvision.io  # noqa: F401
 
 from distribuuuu.commands.pack.writer import Record
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
-from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
+from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, describe_targets, shard_name
 from distribuuuu.data.transforms import resize
 
 
@@ -36,6 +37,7 @@ class Encoder:
         quality: of the JPEGs (1 to 100); None: keep the files unchanged.
         check: decode the files that are kept.
         options: see `decode`.
+        targets: the form of the targets, see `encode_targets`.
     """
 
     images: ImageDataset
@@ -46,6 +48,7 @@ class Encoder:
     quality: int | None
     check: bool
     options: DecodeOptions
+    targets: dict[str, Any]
 
     def name(self, index: int) -> str:
         """Return the name of image `index`, relative to `root`."""
@@ -60,8 +63,13 @@ class Encoder:
                 raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
-        label, name = int(self.images.label(index)), os.fsencode(self.name(index))
-        return Record(data, zlib.crc32(data), label, height, width, name), stamp
+        name, label = os.fsencode(self.name(index)), self.images.label(index)
+        if self.images.targets == "label":
+            return Record(data, zlib.crc32(data), int(label), height, width, name), stamp
+        targets, arrays = encode_targets(label, self.images.targets)
+        if targets != self.targets:
+            return f"{self.images.describe(index)}: its targets have another form than those of the first image", stamp
+        return Record(data, zlib.crc32(data), 0, height, width, name, arrays), stamp
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:
         if not self.raw and self.quality is None:
@@ -75,6 +83,21 @@ class Encoder:
         if self.raw or self.quality is None:
             return pixels.tobytes(), *pixels.shape[:2]
         return encode_jpeg(pixels, self.quality), 0, 0
+
+
+def encode_targets(label: Any, kind: str) -> tuple[dict[str, Any], tuple[np.ndarray, ...]]:
+    """Return the description of targets other than one label, as in the source of a pack, and their arrays.
+
+    Raises:
+        ConfigError: several labels are not 0 or 1.
+    """
+    if kind == "structured":
+        form, arrays = describe_targets(label)
+        return {"kind": kind, "form": form}, tuple(arrays)
+    hot = np.asarray(label)
+    if not np.isin(hot, (0, 1)).all():
+        raise ConfigError("a pack stores labels of 0 and 1; fix: train from the files")
+    return {"kind": kind}, (np.packbits(hot.astype(bool)),)
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:

@@ -27,7 +27,7 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
 from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.datasets.base import get_dataset, is_file
-from distribuuuu.data.packed.dataset import is_url
+from distribuuuu.data.packed.dataset import NAME_OF, is_url
 from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
     HEADER_SIZE,
@@ -148,16 +148,16 @@ def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Ident
     skipped = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
     size = f"{writer.num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
     print(f"{folder}: {packed}{skipped}, {size}; {images_per_s:,.0f} images/s")
+    if images.targets != "label":
+        print(f"to train: DATA.NAME {NAME_OF[images.targets]}")
 
 
 def _build_encoder(job: Job, train: bool) -> "Encoder":
-    from distribuuuu.commands.pack.encode import Encoder
+    from distribuuuu.commands.pack.encode import Encoder, encode_targets
     from distribuuuu.data.decode import build_decode_options
 
     name, options = job.cfg.DATA.NAME, job.options
     images = get_dataset(name).from_cfg(job.cfg, train)
-    if images.targets != "label":
-        raise ConfigError(f"DATA.NAME {name}: a pack stores one class per image; train from the files")
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
     is_raw, quality = options["format"] == "raw", options["quality"]
@@ -177,16 +177,23 @@ def _build_encoder(job: Job, train: bool) -> "Encoder":
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(getattr(images, "folder", Path()).parent)
     sides = options["shorter_side"], options.get("longer_side")
-    return Encoder(images, root, is_raw, *sides, quality, job.check, decoding)
+    targets = {} if images.targets == "label" else encode_targets(images.label(0), images.targets)[0]
+    return Encoder(images, root, is_raw, *sides, quality, job.check, decoding, targets)
 
 
-def _fingerprint(encoder: "Encoder") -> dict[str, int]:
-    """Return numbers that identify a list of images."""
+def _fingerprint(encoder: "Encoder") -> dict[str, Any]:
+    """Return numbers that identify a list of images, and the form of targets other than labels."""
+    from distribuuuu.commands.pack.encode import encode_targets
+
+    images = encoder.images
     checksum = zlib.crc32("\0".join(encoder.images.classes).encode(errors="replace"))
     for index in range(len(encoder.images)):
-        line = f"{encoder.name(index)}\0{encoder.images.label(index)}\n"
-        checksum = zlib.crc32(line.encode(errors="replace"), checksum)
-    return {"images": len(encoder.images), "checksum_of_names_and_labels": checksum}
+        label = "" if encoder.targets else images.label(index)
+        checksum = zlib.crc32(f"{encoder.name(index)}\0{label}\n".encode(errors="replace"), checksum)
+        for array in encode_targets(images.label(index), images.targets)[1] if encoder.targets else ():
+            checksum = zlib.crc32(array.tobytes(), checksum)
+    targets = {"targets": encoder.targets} if encoder.targets else {}
+    return {"images": len(images), "checksum_of_names_and_labels": checksum, **targets}
 
 
 @contextlib.contextmanager

@@ -29,12 +29,14 @@ from distribuuuu.data.packed.format import (
     INDEX,
     KIND,
     VERSION,
+    VERSIONS,
     Identity,
     Meta,
     check_columns,
     check_meta,
     is_number,
     is_shard,
+    is_valid_targets,
     read_index_file,
     shard_header,
     shard_name,
@@ -46,7 +48,10 @@ _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\
 
 
 class Record(NamedTuple):
-    """An image as it is stored; height and width are those of the pixels of format raw, else 0."""
+    """An image as it is stored; height and width are those of the pixels of format raw, else 0.
+
+    `targets` are the arrays of targets other than one label; the label is then 0.
+    """
 
     data: bytes
     crc32: int
@@ -54,6 +59,7 @@ class Record(NamedTuple):
     height: int
     width: int
     name: bytes
+    targets: tuple[np.ndarray, ...] = ()
 
 
 def find_foreign_files(folder: Path) -> list[str]:
@@ -102,7 +108,7 @@ def _read_identity(folder: Path) -> Identity | None:
         ArrayFileError: the index cannot be used.
     """
     if (folder / INDEX).exists():
-        meta = read_arrays(folder / INDEX, KIND, VERSION)[0]
+        meta = read_arrays(folder / INDEX, KIND, VERSIONS)[0]
         check_meta(meta)
         return meta
     parts = _finished_parts(folder)
@@ -129,7 +135,11 @@ def _check_part(number: int, meta: Meta, rows: Arrays) -> None:
     is_counted = all(is_number(meta.get(key), 1 << 40) for key in ("next_image", "num_skipped"))
     if not (is_valid and is_counted and is_shard(meta.get("shard"), number)):
         raise ArrayFileError("has an invalid header")
-    if check_columns(rows) != meta["shard"]["images"]:
+    targets = meta["source"].get("targets")
+    if not is_valid_targets(targets):
+        raise ArrayFileError("has an invalid header: targets")
+    classes = range(8 * rows["target_0"].shape[-1]) if targets == {"kind": "labels"} and "target_0" in rows else ()
+    if check_columns(rows, {**meta, "classes": classes}) != meta["shard"]["images"]:
         raise ArrayFileError("has another number of rows than images")
 
 
@@ -224,6 +234,7 @@ class PackWriter:
 
     def _start_shard(self) -> None:
         self._rows: list[tuple[int, ...]] = []
+        self._targets: list[tuple[np.ndarray, ...]] = []
         self._names: list[bytes] = []
         self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
 
@@ -243,6 +254,7 @@ class PackWriter:
             self._file.write(record.data)
         self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
         self._names.append(record.name)
+        self._targets.append(record.targets)
         self._end += size
         self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
         self.num_images += 1
@@ -260,6 +272,8 @@ class PackWriter:
         rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
         columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
         columns |= pack_names("name", self._names)
+        arrays = zip(*self._targets, strict=True)
+        columns |= {f"target_{number}": np.stack(parts) for number, parts in enumerate(arrays)}
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
         shard |= {"source_end": next_image, "stamps_crc32": self._stamps_crc32}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
@@ -285,12 +299,15 @@ class PackWriter:
         """
         if self._rows:
             self._finish_shard(num_source)
-        columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in [*COLUMNS, "name_bytes"]}
+        targets = [name for name in self._parts[0][1] if name.startswith("target_")]
+        names = [*COLUMNS, "name_bytes", *targets]
+        columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in names}
         lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
         columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
         counts = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
         with self._disk_errors_as_config_errors():
-            write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **counts}, columns)
+            version = VERSIONS[bool(targets)]
+            write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
             sync_folder(self.folder)  # the index is durable before the side files are deleted
             remove_parts(self.folder)
 

@@ -25,8 +25,8 @@ from distribuuuu.records.stored_predictions import Predictions
 
 # Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
 _SIDE, _TINY = 160, 64
-# Data sets whose images have names below the folder of the data, but may not be files.
-_WITHOUT_FILES = ("archive", "imagenet", "packed")
+# First letters of the data sets whose images have names, but may not be files.
+_WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
 # Colors of the saliency from 0 to 1, from dark violet to light yellow.
 _COLORS = np.array([(20, 11, 52), (92, 18, 110), (187, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float64)
 
@@ -53,7 +53,7 @@ def find_reader(content: Predictions, cfg) -> Any:
         ConfigError: the data cannot be opened, or is not the one of the predictions.
     """
     folder = content.meta.get("folder") or ""
-    if folder and content.meta.get("data") not in _WITHOUT_FILES:
+    if folder and not str(content.meta.get("data")).startswith(_WITHOUT_FILES):
         return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
     images = open_data(changed(cfg, {"TEST.DATASET": folder or cfg.TEST.DATASET}))
     if images.has_files and not folder:  # a config names files that the predictions do not

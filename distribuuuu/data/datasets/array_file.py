@@ -86,7 +86,9 @@ def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
     return json.dumps({**header, "size": end}).encode().ljust(length)
 
 
-def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_arrays(
+    path: str | os.PathLike, kind: str, version: int | tuple[int, ...]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
 
     Raises:
@@ -99,8 +101,12 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int) -> tuple[dict[
     return meta, {name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()}
 
 
-def read_header(file: IO[bytes], size: int, kind: str, version: int) -> tuple[dict[str, Any], dict[str, Place]]:
+def read_header(
+    file: IO[bytes], size: int, kind: str, version: int | tuple[int, ...]
+) -> tuple[dict[str, Any], dict[str, Place]]:
     """Return the meta, whose content is unchecked, and the places of the arrays of a file of `size` bytes.
+
+    `version` is the expected version, or several.
 
     Raises:
         ArrayFileError: the header has another kind or version, is invalid, or has an array beyond the file.
@@ -115,10 +121,10 @@ def read_header(file: IO[bytes], size: int, kind: str, version: int) -> tuple[di
         raise ArrayFileError(f"has an invalid header: {error}") from error
     if not isinstance(header, dict) or not all(isinstance(header.get(part, {}), dict) for part in ("meta", "arrays")):
         raise ArrayFileError("has an invalid header")
-    found = header.get("kind"), header.get("version")
-    if found != (kind, version):
+    found, versions = (header.get("kind"), header.get("version")), version if isinstance(version, tuple) else (version,)
+    if found[0] != kind or type(found[1]) is not int or found[1] not in versions:
         of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
-        raise OtherVersionError(f"is {of}, not {kind} of version {version}")
+        raise OtherVersionError(f"is {of}, not {kind} of version {versions[0]}")
     if type(expected := header.get("size")) is not int:
         raise ArrayFileError("has an invalid header: size")
     if size != expected:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# DATA.NAME of a pack by the kind of its targets.
+NAME_OF = {"label": "packed", "labels": "packed_multilabel", "structured": "packed_structured"}
+
+
 def is_url(root: str | os.PathLike) -> bool:
     """Tell whether TRAIN.DATASET is a URL rather than a folder."""
     return "://" in str(root)
@@ -44,6 +48,8 @@ class Packed(SplitDataset):
             self.meta, self.columns = self.remote.meta, self.remote.columns
         else:
             self.meta, self.columns = _read_index(Path(self.folder), check_rows=True)
+        if problem := self.find_other_targets(self.meta):
+            raise ConfigError(f"DATA.NAME: {self.folder} {problem}")
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):
@@ -92,7 +98,8 @@ class Packed(SplitDataset):
             yield missing_split(name, root, split, layout)
         else:
             try:
-                _read_meta(cls.split_path(section))
+                if problem := cls.find_other_targets(_read_meta(cls.split_path(section))[0]):
+                    yield "DATA.NAME", f"{cls.split_path(section)} {problem}"
             except ConfigError as error:
                 key = f"{name}.DATASET" if remote else f"{name}.SPLIT"
                 yield from ((key, str(problem)) for problem in error.problems)
@@ -108,6 +115,12 @@ class Packed(SplitDataset):
             if is_encoded and not options.get("exif_rotate"):
                 fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
                 yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
+
+    @classmethod
+    def find_other_targets(cls, meta: dict) -> str:
+        """Return the problem if a pack has other targets than this class; empty if there is none."""
+        kind = (meta["source"].get("targets") or {}).get("kind", "label")
+        return "" if kind == cls.targets else f"stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
 
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
@@ -169,6 +182,34 @@ class Packed(SplitDataset):
             except OSError:  # a kernel that reserves memory for all that could be written; readers will copy
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, np.uint8)
+
+
+@DATASETS.register("packed_multilabel")
+class PackedMultilabel(Packed):
+    """A pack of images with any number of classes each."""
+
+    targets = "labels"
+
+    def label(self, index: int) -> Any:
+        """Return the float32 multi-hot vector (classes,) of image `index`."""
+        import numpy as np
+
+        target = np.zeros(len(self.classes), np.float32)
+        target[self._label_of] = np.unpackbits(self.columns["target_0"][index], count=len(self._label_of))
+        return target
+
+
+@DATASETS.register("packed_structured")
+class PackedStructured(Packed):
+    """A pack of images with a structured target each."""
+
+    targets = "structured"
+
+    def label(self, index: int) -> Any:
+        """Return the dict or tuple of numbers and arrays of image `index`."""
+        from distribuuuu.data.packed.format import read_target
+
+        return read_target(self.meta["source"]["targets"]["form"], self.columns, index)
 
 
 def _join(root: str | os.PathLike, split: str) -> Path | str:

@@ -22,7 +22,10 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, Place, name_at, read_arrays
 
-KIND, VERSION = "packed images", 1
+# The second version has targets other than one label per image.
+KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
+# Levels of a structured target, and its most arrays.
+_MAX_LEVELS, _MAX_ARRAYS = 20, 1000
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
 # Columns of the index besides the names: the position of a record, and its contents.
@@ -36,7 +39,8 @@ MAX_RECORD, _MAX_SHARD = 1 << 30, 1 << 50
 FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
-# The source and the options of a pack: two dicts that JSON can represent, under "options" and "source".
+# The source and the options of a pack: two dicts that JSON can represent, under "options" and "source". The source of a
+# pack with targets other than labels has them as "targets", see `describe_targets`.
 Identity = Mapping[str, Mapping[str, Any]]
 Meta = dict[str, Any]
 
@@ -79,9 +83,9 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
     """Return the meta and the columns of a pack, whose shards may be missing; raise ConfigError with its problems."""
     path = folder / INDEX
     try:
-        meta, columns = read_arrays(path, KIND, VERSION)
+        meta, columns = read_arrays(path, KIND, VERSIONS)
         check_meta(meta)
-        check_columns(columns)
+        check_columns(columns, meta)
         if check_rows and (problem := _find_row_problem(meta, columns)):
             raise ArrayFileError(f"is corrupt: {problem}")
         return meta, columns
@@ -107,7 +111,7 @@ def check_meta(meta: Mapping[str, Any]) -> None:
     classes, shards = (meta[key] if isinstance(meta.get(key), list) else [None] for key in ("classes", "shards"))
     is_valid = {
         "options": isinstance(options, dict) and options.get("format") in FORMATS,
-        "source": isinstance(meta.get("source"), dict),
+        "source": isinstance(meta.get("source"), dict) and is_valid_targets(meta["source"].get("targets")),
         "classes": all(isinstance(name, str) for name in classes) and 0 < len(set(classes)) == len(classes),
         "mean": _is_rgb(meta.get("mean"), -1e6),
         "std": _is_rgb(meta.get("std"), 1e-6),
@@ -136,14 +140,98 @@ def is_shard(shard: Any, number: int) -> bool:
     return is_named and all(is_number(shard.get(key), _MAX_SHARD) for key in ("size", "images"))
 
 
-def check_columns(columns: Mapping[str, Place] | Arrays) -> int:
+# ------------------------------------------------------------------------------------------ targets
+
+
+def describe_targets(label: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the form of a structured target and its arrays, int64 or float32, in order.
+
+    The form is {"array": NUMBER, "shape", "float"}, {"dict": {NAME: FORM}} or {"tuple": [FORM, ...]}.
+    """
+    arrays: list[np.ndarray] = []
+
+    def form_of(part: Any) -> dict[str, Any]:
+        if isinstance(part, Mapping):
+            return {"dict": {str(name): form_of(value) for name, value in part.items()}}
+        if isinstance(part, tuple):
+            return {"tuple": [form_of(value) for value in part]}
+        array = np.asarray(part)
+        is_float = array.dtype.kind == "f"
+        arrays.append(array.astype(np.float32 if is_float else np.int64))
+        return {"array": len(arrays) - 1, "shape": list(array.shape), "float": is_float}
+
+    return form_of(label), arrays
+
+
+def read_target(form: Mapping[str, Any], columns: Arrays, index: int) -> Any:
+    """Return the structured target of image `index`."""
+    if "dict" in form:
+        return {name: read_target(part, columns, index) for name, part in form["dict"].items()}
+    if "tuple" in form:
+        return tuple(read_target(part, columns, index) for part in form["tuple"])
+    return columns[f"target_{form['array']}"][index]
+
+
+def list_arrays(targets: Mapping[str, Any] | None, num_classes: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Return the type and the shape for an image of each array of the targets, by the name of its column.
+
+    Those of several labels are a bit for each class, as numpy.packbits has them.
+    """
+    if not targets:
+        return {}
+    if targets["kind"] == "labels":
+        return {"target_0": (np.uint8, (-(-num_classes // 8),))}
+    found: dict[str, tuple[type, tuple[int, ...]]] = {}
+    waiting = [targets["form"]]
+    while waiting:
+        form = waiting.pop()
+        parts = form.get("dict", {}).values() if "dict" in form else form.get("tuple", ())
+        waiting += parts
+        if "array" in form:
+            kind = np.float32 if form["float"] else np.int64
+            found[f"target_{form['array']}"] = kind, tuple(form["shape"])
+    return found
+
+
+def is_valid_targets(targets: Any) -> bool:
+    """Return whether a value from JSON describes targets; None: one label per image."""
+    if targets is None or targets == {"kind": "labels"}:
+        return True
+    if not isinstance(targets, dict) or set(targets) != {"kind", "form"} or targets["kind"] != "structured":
+        return False
+    numbers: list[int] = []
+    return _is_form(targets["form"], _MAX_LEVELS, numbers) and sorted(numbers) == list(range(len(numbers)))
+
+
+def _is_form(form: Any, levels: int, numbers: list[int]) -> bool:
+    """Return whether a value is a form of at most so many levels, and add the numbers of its arrays."""
+    if not isinstance(form, dict) or not levels or len(numbers) > _MAX_ARRAYS:
+        return False
+    if list(form) == ["dict"] and isinstance(form["dict"], dict):
+        return all(_is_form(part, levels - 1, numbers) for part in form["dict"].values())
+    if list(form) == ["tuple"] and isinstance(form["tuple"], list):
+        return all(_is_form(part, levels - 1, numbers) for part in form["tuple"])
+    if set(form) != {"array", "shape", "float"} or not is_number(form["array"], _MAX_ARRAYS):
+        return False
+    numbers.append(form["array"])
+    shape = form["shape"]
+    is_shape = isinstance(shape, list) and len(shape) <= 7 and all(is_number(side, 1 << 30) for side in shape)
+    return is_shape and isinstance(form["float"], bool)
+
+
+def check_columns(columns: Mapping[str, Place] | Arrays, meta: Mapping[str, Any]) -> int:
     """Return the number of images; raise ArrayFileError if a column is missing or has the wrong type or length."""
     label, names = (columns[name].shape if name in columns else () for name in ("label", "name_bytes"))
     num = label[0] if label else 0
     expected: dict[str, tuple[type, int]] = {name: (kind, num) for name, kind in COLUMNS.items()}
     expected |= {"name_offsets": (np.int64, num + 1), "name_bytes": (np.uint8, names[0] if names else 0)}
-    for name, (kind, length) in expected.items():
-        if name not in columns or columns[name].dtype != kind or columns[name].shape != (length,):
+    shapes: dict[str, tuple[type, tuple[int, ...]]] = {
+        name: (kind, (length,)) for name, (kind, length) in expected.items()
+    }
+    targets = list_arrays(meta["source"].get("targets"), len(meta.get("classes", ())))
+    shapes |= {name: (kind, (num, *shape)) for name, (kind, shape) in targets.items()}
+    for name, (kind, shape) in shapes.items():
+        if name not in columns or columns[name].dtype != kind or columns[name].shape != shape:
             raise ArrayFileError(f"has an invalid header: column {name}")
     return num
 

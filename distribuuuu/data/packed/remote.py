@@ -58,7 +58,7 @@ def read_meta(url: str) -> tuple[dict[str, Any], int]:
 
 def _read_meta(path: str) -> tuple[dict[str, Any], int]:
     meta, places = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
-    return meta, check_columns(places)
+    return meta, check_columns(places, meta)
 
 
 def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
@@ -81,9 +81,9 @@ def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | Non
 
 
 def _read_index_header(part: Part) -> Header:
-    meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSION)
+    meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSIONS)
     check_meta(meta)
-    check_columns(places)
+    check_columns(places, meta)
     return meta, places
 
 

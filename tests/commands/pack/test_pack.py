@@ -548,7 +548,7 @@ def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder,
     assert "did you mean train?" in problems_of(several, split="trian")["TRAIN.SPLIT"]
     spoil(several, "cut")
     assert "shard-00001.bin has " in problems_of(several)["TRAIN.SPLIT"]
-    monkeypatch.setattr(pack_file, "VERSION", 2)
+    monkeypatch.setattr(pack_file, "VERSIONS", (2,))
     assert "of version 1, not packed images of version 2" in problems_of(several)["TRAIN.SPLIT"]
     monkeypatch.undo()
     (several / "train/index.bin").unlink()

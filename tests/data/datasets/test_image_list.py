@@ -25,6 +25,7 @@ from distribuuuu.data.datasets import table_file
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.table_file import Layout, read_table
 from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.results import read_results
 from distribuuuu.trainer import test_model as evaluate_run
@@ -184,8 +185,21 @@ def test_what_does_not_go_with_several_labels_is_refused(cfg_of, root, tmp_path)
                   ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"^{words[0]} .*DATA.NAME multilabel gives an image any number of"):
             cfg_of(*words)
-    with pytest.raises(ConfigError, match="a pack stores one class per image"):
-        pack(tmp_path / "pack", *words_of(root, "MODEL.NUM_CLASSES", 3))
+
+
+@pytest.mark.parametrize("words", [(), ("--format", "raw")])
+def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
+    pack(tmp_path / "pack", *words, "--shard-mb", 0.01, *words_of(root), split="both", workers=2)
+    packed = "DATA.NAME", "packed_multilabel", "TRAIN.DATASET", tmp_path / "pack", "TEST.DATASET", tmp_path / "pack"
+    cfg = cfg_of(*packed)
+    assert find_run_problems(cfg, train=True) == []
+    for train in (True, False):
+        assert_same_batches(batches_of(cfg, train), batches_of(cfg_of(), train))
+    wrong = cfg_of(*packed, "DATA.NAME", "packed", "LOSS.NAME", "cross_entropy")
+    problems = "\n".join(map(str, find_run_problems(wrong, train=True)))
+    assert "stores targets of the kind labels; fix: DATA.NAME packed_multilabel" in problems
+    with pytest.raises(ConfigError, match="fix: DATA.NAME packed_multilabel"):
+        Packed(tmp_path / "pack", "train")
 
 
 @pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")])

@@ -14,6 +14,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.parquet_file import ColumnFiles
 from distribuuuu.data.loader import build_images
+from distribuuuu.data.packed.format import is_valid_targets
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.trainer import train_model
 
@@ -198,3 +199,37 @@ def test_a_stopped_run_goes_on_bitwise(cfg_of, small_cfg, tmp_path, monkeypatch)
     train_model(cfg)
     assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
     assert_same_run(cfg.OUT_DIR, tmp_path / "folder")
+
+
+def test_a_pack_of_several_targets(cfg_of, root, tmp_path):
+    words = "DATA.NAME", "parquet_structured", "TRAIN.DATASET", root / "hub", "DATA.TABLE.targets", "[label, box, kind]"
+    task = "TASK.NAME", "own", "PLUGINS", tmp_path / "own.py"
+    (tmp_path / "own.py").write_text(
+        "from distribuuuu.config.registry import TASKS\nfrom distribuuuu.tasks.base import Task\n"
+        "TASKS.register('own')(type('Own', (Task,), {'__module__': __name__}))\n"
+    )
+    pack(tmp_path / "pack", *words, *task, "--shard-mb", 0.01, split="both", workers=2)
+    found = changed(cfg_of(), {"DATA.NAME": "parquet_structured", "DATA.TABLE.targets": ("label", "box", "kind")})
+    packed = changed(cfg_of(), {"DATA.NAME": "packed_structured", "TRAIN.DATASET": str(tmp_path / "pack"),
+                                "TEST.DATASET": str(tmp_path / "pack")})  # fmt: skip
+    for train in (True, False):
+        assert_same_batches(batches_of(packed, train), batches_of(found, train))
+    assert build_images(packed, True).label(3)["box"].tolist() == [0.375, 1.0]
+
+
+FORMS = ({"array": 0, "shape": [2], "float": True}, {"dict": {"a": {"array": 0, "shape": [], "float": False}}})
+
+
+@pytest.mark.parametrize(
+    "targets, is_valid",
+    [(None, True), ({"kind": "labels"}, True), *(({"kind": "structured", "form": form}, True) for form in FORMS),
+     ({"kind": "labels", "form": 1}, False), ([], False), ({"kind": "structured", "form": {"array": 1, "shape": [],
+     "float": True}}, False), ({"kind": "structured", "form": {"array": 0, "shape": [-1], "float": True}}, False),
+     ({"kind": "structured", "form": {"tuple": {}}}, False)],
+)  # fmt: skip
+def test_targets_in_the_header_of_a_pack_are_checked(targets, is_valid):
+    form = {"array": 0, "shape": [], "float": True}
+    assert is_valid_targets(targets) is is_valid
+    for _ in range(30):
+        form = {"tuple": [form]}
+    assert not is_valid_targets({"kind": "structured", "form": form})
