@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, first_few, unknown_classes
+from distribuuuu.data.datasets.base import (
+    ImageDataset,
+    class_count_mismatch,
+    first_few,
+    image_extensions,
+    unknown_classes,
+)
 from distribuuuu.data.datasets.imagefolder import notes_on
 from distribuuuu.data.datasets.layouts import describe_file, list_archives, missing_root, split_of_archive
 
@@ -70,6 +76,7 @@ class Archive(ImageDataset):
             raise ConfigError(Problem("TEST.DATASET", message))
         source = find_archives(name, cfg[name].DATASET, cfg[name].SPLIT)
         try:
+            source = source._replace(extensions=image_extensions(cfg))
             return open_archives(source, cache_folder(cfg.DATA.CACHE_DIR), cls.index_in_root)
         except ConfigError as error:
             raise ConfigError([Problem(f"{name}.SPLIT", problem.message) for problem in error.problems]) from error

@@ -54,12 +54,14 @@ class ArchiveSource(NamedTuple):
         folder: the folder in the archives with the class folders, if it is the only one at the top; empty: none.
         is_inside: whether `folder` is one of several: the archive holds all splits.
         layout: classes (class folders or shards), tars (an archive of one tar per class), or flat (no classes).
+        extensions: those of image files.
     """
 
     paths: tuple[str, ...]
     folder: str = ""
     is_inside: bool = False
     layout: str = "classes"
+    extensions: tuple[str, ...] = EXTENSIONS
 
     def __str__(self) -> str:
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
@@ -177,7 +179,8 @@ def _open_once(source: ArchiveSource, stamps: str, cache: Path, in_root: bool) -
     own = hashlib.sha256(os.fsencode(words)).hexdigest()[:32]
     real = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{words}")).hexdigest()[:32]
     files = [root / ".distribuuuu" / f"archive-{own}.bin", cache / "index" / f"{real}.bin"]
-    return open_stored(ArchiveIndex, source, files[0 if in_root else 1 :], partial(scan_archives, source))
+    scan = partial(scan_archives, source)
+    return open_stored(ArchiveIndex, source, files[0 if in_root else 1 :], scan, source.extensions)
 
 
 def open_archives(source: ArchiveSource, cache: Path, in_root: bool = True) -> ArchiveIndex:
@@ -232,7 +235,7 @@ def scan_archives(source: ArchiveSource, now_ns: int) -> Content:
             except OSError as error:
                 raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
     arrays = found.to_arrays()
-    meta = {"scan": os.urandom(8).hex(), "extensions": list(EXTENSIONS), "crc32": checksum_of(arrays)}
+    meta = {"scan": os.urandom(8).hex(), "extensions": list(source.extensions), "crc32": checksum_of(arrays)}
     ignored = {"ignored": dict(found.ignored), "num_beside": found.num_beside}
     return {**meta, **ignored, "archives": stamps, "scanned": now_ns}, arrays
 
@@ -282,7 +285,7 @@ class _Found:
         folder = self._cleaned[raw]
         if folder is None or name[:1] == ".":
             return
-        if is_image(name):
+        if is_image(name, self.source.extensions):
             if member.fault or max(member.size, member.packed) > MAX_IMAGE:
                 too_large = f"has {member.size:,} bytes; expected at most {MAX_IMAGE:,}"
                 raise window.error(member.fault or too_large, member.name)

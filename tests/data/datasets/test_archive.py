@@ -98,6 +98,22 @@ def test_shards_have_labels_beside_the_images(tmp_path, label):
     assert [bytes(index.read(i)) for i in (0, 5)] == [b"0 0", b"1 2"]
 
 
+def test_arrays_are_images_of_other_channels(small_cfg, tmp_path):
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros((20, 20, 5), np.uint8))
+    files = {f"{name}/1.npy": buffer.getvalue() for name in ("a", "b", "c")}
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}.tar", files)
+        for name, data in files.items():
+            (tmp_path / split / name).parent.mkdir(parents=True)
+            (tmp_path / split / name).write_bytes(data)
+    words = ("TRAIN.DATASET", tmp_path, "DATA.CHANNELS", 5, "DATA.MEAN", [0.5] * 5, "DATA.STD", [0.5] * 5)
+    own = batches_of(small_cfg(*words, "DATA.NAME", "archive"), train=False)
+    assert_same_batches(own, batches_of(small_cfg(*words), train=False))
+    with pytest.raises(ConfigError, match="has no images in class folders"):
+        Archive.from_cfg(small_cfg("TRAIN.DATASET", tmp_path, "DATA.NAME", "archive"), False)
+
+
 def test_json_beside_images_in_class_folders_is_an_annotation(tmp_path):
     note = json.dumps({"box": [1, 2], "label": 5}).encode()
     index = open_one(write_tar(tmp_path / "train.tar", {"a/1.jpg": JPEG, "a/1.json": note, "b/2.jpg": JPEG}))
