@@ -94,7 +94,8 @@ class ImageDataset:
         """Return image `index` with as little work as possible; the loader decodes and crops it.
 
         Allowed are the bytes of an image file; uint8 pixels as an array (H, W) or (H, W, 3) or as a tensor (3, H, W);
-        and a PIL image of any mode. Any exception means that the image is broken.
+        and a PIL image of any mode; with other DATA.CHANNELS or DATA.PIXELS, arrays of these. Any exception means that
+        the image is broken.
         """
         if not self.has_files:
             raise TypeError(f"{type(self).__name__} must define read")
