@@ -201,6 +201,7 @@ def test_a_row_of_metrics_that_two_processes_began_is_finished_by_one(small_cfg,
 def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeypatch, place):
     words = ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1)
     whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    assert "4 steps per epoch, 2 in the last one" in (tmp_path / "whole" / "train.log").read_text()
     rows = [(row["kind"], row["epoch"], row["step"]) for row in timeless(tmp_path / "whole")]
     assert rows[4:] == [("eval", 1, 4), ("train", 2, 1), ("train", 2, 2), ("eval", 2, 2)]
     assert (whole["epoch"], whole["step"], timeless(tmp_path / "whole")[-2]["lr"]) == (1, 0, pytest.approx(0.1 / 26))

@@ -62,7 +62,8 @@ def describe_images(cfg, *loaders: Loader) -> None:
             num = loader.sampler.extra[name].plan.global_batch  # type: ignore[union-attr]  # a training loader
             logger.info("loader %s: %s, %d per step; %s", name, counted(len(samples), "image"), num, samples.transform)
     mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
-    sampling = f"; sampling: {cfg.DATA.SAMPLING}" if len(loaders) > 1 else ""
+    flips = "; flips: alternating" if cfg.DATA.FLIP_MODE == "alternating" else ""
+    sampling = f"; sampling: {cfg.DATA.SAMPLING}{flips}" if len(loaders) > 1 else ""
     logger.info("mean %s, std %s%s", mean, std, sampling)
 
 
@@ -78,7 +79,8 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     plan = train_loader.plan
     if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
-    logger.info("step: %s; %s per epoch", plan, counted(train_loader.num_steps, "step"))
+    last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
+    logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     if train_loader.device.type == "cuda" and (unused := list_unused_speed(cfg, detect_launch())):
         logger.info("speed: not in use: %s; `distribuuuu plan --tune` measures the gain of each", ", ".join(unused))

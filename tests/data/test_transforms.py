@@ -406,6 +406,12 @@ def test_settings_of_crops_that_cannot_be_are_errors():
         with pytest.raises(ConfigError, match="DATA.INTERPOLATION .*got random; expected bilinear or bicubic, unless"):
             load_cfg(None, [*random_one, *words])
     load_cfg(None, [*random_one, "DATA.NAME", "packed", "DATA.CROP", "resized", "AUG.POLICY", "3augment"])
+    reflected = ["DATA.CROP", "pad", "DATA.CROP_PADDING_MODE", "reflect", "TRAIN.IM_SIZE", "[32, 20]"]
+    with pytest.raises(ConfigError, match="DATA.CROP_PADDING .*got 20; .* expects less than the side of .*, 20 px"):
+        load_cfg(None, [*reflected, "DATA.CROP_PADDING", "20"])
+    load_cfg(None, [*reflected, "DATA.CROP_PADDING", "19", "TEST.SHIFT", "19"])
+    with pytest.raises(ConfigError, match="TEST.SHIFT .*got 20; expected less than the side of the evaluation .*, 20"):
+        load_cfg(None, [*reflected, "TEST.SHIFT", "20"])
     for value in ("[2, 1]", "[0, 1]", "[1]", "[]"):
         with pytest.raises(ConfigError, match="DATA.CROP_RATIO .* expected two numbers"):
             load_cfg(None, ["DATA.CROP_RATIO", value])

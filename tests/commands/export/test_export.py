@@ -97,7 +97,8 @@ def test_the_crop_percentage_gives_the_resize_back():
      ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: its "),
      ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
      *((to, ("MODEL.ARCH", "resnet18", "TEST.INTERPOLATION", "opencv_area"),
-        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch"))],
+        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
+     *((to, ("MODEL.ARCH", "resnet18", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1") for to in ("timm", "onnx"))],
 )  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
     run = load_run(save_run(small_cfg(*options)), device="cpu")

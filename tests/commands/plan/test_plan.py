@@ -76,6 +76,10 @@ def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
     assert result["steps_per_epoch"] == 10 and result["steps"] == 100 and result["images_seen"] == 10_000
     assert result["hours"] * 3600 == pytest.approx(5 + 300 + 32 + 2) and result["disk_mib"] == 4 * 2.0 + 1.0
     assert result["bottleneck"] == "x" and result["assumption"].startswith("2 processes, each as fast as")
+    shorter = plan_run(
+        load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "OPTIM.LAST_EPOCH", "0.25"]), BatchPlan(25, 2, 2), found
+    )
+    assert shorter["steps"] == 93 and shorter["seconds"]["training"] == pytest.approx(279)
     sharded = load_cfg(None, ["DIST.SHARD", "fsdp"])
     assert "measured without DIST.SHARD fsdp" in plan_run(sharded, BatchPlan(25, 2, 2), found)["assumption"]
     assert plan_run(sharded, BatchPlan(25, 2, 1), found)["assumption"] is None
