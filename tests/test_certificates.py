@@ -1,0 +1,36 @@
+"""benchmarks/certificates.py: our loop and the components of references give the same weights, and differences show."""
+
+import subprocess
+import sys
+
+import pytest
+from support.runs import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import certificates  # noqa: E402
+
+pytestmark = pytest.mark.slow
+NAMES = list(certificates.CERTIFICATES)
+# Only V2 has an average.
+HAS_AVERAGE = {name: entry.reference.average_decay is not None for name, entry in certificates.CERTIFICATES.items()}
+PLANTED = [(name, planted) for name in NAMES for planted in certificates.PLANTED
+           if HAS_AVERAGE[name] or planted != "average before the step"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_trains_as_the_reference(name):
+    found = certificates.certify(name, 30)
+    assert found.steps == 30 and found.largest <= certificates.CERTIFICATES[name].tolerance, found
+
+
+@pytest.mark.parametrize(("name", "planted"), PLANTED)
+def test_a_planted_difference_is_found(name, planted):
+    found = certificates.certify(name, 30, planted)
+    assert found.largest > certificates.CERTIFICATES[name].tolerance, found
+
+
+def test_wrong_arguments_are_one_line():
+    for words, message in ((["no such"], "unknown certificate 'no such'"), (["--steps", "25"], "a multiple of 10")):
+        done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "certificates.py"), *words],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
