@@ -74,11 +74,11 @@ class Reference:
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of the weights, with its parameter groups."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define it")
 
     def set_lr(self, epoch: int, step: int) -> None:
         """Set the learning rate of a step, `step` counted from the start of the run."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define it")
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch."""
