@@ -271,7 +271,7 @@ def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
     """Return the size of a file in bytes and its modification time in ns; empty if the file is missing."""
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path with a NUL
         return ()
     return status.st_size, status.st_mtime_ns
 

@@ -52,7 +52,7 @@ class ColumnFile:
     """A parquet file, or an Arrow file of the stream or the file format, which is memory-mapped.
 
     Attributes:
-        schema: the columns.
+        schema, names: the columns.
         rows: the number of rows of each row group or record batch.
     """
 
@@ -65,6 +65,7 @@ class ColumnFile:
                 self._read_batches(source)
             else:
                 self._read_footer(source)
+            self.names: list[str] = list(self.schema.names)  # fails for names that are not UTF-8
 
     def _open_source(self, file_system: Any) -> Any:
         pyarrow = import_pyarrow()
@@ -105,7 +106,7 @@ class ColumnFile:
 
 def read_names(path: str) -> list[str]:
     """Return the names of the columns of a file; errors as `ColumnFile`."""
-    return list(ColumnFile(path).schema.names)
+    return ColumnFile(path).names
 
 
 def read_columns(path: str, columns: Sequence[str]) -> Iterator[list[list[Any]]]:
@@ -140,8 +141,8 @@ class ColumnFiles:
             file = ColumnFile(path, file_system)
             if number == 0:
                 self.schema = file.schema
-            if missing := [name for name in columns if name not in file.schema.names]:
-                raise ConfigError(f"{path} has no column {', '.join(missing)}; it has {', '.join(file.schema.names)}")
+            if missing := [name for name in columns if name not in file.names]:
+                raise ConfigError(f"{path} has no column {', '.join(missing)}; it has {', '.join(file.names)}")
             size = os.path.getsize(path) if file_system is None else sum(file.rows)
             if sum(file.rows) > size:  # each image has at least a byte
                 raise ConfigError(f"{path} cannot be read: {counted(sum(file.rows), 'row')} in {counted(size, 'byte')}")

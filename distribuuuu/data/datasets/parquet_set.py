@@ -93,7 +93,7 @@ class ParquetSet(ImageDataset):
         self.fields: tuple[str, ...] = getattr(columns, self.key)
         needed = (columns.image, *self.fields, *([columns.split] if columns.split else []))
         self.files = open_files(root, split, columns, needed)
-        _check_type(self.files.schema.field(columns.image), self.key)
+        _check_type(self.files.schema.field(columns.image), self.files.paths[0])
         self._rows = np.arange(len(self.files))
         if columns.split:
             self._rows = np.flatnonzero([str(value) == split for value in self.files.read_all(columns.split)])
@@ -311,7 +311,7 @@ def to_numbers(values: Sequence[Any], own: Sequence[str], names: Sequence[str], 
     return np.array([found[_plain(value)] for value in values], dtype=np.int64)
 
 
-def _check_type(field: Any, key: str) -> None:
+def _check_type(field: Any, path: str) -> None:
     """Raise ConfigError if a column cannot hold image files."""
     from distribuuuu.data.datasets.parquet_file import import_pyarrow
 
@@ -319,7 +319,7 @@ def _check_type(field: Any, key: str) -> None:
     names = [child.name for child in field.type] if types.is_struct(field.type) else []
     if not (types.is_binary(field.type) or types.is_large_binary(field.type) or "bytes" in names):
         fix = "fix: DATA.TABLE.image COLUMN; for a column of paths DATA.NAME list DATA.TABLE.path COLUMN"
-        raise ConfigError(f"DATA.TABLE.image: column {field.name} has {field.type}; expected bytes of images; {fix}")
+        raise ConfigError(f"{path}: column {field.name} has {field.type}; expected bytes of images; {fix}")
 
 
 # ------------------------------------------------------------------------------------------- files

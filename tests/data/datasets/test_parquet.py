@@ -4,9 +4,12 @@ import json
 import pickle
 import re
 
+import numpy as np
 import pytest
+from mutations import count_verdicts
 from support.batches import WAYS, assert_same_batches, batches_of
 from support.packs import pack
+from support.processes import on_processes
 from support.runs import assert_same_run, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
@@ -146,7 +149,7 @@ def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tm
 WRONG = {
     "has no parquet or Arrow files of the split vall; it has train, val; did you mean val": ("TEST.SPLIT", "vall"),
     "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
-    "DATA.TABLE.image: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
+    "parquet: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
         "DATA.TABLE.image", "name"),
     "expected one column; fix: DATA.NAME parquet_multilabel": ("DATA.TABLE.label", "[a, b]"),
     "3 classes; set MODEL.NUM_CLASSES 3": ("MODEL.NUM_CLASSES", 4),
@@ -233,3 +236,33 @@ def test_targets_in_the_header_of_a_pack_are_checked(targets, is_valid):
     for _ in range(30):
         form = {"tuple": [form]}
     assert not is_valid_targets({"kind": "structured", "form": form})
+
+
+def test_damaged_tables_are_read_or_refused_by_name(tmp_path):
+    import fuzz_tables
+
+    counts, violations = count_verdicts(fuzz_tables.run_trials(tmp_path, 150, 1))
+    assert not violations, "\n".join(violations)
+    assert len(counts) == 9 and sum(verdicts["refused"] for verdicts in counts.values()) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["parquet", "table"])
+def test_two_processes_train_and_evaluate_as_on_class_folders(cfg_of, small_cfg, image_folder, tmp_path, source):
+    words = ("TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1)
+    if source == "table":
+        for split in ("train", "val"):
+            columns = {"id": [], "kind": []}
+            for path in sorted((image_folder / split).rglob("*.jpg")):
+                columns["id"].append(str(path))
+                columns["kind"].append(path.parent.name)
+            parquet.write_table(pyarrow.table(columns), tmp_path / f"{split}.parquet")
+        table = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "DATA.TABLE", "{path: id, label: kind}")
+        cfg = small_cfg(*table, *words, "OUT_DIR", tmp_path / "own")
+    else:
+        cfg = cfg_of(*words, "OUT_DIR", tmp_path / "own")
+    on_processes(2, train_model, cfg)
+    on_processes(2, train_model, small_cfg(*words, "OUT_DIR", tmp_path / "folder"))
+    assert_same_run(tmp_path / "own", tmp_path / "folder")
+    own, folder = (np.load(tmp_path / name / "predictions.npz") for name in ("own", "folder"))
+    assert all(np.array_equal(own[name], folder[name]) for name in ("label", "loss", "logits") if name in folder)
