@@ -16,7 +16,7 @@ import torchvision.io  # noqa: F401
 
 from distribuuuu.commands.pack.writer import Record
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import DataError, counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
@@ -61,6 +61,8 @@ class Encoder:
             data, height, width = self._encode(self.images.read(index))
             if len(data) > MAX_RECORD:
                 raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
+        except DataError:  # the network's or the disk's fault
+            raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
         name, label = os.fsencode(self.name(index)), self.images.label(index)

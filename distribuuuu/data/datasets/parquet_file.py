@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import DataError, counted
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
@@ -199,9 +199,12 @@ class ColumnFiles:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._open(file).read(number, columns)
-            except OSError:
-                if self._file_system is None or attempt == _ATTEMPTS:
+            except (OSError, ConfigError) as error:
+                if self._file_system is None:
                     raise
+                if attempt == _ATTEMPTS:  # the network's fault, not the image's
+                    path, reason = self.paths[file], printable(" ".join(str(error).split()))[:200]
+                    raise DataError(f"{path}: cannot be read in {_ATTEMPTS} attempts: {reason}") from error
                 self._local.__dict__.pop("file", None)
                 time.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError

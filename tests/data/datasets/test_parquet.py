@@ -14,6 +14,7 @@ from support.runs import assert_same_run, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
+from distribuuuu.data.datasets import parquet_file
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.datasets.parquet_file import ColumnFiles
 from distribuuuu.data.loader import build_images
@@ -144,8 +145,21 @@ def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tm
     pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", url, split="both")
     packed = small_cfg("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
     assert_same_batches(batches_of(packed), batches_of(small_cfg()))
+    # A network failure is no broken image, which would be left out.
+    monkeypatch.setattr(parquet_file, "_PAUSE_S", 0)
+    monkeypatch.setattr(parquet_file.ColumnFile, "read", fail_to_read)
+    options = ("DATA.NAME", "parquet", "TRAIN.DATASET", url, "DATA.ON_BAD_IMAGE", "skip")
+    with pytest.raises(ConfigError, match="cannot be read in 5 attempts: connection reset"):
+        pack(tmp_path / "other", *options)
 
 
+def fail_to_read(self, group, columns):
+    if "image" in columns:
+        raise OSError("connection reset")
+    return read_columns(self, group, columns)
+
+
+read_columns = parquet_file.ColumnFile.read
 WRONG = {
     "has no parquet or Arrow files of the split vall; it has train, val; did you mean val": ("TEST.SPLIT", "vall"),
     "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
