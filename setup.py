@@ -74,7 +74,7 @@ setup(
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
             *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
-            "tifffile>=2023.7",
+            *("tifffile>=2023.7", "pyarrow>=16"),
         ],
     },
 )
