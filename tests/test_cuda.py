@@ -256,7 +256,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     train_epoch(Run(
         cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg), loader,
         checkpoints=SimpleNamespace(is_due=lambda step: False),
-        log=SimpleNamespace(steps=lambda epoch, step: range(num), show_step=lambda *position: None,
+        log=SimpleNamespace(steps=lambda epoch, step, end: range(num), show_step=lambda *position: None,
                             set_stage=lambda *stage: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
     ))  # fmt: skip

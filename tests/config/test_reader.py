@@ -165,7 +165,7 @@ WRONG = [
     ("TRAIN.IM_SIZE 1", "got 1; expected 2 or more"), ("TEST.IM_SIZE 1 TEST.CROP_SIZE 1", "got 1; expected 2 or more"),
     ("TRAIN.IM_SIZE_START 1 TRAIN.IM_SIZE_EPOCHS [0,8]", "0, or 2 or more"), ("TRAIN.IM_SIZE 299", "TEST.IM_SIZE: 299"),
     ("OPTIM.BETAS [0.9,0.99]", "sgd has no betas"), ("OPTIM.EPS 1e-6", "sgd has no eps"),
-    ("DATA.STD [0,1,1]", "above 0"), ("DATA.MEAN [0.5]", "three"), ("DATA.CROP_SCALE [0.5,0.2]", "min <= max"),
+    ("DATA.STD [0,1,1]", "above 0"), ("DATA.MEAN [0.5]", "3 numbers"), ("DATA.CROP_SCALE [0.5,0.2]", "min <= max"),
     ("CFG_DEST ../x.yaml", "plain file name"), ("CFG_DEST checkpoints", "file of the run"),
     ("OUT_DIR s3://bucket/run", "expected a local path"), ("OUT_DIR /", "root of the file system"),
     ("OUT_DIR ", "empty"), ("DATA.CACHE_DIR gs://bucket", "expected a local path"),

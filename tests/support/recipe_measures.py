@@ -16,7 +16,7 @@ from distribuuuu.data.loader import build_transform
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.samplers import build_im_size
-from distribuuuu.data.transforms import CenterCrop, Transform
+from distribuuuu.data.transforms import CenterCrop, EpochTransforms, Transform
 from distribuuuu.models import build_model
 from distribuuuu.optim.ema import build_ema
 from distribuuuu.optim.optimizer import build_lr, build_optimizer, set_lr
@@ -166,8 +166,9 @@ def _transform(cfg: Config, train: bool) -> Transform:
 
 
 def train_transform(cfg: Config) -> Transform:
-    """Return the training transform."""
-    return _transform(cfg, train=True)
+    """Return the training transform, at its full size."""
+    transform = _transform(cfg, train=True)
+    return transform.stages[0] if isinstance(transform, EpochTransforms) else transform
 
 
 def train_crop(cfg: Config) -> Transform:
