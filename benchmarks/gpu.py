@@ -87,6 +87,10 @@ class MemoryLoader:
         self.device = images.device
         self.images = Dummy(images.shape[-1], num_classes)
 
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch."""
+        return self.num_steps
+
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)

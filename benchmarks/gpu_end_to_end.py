@@ -55,6 +55,10 @@ class BlockLoader:
         self._next_epoch = 0
         self._batches: Iterator = iter(())
 
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch."""
+        return self.num_steps
+
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator:
         """Return an iterator over the next batches of the block; the position is ignored."""
         return self._batches

@@ -78,6 +78,10 @@ class MemoryLoader:
         self.device = device
         self.images = Dummy(batch[0].shape[-1], CLASSES)
 
+    def steps_of(self, epoch: int) -> int:
+        """Return the steps of an epoch."""
+        return self.num_steps
+
     def batches_from(self, seed: int, epoch: int, first_step: int):
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)

@@ -256,7 +256,7 @@ RUN = {
     ("README.md", "train TRAIN.DATASET my_images"): TINY, ("docs/cli.md", "train --cfg shapes"): "",
     ("docs/cli.md", "test r"): None, ("docs/cli.md", "--help"): None, ("docs/configuration.md", "--dump-config"): None,
     ("docs/configuration.md", "--help-config"): None, ("docs/data.md", "tools/pack_dataset.py"): None,
-    ("docs/data.md", "DATA.NAME packed"): TINY, ("docs/augmentation.md", "tools/train_net.py"): "",
+    ("docs/data.md", "TRAIN.DATASET packed/jpeg256"): TINY, ("docs/augmentation.md", "tools/train_net.py"): "",
     ("docs/multi_label.md", "tools/train_net.py"): "", ("docs/results.md", "train_net.py --cfg configs/shapes"): "",
     ("docs/results.md", "tools/make_table.py"): None,
 }  # fmt: skip
