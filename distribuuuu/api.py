@@ -21,7 +21,7 @@ from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.plugins import FoundConfig
-from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
 
@@ -57,14 +57,14 @@ class TrainResult:
     results: dict[str, Any] = dataclasses.field(repr=False)
 
 
-def train(config: str | os.PathLike | Config | None = None, overrides: Overrides = ()) -> TrainResult:
+def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> TrainResult:
     """Train a model, or resume the run in OUT_DIR, like the command `distribuuuu train`.
 
     In the main thread, the first Ctrl-C stops the run after the current step with a checkpoint; a second one stops it
     at once. The same call resumes the run. In another thread, signals are not handled.
 
     Args:
-        config: a file or name as for --cfg, or a config; None: the defaults.
+        config: a file or name as for --cfg, a list of them, or a config; None: the defaults.
         overrides: options that take precedence: {"OPTIM.BASE_LR": 0.4} or ["OPTIM.BASE_LR", 0.4].
 
     Raises:
@@ -232,9 +232,7 @@ def _as_pairs(overrides: Overrides) -> list[str]:
     return [os.fspath(item) if isinstance(item, os.PathLike) else str(item) for item in items]
 
 
-def _load_checked(
-    source: str | Config | None, pairs: list[str], is_training: bool, needs_weights: bool = True
-) -> Config:
+def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool, needs_weights: bool = True) -> Config:
     """Return the frozen config with its number of classes.
 
     Raises:

@@ -209,7 +209,7 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
         epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4",
     )
     add = parser.add_argument
-    add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
     add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
     add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
     add("--nproc", metavar="N", type=int, help="start N processes on this machine, like torchrun --nproc_per_node=N")

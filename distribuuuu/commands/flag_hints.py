@@ -1,6 +1,7 @@
 """Parsing of flags: for unknown ones, such as those of other frameworks, the equivalent option is named."""
 
 import argparse
+import os
 import re
 import shlex
 import textwrap
@@ -11,6 +12,7 @@ from distribuuuu.config import ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.foreign_names import BY_NAME, describe_missing, normalized
+from distribuuuu.config.locate import find_config
 from distribuuuu.config.reader import COMMAND_LINE
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
@@ -41,18 +43,19 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Return the parsed and the remaining arguments.
+        """Return the parsed and the remaining arguments; of `--cfg FILE FILE`, all files as a tuple.
 
         Raises:
-            ConfigError: several files of --cfg, of which argparse would use the last one only; or an invalid argument.
+            ConfigError: --cfg is repeated, of which argparse would use the last one only; or an invalid argument.
         """
-        parsed, rest = super().parse_known_args(args, namespace)
-        given = [word for word in args or () if word.partition("=")[0] == "--cfg"]
+        words, more = _split_files(args or ())
+        parsed, rest = super().parse_known_args(words, namespace)
+        given = [word for word in words if word.partition("=")[0] == "--cfg"]
         if len(given) > 1:
-            fix = "fix: name one file, and set the other options as KEY VALUE arguments"
-            raise ConfigError(
-                Problem("--cfg", f"got {len(given)} files; expected one, since files are not merged; {fix}")
-            )
+            fix = "fix: name all files after one --cfg, in the order in which they are merged: --cfg FILE FILE"
+            raise ConfigError(Problem("--cfg", f"got it {len(given)} times; expected it once; {fix}"))
+        if more:
+            parsed.cfg = (parsed.cfg, *more)
         return parsed, rest
 
     def parse_args(self, args=None, namespace=None):
@@ -73,6 +76,18 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         raise ConfigError(Problem(COMMAND_LINE, message))
+
+
+def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return arguments without the further files of --cfg, and these files."""
+    words: list[str] = []
+    more: list[str] = []
+    for word in args:
+        follows = words and (words[-1].startswith("--cfg=") or words[-2:-1] == ["--cfg"])
+        is_name = not os.path.exists(word) and find_config(word).endswith(".yaml")
+        is_file = not _FLAG.match(word) and (is_name or word.endswith((".yaml", ".yml")))
+        (more if follows and is_file else words).append(word)
+    return words, more
 
 
 def parse_flags(

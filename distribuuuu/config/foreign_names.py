@@ -75,7 +75,8 @@ MISSING = {
     "early-stop early-stopping earlystopping patience": "there is no early stopping: the best weights are kept; "
     "`distribuuuu sweep --asha` stops trials early",
     "wandb use-wandb log-wandb wandb-project mlflow comet comet-ml neptune clearml": _NO_SERVICE,
-    "base bases include extends": "configs do not include others: a file states what differs from the defaults",
+    "base bases include extends": "a YAML file names its bases in the line `_BASE_: FILE`; on the command line, "
+    "--cfg FILE FILE merges files",
     "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "
     "OPTIM.MAX_EPOCH",
     "callbacks hooks": "there are no callbacks; docs/extending.md shows where to change the loop",

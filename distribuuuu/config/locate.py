@@ -26,6 +26,12 @@ def find_config(path: str) -> str:
     return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), path)
 
 
+def find_base(name: str, folder: str) -> str | None:
+    """Return the file of `_BASE_: NAME` in a config of `folder`: relative to it, else shipped; None: there is none."""
+    places = [os.path.join(folder, name), *([] if name.startswith("..") else [str(shipped_file("configs") / name)])]
+    return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), None)
+
+
 def suggest_configs(path: str, num: int = 4) -> str:
     """Return '; did you mean FILE?' for a missing config file, or an empty string.
 

@@ -30,6 +30,10 @@ class FoundConfig(str):
     """The path of a config that was found in the folder of a run, not named by the user: it may be of others."""
 
 
+class ListedConfig(FoundConfig):
+    """The path of a config in a folder that the user named: its bases are read; its plug-ins may be of others."""
+
+
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
     """Return the entries of PLUGINS with absolute paths; relative ones refer to a folder (default: the current one)."""
     found = (os.path.join(folder, os.path.expanduser(entry)) if is_file(entry) else entry for entry in entries)

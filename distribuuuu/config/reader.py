@@ -1,4 +1,4 @@
-"""Reading of a config from a YAML file and KEY VALUE arguments; all problems are reported at once.
+"""Reading of a config from YAML files, their bases and KEY VALUE arguments; all problems are reported at once.
 
     cfg = load_cfg("configs/imagenet/resnet50.yaml", ["OPTIM.BASE_LR", "0.4"])
 
@@ -20,9 +20,10 @@ from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.foreign_names import describe_missing, suggest_keys
-from distribuuuu.config.locate import find_config, suggest_configs
+from distribuuuu.config.locate import find_base, find_config, suggest_configs
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
-from distribuuuu.config.plugins import FoundConfig, import_plugins, resolve_plugins
+from distribuuuu.config.plugins import FoundConfig, ListedConfig, import_plugins, resolve_plugins
+from distribuuuu.config.settings import SETTINGS
 from distribuuuu.config.values import CliValue, coerce, frozen, parse
 
 # The origin of options that are set on the command line.
@@ -30,15 +31,23 @@ COMMAND_LINE = "command line"
 # An argument that joins a key and its value with `=`.
 _JOINED = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?=")
 
+# The key of a YAML file that names its bases, and the number of their levels.
+BASE, MAX_LEVELS = "_BASE_", 10
+# Arguments and settings, and the option that selects the model or the entry that they belong to.
+_ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER"}
+_SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
+
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
+# The files of --cfg in the order of merging, or a tree set in Python.
+CfgFiles = str | Sequence[str] | Config | None
 
 
-def load_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the frozen tree: the defaults, then the YAML file, then KEY VALUE arguments.
+def load_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> Config:
+    """Return the frozen tree: the defaults, then the YAML files with their bases, then KEY VALUE arguments.
 
     Raises:
-        ConfigError: with every problem of both sources, each naming its key, origin, fix and the nearest key.
+        ConfigError: with every problem of all sources, each naming its key, origin, fix and the nearest key.
     """
     cfg, problems = read_cfg(cfg_file, overrides)
     if problems:
@@ -46,29 +55,37 @@ def load_cfg(cfg_file: str | None = None, overrides: Sequence[str] = ()) -> Conf
     return cfg
 
 
-def read_cfg(cfg_file: str | Config | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
-    """Return the frozen tree of all valid settings of a file, or of a tree set in Python, and every problem.
+def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
+    """Return the frozen tree of all valid settings of files, or of a tree set in Python, and every problem.
 
     The plug-ins of the config are imported; of a `FoundConfig`, only known ones.
     """
     problems: list[Problem] = []
-    cfg, folder = get_cfg(), ""
+    cfg, files = get_cfg(), _FileReader(problems)
     if isinstance(cfg_file, Config):
-        _merge(cfg, _read_tree(cfg_file), problems)
-    elif cfg_file:
-        _merge(cfg, _read_yaml(cfg_file, problems), problems)
-        folder = os.path.dirname(find_config(cfg_file))
-    cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
+        files.layers.append((_read_tree(cfg_file), ""))
+    for file in list_files(cfg_file):
+        files.read(find_config(file))
+    for number, (settings, folder) in enumerate(files.layers):
+        _merge_file(cfg, settings, problems, is_first=number == 0)
+        cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
     of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
-    _inherit_test_dataset(cfg, of_file.TRAIN.DATASET)
+    _inherit_test_dataset(cfg, of_file.TRAIN.DATASET, cfg.origins.get("TEST.DATASET") == COMMAND_LINE)
     failures = _find_plugin_problems(cfg, cfg_file)
     problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
     # An unknown name may be that of a plug-in that is missing.
     problems += [problem for problem in find_problems(cfg) if not (failures and _names_entry(problem.key))]
     cfg.freeze()
     return cfg, problems
+
+
+def list_files(cfg_file: CfgFiles) -> list[str]:
+    """Return the files of --cfg as a list; of a tree, none."""
+    if isinstance(cfg_file, Config) or not cfg_file:
+        return []
+    return [cfg_file] if isinstance(cfg_file, (str, os.PathLike)) else list(cfg_file)
 
 
 def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tuple[str, ...]) -> Config:
@@ -88,7 +105,7 @@ def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tupl
     return copied
 
 
-def _find_plugin_problems(cfg: Config, cfg_file: str | Config | None) -> list[Problem]:
+def _find_plugin_problems(cfg: Config, cfg_file: CfgFiles) -> list[Problem]:
     """Import the plug-ins of a config; return a problem for each that cannot be imported."""
     is_found = isinstance(cfg_file, FoundConfig) and cfg.origins.get("PLUGINS") != COMMAND_LINE
     try:
@@ -105,7 +122,7 @@ def _names_entry(key: str | tuple[str, ...]) -> bool:
 
 def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:
     """Yield a problem if a file's arguments of a constructor meet another model, named on the command line."""
-    for name, section in (("MODEL.ARCH", "MODEL.KWARGS"), ("DISTILL.TEACHER", "DISTILL.KWARGS")):
+    for section, name in _ARGUMENTS.items():
         model, model_of_file = get_value(cfg, name), get_value(of_file, name)
         keys = [f"{section}.{argument}" for argument in get_value(cfg, section)]
         inherited = [key for key in keys if cfg.origins.get(key) != COMMAND_LINE]
@@ -116,19 +133,20 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
             yield Problem(section, f"{message}; {fix}", {section: cfg.origins.get(inherited[0], "config")})
 
 
-def _inherit_test_dataset(cfg: Config, folder_of_file: str) -> None:
+def _inherit_test_dataset(cfg: Config, folder_before: str, is_given: bool) -> None:
     """Set TEST.DATASET to TRAIN.DATASET unless it was set to another folder; options.py states the rule.
 
     Args:
         cfg: the merged tree.
-        folder_of_file: TRAIN.DATASET before the command line was merged.
+        folder_before: TRAIN.DATASET before the last file, or the command line, was merged.
+        is_given: whether that sets TEST.DATASET.
     """
     train, test, default = cfg.TRAIN.DATASET, cfg.TEST.DATASET, OPTIONS["TEST.DATASET"].default
-    if cfg.origins.get("TEST.DATASET") == COMMAND_LINE:
+    if is_given:
         if test == default != train:
             # Another spelling of the default, so that the dumped config does not look as if it was unset.
             cfg.TEST.DATASET = default.rstrip("/")
-    elif not _same_folder(test, train) and (test == default or _same_folder(test, folder_of_file)):
+    elif not _same_folder(test, train) and (test == default or _same_folder(test, folder_before)):
         cfg.TEST.DATASET = train
         cfg.origins.pop("TEST.DATASET", None)  # moves it to the end: the first origin names the config file
         cfg.origins["TEST.DATASET"] = f"TRAIN.DATASET, {cfg.origins['TRAIN.DATASET']}"
@@ -141,9 +159,64 @@ def _same_folder(path: str, other: str) -> bool:
 # ---------------------------------------------------------------------------------------- YAML file
 
 
+class _FileReader:
+    """Reader of YAML files and their bases.
+
+    Attributes:
+        layers: the settings and the folder of each file, in the order of merging.
+    """
+
+    def __init__(self, problems: list[Problem]):
+        self.layers: list[tuple[list[Setting], str]] = []
+        self._problems, self._read = problems, set[str]()
+
+    def read(self, path: str, chain: tuple[str, ...] = ()) -> None:
+        """Append the layers of a file: its bases that were not read yet, then its own settings.
+
+        Args:
+            path: the file.
+            chain: 'FILE:LINE' of each `_BASE_` that leads to it, beginning with a file of --cfg.
+        """
+        self._read.add(os.path.realpath(path))
+        settings = _read_yaml(path, self._problems)
+        for key, value, origin in settings:
+            for name in self._check_names(path, value, origin) if key == BASE else ():
+                base = find_base(name, os.path.dirname(path))
+                if problem := _find_base_problem(name, base, path, (*chain, origin)):
+                    self._problems.append(Problem(BASE, problem, {BASE: origin}))
+                elif base and os.path.realpath(base) not in self._read:
+                    self.read(base, (*chain, origin))
+        users = "".join(f", base of {user}" for user in reversed(chain))
+        own = [(key, value, f"{origin}{users}") for key, value, origin in settings if key != BASE]
+        self.layers.append((own, os.path.dirname(path)))
+
+    def _check_names(self, path: str, value: Any, origin: str) -> list[str]:
+        """Return the bases that a file names; append a problem if it must not, or if they are not paths."""
+        names, message = value if isinstance(value, list) else [value], ""
+        if isinstance(path, FoundConfig) and not isinstance(path, ListedConfig):
+            message = f"got {value!r} in the folder of a run, whose config is complete; fix: name your own with --cfg"
+        elif not names or not all(isinstance(name, str) and name for name in names):
+            message = f"got {value!r}; expected the path of a YAML file, or a list of paths"
+        if message:
+            self._problems.append(Problem(BASE, message, {BASE: origin}))
+        return [] if message else names
+
+
+def _find_base_problem(name: str, base: str | None, path: str, chain: tuple[str, ...]) -> str | None:
+    """Return why a base cannot be read, with the files that lead to it; None if it can."""
+    files = [user.rpartition(":")[0] for user in chain]
+    shown = " -> ".join([*files, base or name])
+    if base is None:
+        return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
+    if os.path.realpath(base) in map(os.path.realpath, files):
+        return f"got a file that is its own base: {shown}; fix: remove one of these lines"
+    if len(chain) > MAX_LEVELS:
+        return f"got more than {MAX_LEVELS} levels of bases: {shown}; fix: merge some of these files"
+    return None
+
+
 def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
     """Return the settings in a YAML file; append its problems to `problems`."""
-    path = find_config(path)
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml_file.compose(file.read(yaml_file.MAX_CHARACTERS + 1))
@@ -182,7 +255,9 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
         return
     for key_node, value_node in node.value:
         key, origin = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
-        if isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
+        if key in OPEN_SECTIONS and isinstance(value_node, yaml.MappingNode) and not value_node.value:
+            yield key, Config(), origin  # {} empties the section
+        elif isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
             yield from _walk_yaml(value_node, f"{key}.", path, problems)
         elif key in _sections() and value_node.tag == "tag:yaml.org,2002:null":
             continue  # an empty section
@@ -253,14 +328,30 @@ def _split_key(key: str) -> tuple[str, str]:
     return section, name
 
 
+def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem], is_first: bool) -> None:
+    """Apply the settings of a file. Arguments and settings for another model or entry than its own are removed."""
+    given, folder_before = {key: value for key, value, _ in settings}, cfg.TRAIN.DATASET
+    for section, name in _SELECTED_BY.items():
+        if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
+            _empty(cfg, section)
+    _merge(cfg, settings, problems)
+    if not is_first:
+        _inherit_test_dataset(cfg, folder_before, "TEST.DATASET" in given)
+
+
+def _empty(cfg: Config, section: str) -> None:
+    """Remove all names from an open section."""
+    for name in get_value(cfg, section):
+        cfg.origins.pop(f"{section}.{name}", None)
+    dict.clear(get_value(cfg, section))
+
+
 def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings to the tree; append a problem for each that is invalid."""
     for key, value, origin in settings:
         section, name = _split_key(key)
         if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
-            for inherited in get_value(cfg, key):
-                cfg.origins.pop(f"{key}.{inherited}", None)
-            dict.clear(get_value(cfg, key))
+            _empty(cfg, key)
             continue
         try:
             if section in OPEN_SECTIONS and OPTIONS[section].of is float:
@@ -275,6 +366,7 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
             problems.append(Problem(key, str(error), {key: origin}))
             continue
         (get_value(cfg, section) if section else cfg)[name] = value
+        cfg.origins.pop(key, None)  # moves it to the end: the origins are in the order of the files
         cfg.origins[key] = origin
 
 

@@ -25,7 +25,7 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig
-from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS
 from distribuuuu.data.datasets.base import ImageDataset, first_few
@@ -44,7 +44,7 @@ _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "m
 
 def load_run(
     run: str | os.PathLike,
-    cfg_file: str | None = None,
+    cfg_file: CfgFiles = None,
     overrides: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> LoadedRun:
@@ -66,7 +66,7 @@ def load_run(
     return replace(find_run(run, cfg_file, overrides), given_device=given_device).build()
 
 
-def find_run(run: str | os.PathLike, cfg_file: str | None = None, overrides: Sequence[str] = ()) -> LoadedRun:
+def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> LoadedRun:
     """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
     name, path = os.fspath(run), Path(run).expanduser()
     if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
@@ -85,7 +85,7 @@ def find_run(run: str | os.PathLike, cfg_file: str | None = None, overrides: Seq
 # ------------------------------------------------------------------------------------ kinds of runs
 
 
-def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+def _open_out_dir(folder: Path, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
     """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
     own = folder / _CONFIG
     cfg_file = cfg_file or (FoundConfig(own) if own.is_file() else None)
@@ -99,7 +99,7 @@ def _open_out_dir(folder: Path, cfg_file: str | None, overrides: Sequence[str]) 
     return _open_checkpoint(best, folder, cfg_file, overrides)
 
 
-def _open_checkpoint(path: Path, folder: Path | None, cfg_file: str | None, overrides: Sequence[str]) -> LoadedRun:
+def _open_checkpoint(path: Path, folder: Path | None, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
     """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
     content = _read_weights(path)
     if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
@@ -268,7 +268,7 @@ def _size_of(height: int, width: int) -> Size:
 
 
 def _assemble(
-    source: str, content: dict[str, Any], folder: Path | None, cfg_file: str | None, overrides: Sequence[str]
+    source: str, content: dict[str, Any], folder: Path | None, cfg_file: CfgFiles, overrides: Sequence[str]
 ) -> LoadedRun:
     """Return the model of the entries of a checkpoint; a config file takes precedence over the config in them."""
     stored = content.get("config")

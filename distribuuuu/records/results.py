@@ -110,11 +110,15 @@ def is_found(cfg: Config, key: str) -> bool:
 
 
 def config_name(cfg: Config) -> str | None:
-    """Return the folder and the name of the YAML file, e.g. 'imagenet/resnet50'; None without a file."""
-    # The first match: the origin of a derived value contains a key, and follows the value that it is derived from.
-    files = (re.fullmatch(r"(.+):\d+", origin) for origin in cfg.origins.values())
-    path = next((Path(match[1]) for match in files if match), None)
-    return "/".join([*path.absolute().parts[-2:-1], path.stem]) if path else None
+    """Return the folder and the name of the YAML file, e.g. 'imagenet/resnet50'; None without a file.
+
+    Of a file with bases, it is its own name; several files of --cfg are joined with '+'.
+    """
+    # The origin of a derived value begins with TRAIN.DATASET; that of a value of a base ends with the file of --cfg.
+    origins = (origin for origin in cfg.origins.values() if not origin.startswith("TRAIN.DATASET, "))
+    files = (re.fullmatch(r"(.+):\d+", origin.rpartition(", base of ")[2]) for origin in origins)
+    paths = dict.fromkeys(Path(match[1]) for match in files if match)
+    return "+".join("/".join([*path.absolute().parts[-2:-1], path.stem]) for path in paths) or None
 
 
 def list_overrides(cfg: Config) -> dict[str, Any]:

@@ -150,10 +150,12 @@ def test_help_texts_are_wrapped_once(columns, capsys, monkeypatch):
 @pytest.mark.parametrize("command, joined", pairwise(
     ["train", "test", "time", "plan", "pack", "predict", "export", "probe", "doctor", "sweep"], [False, True]
 ))  # fmt: skip
-def test_several_config_files_are_refused_since_the_last_one_alone_would_be_read(command, joined, capsys, tmp_path):
+def test_a_repeated_flag_for_configs_is_refused_since_the_last_one_alone_would_be_read(
+    command, joined, capsys, tmp_path
+):
     files = [f"--cfg={tmp_path}/a.yaml", f"--cfg={tmp_path}/b.yaml"]
     words = files if joined else [part for file in files for part in file.split("=")]
     skip_if_deleted(command)
     before = {"predict": ["run", "photos"], "export": ["run", "out", "--to", "timm"], "probe": ["run"]}.get(command, [])
     assert dispatch("distribuuuu", [command, *before, *words, "OUT_DIR", str(tmp_path / "out")]) == 2
-    assert "--cfg: got 2 files; expected one, since files are not merged" in capsys.readouterr().err
+    assert "--cfg: got it 2 times; expected it once; fix: name all files after one --cfg" in capsys.readouterr().err

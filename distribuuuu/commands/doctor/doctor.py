@@ -16,7 +16,7 @@ from distribuuuu.commands.terminal import FORMATS, WIDTH, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, list_files, read_cfg
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores
 
@@ -64,7 +64,8 @@ def _run(prog: str, args: list[str]) -> int:
     seconds = time.perf_counter() - started
     with progress(None, "comparing", len(key_bytes()), unit="sort") as bar:
         groups = find_groups(scan, options, bar.update)
-    source = str(folder) if folder is not None else f"{flags.cfg or 'the defaults'}, DATA.NAME {cfg.DATA.NAME}"
+    files = " ".join(list_files(flags.cfg)) or "the defaults"
+    source = str(folder) if folder is not None else f"{files}, DATA.NAME {cfg.DATA.NAME}"
     report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
     print_report(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
     return USAGE_ERROR if report["status"] != "clean" else 0
@@ -95,7 +96,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     if folder is None and not flags.cfg and not rest:
         problems.append(Problem(COMMAND_LINE, "got no data; expected FOLDER or --cfg FILE"))
     if folder is not None and flags.cfg:
-        fix = f"fix: remove one, or use --cfg {flags.cfg} TRAIN.DATASET {folder}"
+        fix = f"fix: remove one, or use --cfg {' '.join(list_files(flags.cfg))} TRAIN.DATASET {folder}"
         problems.append(Problem(COMMAND_LINE, f"got both {folder} and --cfg; expected one of them; {fix}"))
     if flags.format not in FORMATS:
         hint = did_you_mean(flags.format, FORMATS)

@@ -71,7 +71,9 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
 def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config, list[Problem]]:
     """Return the flags, the config, and the problems of both, without looking at files other than the config's."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage="%(prog)s [--cfg FILE] [flags] [KEY VALUE ...]")
-    parser.add_argument("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    parser.add_argument(
+        "--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged"
+    )
     parser.add_argument("--gpus", metavar="N", type=int, default=1, help="extrapolate to N processes (1)")
     parser.add_argument("--tune", action="store_true", help="measure options that make the run faster")
     parser.add_argument("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")

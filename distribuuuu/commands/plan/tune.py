@@ -23,7 +23,7 @@ from distribuuuu.commands.measure.timing import count_calls, endless_batches, ti
 from distribuuuu.commands.plan.measure_run import count_ahead
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.config.reader import read_cfg
+from distribuuuu.config.reader import CfgFiles, list_files, read_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.workers import count_workers
 from distribuuuu.engine.micro_batch import in_fresh_process, trial_run
@@ -305,12 +305,12 @@ def _report(text: str) -> None:
     print(f"tuning: {text}", file=sys.stderr, flush=True)
 
 
-def format_command(config: str | None, nproc: int, overrides: Sequence[str], changes: Sequence[Change]) -> str:
+def format_command(config: CfgFiles, nproc: int, overrides: Sequence[str], changes: Sequence[Change]) -> str:
     """Return the command that trains with the changes, each of which replaces the option that was given for its key."""
     keys = {change.key for change in changes}
     pairs = zip(overrides[::2], overrides[1::2], strict=True)
     kept = [word for pair in pairs if pair[0] not in keys for word in pair]
-    flags = [*(["--cfg", config] if config else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
+    flags = [*(["--cfg", *list_files(config)] if config else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     added = [word for change in changes if change.key != THREADS for word in (change.key, change.value)]
     environment = "".join(f"{change} " for change in changes if change.key == THREADS)
     return environment + shlex.join(["distribuuuu", "train", *flags, *kept, *added])

@@ -20,6 +20,7 @@ from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_f
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
+from distribuuuu.config.reader import CfgFiles
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.distributed.process_group import pick_device
@@ -61,7 +62,7 @@ class PredictJob:
     """
 
     run: str
-    cfg_file: str | None
+    cfg_file: CfgFiles
     overrides: tuple[str, ...]
     files: list[str]
     out: Path | None

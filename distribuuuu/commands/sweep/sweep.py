@@ -18,7 +18,7 @@ from distribuuuu.commands.sweep.search_space import Dimension, list_trials, pars
 from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.locate import find_config
-from distribuuuu.config.reader import load_cfg, read_cfg
+from distribuuuu.config.reader import BASE, CfgFiles, list_files, load_cfg, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
@@ -59,7 +59,7 @@ def _run(prog: str, args: list[str]) -> int:
     try:
         plan.out_dir.mkdir(parents=True, exist_ok=True)
         with lock_out_dir(plan.out_dir):
-            plan = open_sweep(plan, find_config(flags.cfg) if flags.cfg else None)
+            plan = open_sweep(plan, read_files(flags.cfg)[1])
             table = LiveTable(plan, sys.stderr)
             logging.getLogger("distribuuuu").addHandler(table)
             executor: Executor = LocalExecutor(flags.jobs or 1, flags.nproc)
@@ -117,7 +117,7 @@ def build_parser(prog: str) -> CommandParser:
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage,
                            epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH, int:LOW:HIGH")  # fmt: skip
     add = parser.add_argument
-    add("--cfg", metavar="FILE", help="YAML file of the options that differ from the defaults")
+    add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
     add(
         "--trials", metavar="N", type=int, help="number of trials, a Sobol sequence; without: all combinations of lists"
     )
@@ -156,14 +156,14 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
         got = f"got {flags.asha} for {len(values)} trials of {first.OPTIM.MAX_EPOCH} epochs"
         expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
         raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
-    path = Path(find_config(flags.cfg)) if flags.cfg else None
+    path, content = read_files(flags.cfg)
     overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
     out_dir = Path(overrides.pop("OUT_DIR"))
     if first.PLUGINS:  # the runs read a copy of the file, in another folder
         overrides["PLUGINS"] = str(list(first.PLUGINS))
     inputs = {
         "config": f"config/{path.absolute().parent.name}/{path.name}" if path else "",
-        "config_sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path else "",
+        "config_sha256": hashlib.sha256(content).hexdigest() if path else "",
         "overrides": overrides,
         "space": {key: dimension.text for key, dimension in space.items()},
         **{name: getattr(flags, name) for name in ("trials", "seeds", "asha", "nproc")},
@@ -175,8 +175,19 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
     return Sweep(out_dir, inputs, tuple(trials), seeds, rungs, *find_objective(resolve_num_classes(cfgs[0])))
 
 
+def read_files(cfg_file: CfgFiles) -> tuple[Path | None, bytes]:
+    """Return the path, None without --cfg, and the content of the file that the runs read; files are merged to one."""
+    paths = [Path(find_config(file)) for file in list_files(cfg_file)]
+    if not paths:
+        return None, b""
+    content = paths[0].read_bytes()
+    if len(paths) > 1 or BASE.encode() in content:
+        content = yaml.safe_dump(find_changes(read_cfg(cfg_file)[0], get_cfg()), sort_keys=False).encode()
+    return paths[0].with_name("+".join(path.stem for path in paths) + paths[0].suffix), content
+
+
 def read_trials(
-    cfg_file: str | None, fixed: list[str], trials: Sequence[dict[str, str]]
+    cfg_file: CfgFiles, fixed: list[str], trials: Sequence[dict[str, str]]
 ) -> tuple[list[Config], list[Problem]]:
     """Return the config of each trial, and each problem once."""
     pairs = [[word for pair in values.items() for word in pair] for values in trials]

@@ -11,7 +11,6 @@ Nothing else is stored: `read_state` derives the state of a run from its checkpo
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -233,8 +232,8 @@ def _build_row(sweep: Sweep, trial: Trial, states: States, is_running: bool) -> 
 # ------------------------------------------------------------------------------------------ sweep.json
 
 
-def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
-    """Return the sweep in OUT_DIR, or write the new one and a copy of its config file.
+def open_sweep(new: Sweep, content: bytes) -> Sweep:
+    """Return the sweep in OUT_DIR, or write the new one and the content of its config file, if it has one.
 
     Raises:
         ConfigError: OUT_DIR holds a run or another sweep, or the description there is damaged.
@@ -243,10 +242,10 @@ def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
     if (new.out_dir / "checkpoints").exists():
         raise ConfigError(f"OUT_DIR: {new.out_dir} is the folder of a run; {fix}")
     if not path.exists():
-        if cfg_file:
+        if new.inputs["config"]:
             copy = new.out_dir / new.inputs["config"]
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(cfg_file, copy)
+            copy.write_bytes(content)
         record = {key: value for key, value in asdict(new).items() if key != "out_dir"}
         with replacing(path, "w", encoding="utf-8") as file:
             file.write(json.dumps({"schema": 1, **record}, indent=2) + "\n")
@@ -267,8 +266,8 @@ def open_sweep(new: Sweep, cfg_file: str | None) -> Sweep:
         changes = ", ".join(f"{key} {before.get(key) or 'unset'} -> {now.get(key) or 'unset'}" for key in keys)
         raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {changes}; {fix}")
     copy = new.out_dir / new.inputs["config"]
-    if cfg_file and not (copy.is_file() and copy.read_bytes() == Path(cfg_file).read_bytes()):
-        raise ConfigError(f"OUT_DIR: {copy} is not a copy of {cfg_file}, which its runs expect; {fix}")
+    if new.inputs["config"] and not (copy.is_file() and copy.read_bytes() == content):
+        raise ConfigError(f"OUT_DIR: {copy} is not the config of --cfg, which its runs expect; {fix}")
     return old
 
 

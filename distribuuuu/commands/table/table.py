@@ -21,7 +21,7 @@ from distribuuuu.commands.table.tables import Row, Run, format_table, format_tex
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.locate import find_config, shipped_file
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.plugins import ListedConfig
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import FILE_NAME, config_name, read_results
@@ -157,7 +157,7 @@ def read_configs(patterns: Sequence[str], problems: list[str]) -> list[Config]:
         shipped = shipped_file("configs") / pattern
         found = str(shipped) if shipped.is_dir() and not Path(pattern).exists() else find_config(pattern)
         with _collecting(problems):
-            configs += [load_cfg(FoundConfig(path)) for path in find_files(found, ("*.yaml",))]
+            configs += [load_cfg(ListedConfig(path)) for path in find_files(found, ("*.yaml",))]
     return configs
 
 

@@ -46,34 +46,34 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
     sweep = make_sweep(tmp_path / "out", [{"OPTIM.BASE_LR": "0.1"}, {"OPTIM.BASE_LR": "0.2"}], epochs=2)
     sweep = dataclasses.replace(sweep, inputs={**sweep.inputs, "config": "config/x/a.yaml", "config_sha256": "1"})
     (tmp_path / "out").mkdir()
-    assert open_sweep(sweep, str(file)) is sweep
+    assert open_sweep(sweep, b"RNG_SEED: 1\n") is sweep
     assert (tmp_path / "out/config/x/a.yaml").read_text() == file.read_text()
-    assert open_sweep(sweep, str(file)) == sweep, "the description is read as it was written"
+    assert open_sweep(sweep, b"RNG_SEED: 1\n") == sweep, "the description is read as it was written"
     changed = {"seeds": 2, "space": {"OPTIM.BASE_LR": "0.1,0.3"}, "config_sha256": "2"}
     other = dataclasses.replace(sweep, inputs={**sweep.inputs, **changed})
     with pytest.raises(ConfigError) as caught:
-        open_sweep(other, str(file))
+        open_sweep(other, b"RNG_SEED: 1\n")
     assert "--seeds 1 -> 2, OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3; fix: set another OUT_DIR" in str(caught.value)
     assert "SHA-256 of --cfg 1 -> 2" in str(caught.value)
     (tmp_path / "out/config/x/a.yaml").write_text("PLUGINS: [./evil.py]")  # the jobs would import it
-    with pytest.raises(ConfigError, match="a.yaml is not a copy of .*a.yaml, which its runs expect; fix"):
-        open_sweep(sweep, str(file))
+    with pytest.raises(ConfigError, match="a.yaml is not the config of --cfg, which its runs expect; fix"):
+        open_sweep(sweep, b"RNG_SEED: 1\n")
     (tmp_path / "out/config/x/a.yaml").write_text(file.read_text())
     whole = (tmp_path / "out/sweep.json").read_text()
     for content in ("", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "seeds": 3, "rungs": 1, "trials": 1}'):
         (tmp_path / "out/sweep.json").write_text(content)
         with pytest.raises(ConfigError, match="is damaged"):
-            open_sweep(sweep, str(file))
+            open_sweep(sweep, b"RNG_SEED: 1\n")
     for changed in list_changes(json.loads(whole)):
         (tmp_path / "out/sweep.json").write_text(json.dumps(changed))
         with contextlib.suppress(ConfigError):
-            opened = open_sweep(sweep, str(file))
+            opened = open_sweep(sweep, b"RNG_SEED: 1\n")
             numbers = range(len(opened.trials))
             states = {(trial, seed): RunState(2, {2: 50.0}) for trial in numbers for seed in opened.seeds}
             build_sweep_page(opened, states)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is the folder of a run"):
-        open_sweep(dataclasses.replace(sweep, out_dir=tmp_path / "run"), None)
+        open_sweep(dataclasses.replace(sweep, out_dir=tmp_path / "run"), b"")
 
 
 class InProcess:
