@@ -53,7 +53,7 @@ class SaveJob:
         path: the file.
         content: its content.
         bests: best weights to write before, by kind: a run that is killed in between repeats the epoch and writes them.
-        first: called before anything is written.
+        first: called with the content before anything is written.
         superseded: the checkpoint to remove after: that of the steps of an epoch, after the one of its evaluation.
         is_superseded: to be set to abandon the write of the checkpoint.
     """
@@ -61,7 +61,7 @@ class SaveJob:
     path: Path
     content: dict[str, Any]
     bests: dict[str, dict[str, Any]]
-    first: Callable[[], None]
+    first: Callable[[dict[str, Any]], None]
     superseded: Path | None
     is_superseded: threading.Event = field(default_factory=threading.Event)
 
@@ -119,7 +119,10 @@ class CheckpointManager:
         return path
 
     def save_in_background(
-        self, state: TrainingState, new_bests: Sequence[str] = (), first: Callable[[], None] = lambda: None
+        self,
+        state: TrainingState,
+        new_bests: Sequence[str] = (),
+        first: Callable[[dict[str, Any]], None] = lambda content: None,
     ) -> Path:
         """Copy the state, write it while training continues, then remove old checkpoints; return the file.
 
@@ -129,7 +132,7 @@ class CheckpointManager:
         Args:
             state: the training state.
             new_bests: the kinds of its weights, see `best_weights.KINDS`, that are the best so far.
-            first: called in the background on the main process, before the state is written.
+            first: called in the background on the main process with the content, before it is written.
 
         Raises:
             OutDirLost: OUT_DIR belongs to another run, or was replaced; the state is in a new folder beside it.
@@ -202,7 +205,7 @@ class CheckpointManager:
     def _write(self, job: SaveJob) -> CheckpointError | None:
         if loss := self._find_loss():  # since this write was requested, or since its last attempt
             return self._save_elsewhere(job, loss)
-        job.first()
+        job.first(job.content)
         if name := job.find_nonfinite():
             problem = f"the weights are not finite (first {name}): {job.path.name} was not written"
             logger.error("%s", problem)

@@ -1,5 +1,6 @@
 """Copies of a training state on the CPU, and the search for values that are not finite."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,15 @@ def find_nonfinite(value: Any, name: str = "") -> str | None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             return path
     return None
+
+
+def hash_tensors(value: Any) -> str:
+    """Return the SHA-256 of names, types, shapes and bytes of all tensors, sorted by name: that of any file format."""
+    digest = hashlib.sha256()
+    for path, tensor in sorted(_iter_tensors(value, ""), key=lambda entry: entry[0]):
+        digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,9 +4,12 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from distribuuuu.checkpoint.best_weights import KINDS
+from distribuuuu.checkpoint.snapshot import hash_tensors
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import hash_plugins
@@ -16,7 +19,7 @@ from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.models import count_parameters
 from distribuuuu.records import results
-from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
+from distribuuuu.records.environment import describe_environment, describe_hardware, find_commit, list_versions
 from distribuuuu.records.log_table import format_result
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import display_names
@@ -39,6 +42,7 @@ def collect_metadata(cfg, task: Task, model: nn.Module) -> dict:
         },
         "evaluation": {**results.describe_evaluation(cfg), **describe_metrics(task)},
         "hardware": describe_hardware(task.device),
+        "environment": describe_environment(task.device),
         "versions": list_versions(),
         "commit": find_commit() if dist.is_main() else None,
         **({"plugins": hash_plugins(cfg.PLUGINS)} if cfg.PLUGINS else {}),
@@ -82,12 +86,12 @@ class RunResults:
             },
             "peak_memory": {"of": "cuda" if run.task.device.type == "cuda" else "host"},
         }
-        self._unwritten: tuple[results.Progress, dict[str, dict]] | None = None
+        self._unwritten: tuple[results.Progress, dict[str, dict], dict[str, Any]] | None = None
         if dist.is_main() and (state.epoch, state.step) == (0, 0):
             results.archive_results(self.out_dir)
 
-    def prepare(self, state: TrainState, evaluations: dict[str, dict]) -> Callable[[], None]:
-        """Return a function that writes the evaluations of the last epoch. Every process must call it.
+    def prepare(self, state: TrainState, evaluations: dict[str, dict]) -> Callable[[dict[str, Any]], None]:
+        """Return a function that writes the evaluations of an epoch with its checkpoint. Every process must call it.
 
         It may run in another thread, after that of the epoch before. If it cannot write, the error is logged, and
         `finish` tries again.
@@ -110,11 +114,14 @@ class RunResults:
         )
         return functools.partial(self._write, progress, evaluations)
 
-    def _write(self, progress: results.Progress, evaluations: dict[str, dict]) -> None:
+    def _write(self, progress: results.Progress, evaluations: dict[str, dict], content: dict[str, Any]) -> None:
         if not dist.is_main():
             return
-        is_written = results.write_results(self.out_dir, self.metadata, progress, evaluations)
-        self._unwritten = None if is_written else (progress, evaluations)
+        metadata = self.metadata
+        if progress.epochs >= metadata["training"]["epochs_planned"]:
+            metadata = {**metadata, "weights_sha256": {k: hash_tensors(content[KINDS[k].tensors]) for k in evaluations}}
+        is_written = results.write_results(self.out_dir, metadata, progress, evaluations)
+        self._unwritten = None if is_written else (progress, evaluations, content)
 
     def finish(self) -> None:
         """Write the results that could not be written so far, if any."""

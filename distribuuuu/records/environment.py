@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -68,6 +69,18 @@ def list_versions() -> dict[str, str | None]:
         "timm": timm,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "cudnn": None if cudnn is None else str(cudnn),
+    }
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return what else may change the last bits of a result: device, threads, vector instructions, image libraries."""
+    return {
+        "device": device.type,
+        "deterministic": device.type == "cpu" or torch.backends.cudnn.deterministic,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "numpy": version("numpy"),
+        "pillow": version("pillow"),
     }
 
 

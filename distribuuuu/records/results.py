@@ -8,6 +8,8 @@ Epochs count from 1 and accuracies are percentages; null means unknown. `SCHEMA`
   last and of the best epoch. The best one is selected on the same images, so it is optimistic.
 - `evaluation.metrics`: metrics and display names; the first selects the best epoch. `evaluation.k`: k of `topk`.
 - `training.hours`: over all starts, including evaluation; `training.images_per_s`: training steps of all starts.
+- `weights_sha256`: of the weights of the last planned epoch by kind, independent of the file format (`hash_tensors`);
+  `environment`: with `hardware` and `versions`, what their last bits depend on. Files of older versions have neither.
 - `plugins`: the SHA-256 of the file of each plug-in, if there are any.
 - `peak_memory.mib`: maximum over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the
   host memory of the main process ("host").
@@ -286,7 +288,8 @@ def _build_schema(record: dict) -> dict[str, Any]:
         }
         return {**same, "weights": str, "data": data, "evaluation": expected, "accuracy": dict.fromkeys(kinds, result)}
     results = dict.fromkeys(("raw", *kinds), {"last": result, "best": {**result, "epoch": _MAYBE_INT}})
-    return {**SCHEMA, "evaluation": expected, "accuracy": results}
+    newer = dict.fromkeys(record.keys() & {"weights_sha256", "environment"}, dict)
+    return {**SCHEMA, **newer, "evaluation": expected, "accuracy": results}
 
 
 def _find_schema_error(value: Any, schema: Any, name: str = "") -> str | None:

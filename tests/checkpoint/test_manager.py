@@ -92,7 +92,8 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
 def test_what_is_written_first_precedes_the_checkpoint_in_the_background(tmp_path):
     folder, seen = CheckpointManager(tmp_path), []
 
-    def write_first() -> None:
+    def write_first(content) -> None:
+        assert content["epoch"] == 0 and all(tensor.device.type == "cpu" for tensor in content["state_dict"].values())
         is_main = threading.current_thread() is threading.main_thread()
         seen.append((is_main, folder.list(), folder.bests["raw"].exists()))
 

@@ -13,6 +13,7 @@ import torch
 from support.processes import on_processes
 from support.runs import ROOT, small_options
 
+from distribuuuu.checkpoint.snapshot import hash_tensors
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
@@ -56,7 +57,8 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
     state._started -= 900
     state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
     state.timing.images, state.timing.seconds = 1234, 10.0
-    results.prepare(state, evaluations)()
+    content = {"state_dict": state.model.state_dict(), "ema_state_dict": {}}
+    results.prepare(state, evaluations)(content)
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def path(cfg) -> Path:
 def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
     state, results = start(cfg)
     finish_epoch(state, results, ema=SERIES[2])
-    assert read_results(path)["finished"] is False
+    assert read_results(path)["finished"] is False and "weights_sha256" not in read_results(path)
     finish_epoch(state, results, ema=SERIES[0])
     finish_epoch(state, results, ema=SERIES[0])
     record = read_results(path)
@@ -92,6 +94,8 @@ def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
     assert record["data"] == {"name": "imagefolder", "folder": Path(cfg.TRAIN.DATASET).name, "num_classes": 3,
                               "num_train": 48, "num_val": 37}  # fmt: skip
     assert record["model"] == {"arch": "resnet8", "params_m": count_parameters(state.model) / 1e6}
+    weights = {"raw": hash_tensors(state.model.state_dict()), "ema": hash_tensors({})}
+    assert record["weights_sha256"] == weights and record["environment"]["threads"] == torch.get_num_threads()
     assert record["config_hash"] == hash_config(cfg) and record["peak_memory"]["mib"] > 50
     assert record["versions"]["torch"] == torch.__version__ and record["hardware"].rstrip("s").endswith(" core")
     assert [file.name for file in path.parent.iterdir()] == ["results.json"]
@@ -157,7 +161,7 @@ def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
 def test_nonfinite_numbers_become_null(cfg, path):
     state, results = start(cfg)
     state.finish_epoch({"raw": 1.0})
-    results.prepare(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})()
+    results.prepare(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})({})
     text = path.read_text()
     assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
     assert read_results(path)["training"]["images_per_s"] is None

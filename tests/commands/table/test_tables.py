@@ -354,3 +354,5 @@ def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_o
         record = read_results(path)
         assert record["finished"] and path.stem == f"seed_{record['seed']}"
         assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of uncommitted code"
+        files = [path.with_suffix(suffix).is_file() for suffix in (".log", ".metrics.jsonl")]
+        assert all(files) or "weights_sha256" not in record, f"{path}: copy train.log and metrics.jsonl beside it"
