@@ -12,7 +12,7 @@ ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
 # Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
-SHIPPED = ("configs/**/*.yaml", "tools/slurm/*.sbatch", "benchmarks/reported.yaml")
+SHIPPED = ("configs/**/*.yaml", "tools/slurm/*.sbatch", "benchmarks/reported.yaml", "benchmarks/results/**/*.json")
 
 
 class BuildWithFiles(build_py):

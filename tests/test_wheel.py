@@ -59,8 +59,9 @@ def programs(wheel, tmp_path_factory) -> Path:
 def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
-    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir()]
-    assert shipped == {str(path.relative_to(ROOT)) for path in [*expected, ROOT / "benchmarks" / "reported.yaml"]}
+    benchmarks = [ROOT / "benchmarks" / "reported.yaml", *(ROOT / "benchmarks" / "results").rglob("*.json")]
+    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir(), *benchmarks]
+    assert shipped == {str(path.relative_to(ROOT)) for path in expected}
     code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
     found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
     assert code == {str(path.relative_to(ROOT)) for path in found}

@@ -2,7 +2,8 @@
 
 - train.py, test.py: the commands of the trainer, which the rest of the package needs.
 - Every other command is a file, or a folder with the file of its name, and can be deleted with its tests and its page:
-  doctor/, export/, pack/, plan/, predict/, probe/, report/ (report and compare), split/, sweep/, table/, time/.
+  doctor/, export/, pack/, plan/, predict/, probe/, report/ (report and compare), reproduce/, split/, sweep/, table/,
+  time/.
 - Shared by several commands: html/ (pages and charts), scan/ (the images of a data set), measure/ (speed of a run).
 - main.py finds and starts commands; arguments.py: command lines with a config, errors and exit statuses;
   flag_hints.py: unknown flags; terminal.py: output.

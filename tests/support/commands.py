@@ -16,6 +16,7 @@ OPTIONAL_COMMANDS = {
     "probe": ("distribuuuu/commands/probe", "tests/commands/probe", "docs/probe.md"),
     "report": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md", "docs/compare.md"),
     "compare": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md", "docs/compare.md"),
+    "reproduce": ("distribuuuu/commands/reproduce", "tests/commands/reproduce", "docs/reproduce.md"),
     "split": ("distribuuuu/commands/split", "tests/commands/split"),
     "sweep": ("distribuuuu/commands/sweep", "tests/commands/sweep", "docs/sweep.md"),
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),

@@ -1,14 +1,12 @@
 """The command table: finding runs, reading reported results, updating a README."""
 
 import argparse
-import contextlib
-import glob
 import math
 import reprlib
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,15 @@ import yaml
 from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.main import USAGE_ERROR
-from distribuuuu.commands.table.tables import Row, Run, format_table, format_text, group_runs, make_config_row, make_row
+from distribuuuu.commands.table.tables import Row, format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.locate import find_config, shipped_file
 from distribuuuu.config.plugins import ListedConfig
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.results import FILE_NAME, config_name, read_results
+from distribuuuu.records.results import config_name
+from distribuuuu.records.run_groups import collecting, find_files, group_runs, read_runs
 
 SUMMARY = "make a table of finished runs"
 SYNONYMS = ("results",)
@@ -61,7 +60,7 @@ def table(prog: str, args: list[str]) -> int:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")
     if flags.readme and not problems:
         block = f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n\n{text}\n"
-        with _collecting(problems):
+        with collecting(problems):
             write_block(Path(flags.readme), flags.name, block)
     else:
         print(text, end="")
@@ -69,15 +68,6 @@ def table(prog: str, args: list[str]) -> int:
     if problems:
         report(ConfigError(problems))
     return USAGE_ERROR if problems else 0
-
-
-@contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """Append the problems of a ConfigError that the block raises."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += map(str, error.problems)
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -117,46 +107,13 @@ def collect_rows(args: argparse.Namespace) -> tuple[list[Row], list[str], list[s
     return rows, notes, problems
 
 
-def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Run]:
-    """Return the runs in files, folders and globs, each one once; append what cannot be read to `problems`."""
-    paths: dict[Path, Path] = {}
-    for pattern in patterns:
-        with _collecting(problems):
-            for path in find_files(pattern, (FILE_NAME, "seed_*.json")):
-                paths.setdefault(path.resolve(), path)
-    runs = []
-    for path in paths.values():
-        with _collecting(problems):
-            runs.append(Run(path, read_results(path)))
-    return runs
-
-
-def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
-    """Return the files that match a path or glob, and those in matching folders that match one of the names.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    path = Path(pattern)
-    matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
-    if not matches:
-        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"{pattern}: no such file or folder{did_you_mean(path.name, siblings)}")
-    files = []
-    for match in matches:
-        files += sorted(file for name in names for file in match.rglob(name)) if match.is_dir() else [match]
-    if not files:
-        raise ConfigError(f"{pattern}: contains no {' or '.join(names)}")
-    return files
-
-
 def read_configs(patterns: Sequence[str], problems: list[str]) -> list[Config]:
     """Return the configs in files and folders, or of shipped names; append what cannot be read to `problems`."""
     configs = []
     for pattern in patterns:
         shipped = shipped_file("configs") / pattern
         found = str(shipped) if shipped.is_dir() and not Path(pattern).exists() else find_config(pattern)
-        with _collecting(problems):
+        with collecting(problems):
             configs += [load_cfg(ListedConfig(path)) for path in find_files(found, ("*.yaml",))]
     return configs
 

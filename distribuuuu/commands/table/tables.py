@@ -2,18 +2,16 @@
 
 import statistics
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.config import Config
-from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
+from distribuuuu.records.run_groups import Run, row_name
 from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
@@ -48,14 +46,6 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run: its results.json and the content of that file."""
-
-    path: Path
-    record: dict
-
-
-@dataclass(frozen=True)
 class Row:
     """A row of a table.
 
@@ -76,63 +66,6 @@ class Row:
     cells: dict[str, str]
     weights: str = RAW
     accuracy: Accuracy | None = None
-
-
-def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
-    """Group the finished runs that differ in the seed only; return the groups and messages.
-
-    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
-    runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
-    """
-    groups: dict[tuple, list[Run]] = {}
-    notes: list[str] = []
-    of_sweeps: Counter[Path] = Counter()
-    for run in runs:
-        record, training, data = run.record, run.record["training"], run.record["data"]
-        sweep = run.path.parent.parent.parent
-        if not record["finished"] and (sweep / "sweep.json").exists():
-            of_sweeps[sweep] += 1
-            continue
-        if not record["finished"]:
-            done, planned = training["epochs_done"], training["epochs_planned"]
-            notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
-            continue
-        key = (record["config_hash"], training["global_batch"], data["num_train"], data["num_val"])
-        group = groups.setdefault(key, [])
-        same_seed = next((other for other in group if other.record["seed"] == record["seed"]), None)
-        if same_seed:
-            notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
-        else:
-            group.append(run)
-    notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
-    for group in groups.values():
-        notes += _find_differences(group)
-    return list(groups.values()), notes
-
-
-def _find_differences(group: list[Run]) -> Iterator[str]:
-    """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
-    name = _row_name(group[0].record, group[0].record["overrides"])
-    software = sorted({key for run in group for key in run.record["versions"]})
-
-    def describe(run: Run) -> dict[str, str]:
-        versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
-        return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
-
-    described = [(run, describe(run)) for run in group]
-    for title in described[0][1]:
-        first: dict[str, Run] = {}
-        for run, description in described:
-            first.setdefault(description[title], run)
-        if len(first) > 1:
-            shown = "; ".join(f"{value} (seed {run.record['seed']}, {run.path})" for value, run in first.items())
-            yield f"{name}: its runs differ in the {title}: {shown}"
-
-
-def _row_name(record: dict, changes: dict) -> str:
-    """Return the config of a run, or its architecture if it has none, followed by the changed options."""
-    changed = (f"{key} {value}" for key, value in changes.items())
-    return ", ".join([record["config"] or record["model"]["arch"], *changed])
 
 
 def _list_changes(record: dict, published: dict) -> dict:
@@ -177,7 +110,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
     }
     return Row(
-        name=_row_name(first, changes) if by == "config" else first["model"]["arch"],
+        name=row_name(first, changes) if by == "config" else first["model"]["arch"],
         config=None if changes else first["config"],
         order=_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
         config_hash=first["config_hash"],

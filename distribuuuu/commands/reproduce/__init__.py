@@ -1,0 +1,1 @@
+"""Reruns of measured results."""

@@ -1,0 +1,173 @@
+"""The command reproduce: training a row of the measured results again, with its config and seed."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
+from distribuuuu.commands.terminal import WIDTH, print_report
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.locate import shipped_file
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
+from distribuuuu.launch.processes import start_command
+from distribuuuu.launch.signals import handled_by
+from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.records.run_groups import Run, group_runs, read_runs, row_name
+
+SUMMARY = "rerun a measured result, and compare the outcome"
+_DESCRIPTION = """Train a row of the measured results again, with its config and one of its
+seeds, and compare the outcome: the SHA-256 of the weights, and the interval of
+the row. The same command resumes a stopped run.
+
+  %(prog)s --list
+  %(prog)s shapes/resnet14
+  %(prog)s clothing10/resnet14 TRAIN.DATASET /data/clothing10
+"""
+# Options that change results, though they may differ between the seeds of one config.
+_FIXED = ("PLUGINS", "RNG_SEED", "TEST.LABELS")
+_CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
+
+
+def reproduce(prog: str, args: list[str]) -> int:
+    """Rerun a row; return the exit status: 0 if it is reproduced, 1 if not, that of the training if it ended early."""
+    return run_guarded(lambda: _run(prog, args))
+
+
+def _run(prog: str, args: list[str]) -> int:
+    flags, rest, problems = parse_flags(build_parser(prog), args)
+    name, *words = [*flags.words, *rest] or [""]
+    if problems:
+        raise ConfigError(problems)
+    rows, notes = read_rows(flags.results)
+    if flags.list:
+        print_report("\n".join([format_rows(rows), *notes]))
+        return 0
+    if name not in rows:
+        hint = did_you_mean(name, rows) or f"; fix: choose a row of {prog} --list"
+        raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {flags.results}{hint}"))
+    row = sorted(rows[name], key=lambda run: run.record["seed"])
+    seed = row[0].record["seed"] if flags.seed is None else flags.seed
+    check_overrides(words, name)
+    default = Path("exp", "reproduce", re.sub(r"[^\w.]+", "_", name)[:80], f"seed_{seed}")
+    out_dir = dict(zip(words[::2], words[1::2], strict=True)).get("OUT_DIR", str(default))
+    command = build_command(row[0].record, seed, [*words, "OUT_DIR", out_dir])
+    shown = f"distribuuuu {shlex.join(command)}"
+    print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
+    if status := train_again(command, row[0].record):
+        return status
+    rerun, record = read_results(Path(out_dir, FILE_NAME)), row[0].record
+    keys = [(run["config"], run["overrides"], run["training"]["epochs_planned"]) for run in (rerun, record)]
+    if keys[0] != keys[1] or (rerun["seed"], rerun["finished"]) != (seed, True):
+        raise ConfigError(Problem("OUT_DIR", f"{out_dir} is of another run; fix: set OUT_DIR to another folder"))
+    is_reproduced, text = compare_run(row, rerun)
+    print_report(text)
+    return 0 if is_reproduced else 1
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the command line."""
+    parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s [--list] [ROW] [--seed N] [KEY VALUE ...]")
+    add = parser.add_argument
+    add("words", metavar="ROW KEY VALUE", nargs="*", help="the row, then options that do not change its result, e.g. "
+        "TRAIN.DATASET FOLDER")  # fmt: skip
+    add("--list", action="store_true", help="print the rows and exit")
+    add("--seed", metavar="N", type=int, help="the seed (default: the lowest of the row)")
+    add("--results", metavar="FOLDER", default=str(shipped_file("benchmarks/results")), help="the measured results "
+        "(default: those of this project)")  # fmt: skip
+    return parser
+
+
+def read_rows(folder: str) -> tuple[dict[str, list[Run]], list[str]]:
+    """Return the rows of a folder of results by name, and notes about skipped runs.
+
+    Raises:
+        ConfigError: there are none, or a file is damaged.
+    """
+    problems: list[str] = []
+    groups, notes = group_runs(read_runs([folder], problems))
+    if problems:
+        raise ConfigError(problems)
+    names = [row_name(group[0].record, group[0].record["overrides"]) for group in groups]
+    rows = {}
+    for name, group in zip(names, groups, strict=True):
+        rows[f"{name} in {group[0].path.parent}" if names.count(name) > 1 else name] = group
+    return rows, notes
+
+
+def is_option(key: str) -> bool:
+    """Tell whether a key is that of an option, or of a name in an open section."""
+    return key in OPTIONS or key.startswith(tuple(f"{section}." for section in OPEN_SECTIONS))
+
+
+def check_overrides(words: Sequence[str], row: str) -> None:
+    """Check that KEY VALUE arguments do not change the result of a row.
+
+    Raises:
+        ConfigError: one does, or a value is missing.
+    """
+    problems = []
+    if len(words) % 2:
+        problems.append(Problem("command line", f"expected KEY VALUE pairs, but {words[-1]!r} has no value"))
+    for key in words[::2]:
+        if not is_option(key):
+            problems.append(Problem(key, f"no such key{did_you_mean(key, OPTIONS)}"))
+        elif key in _FIXED or option_of(key).hashed and not option_of(key).neutral:
+            fix = "use --seed" if key == "RNG_SEED" else "remove it, or use the command train"
+            problems.append(Problem(key, f"changes the result of {row}, which is to be repeated; fix: {fix}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def build_command(record: Mapping[str, Any], seed: int, words: Sequence[str]) -> list[str]:
+    """Return the arguments that train a recorded run again.
+
+    Args:
+        record: its results.json, which may come from others: it names a shipped config, and options of a recipe.
+        seed: the seed.
+        words: further KEY VALUE arguments.
+
+    Raises:
+        ConfigError: the recorded config is not a shipped one, or a recorded option is not one of a recipe.
+    """
+    name, changes = record["config"], record["overrides"]
+    path = shipped_file("configs") / f"{name}.yaml"
+    if not (name and _CONFIG_NAME.fullmatch(name) and path.is_file()):
+        raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {path.parents[1]}"))
+    if wrong := [key for key in changes if not (is_option(key) and option_of(key).hashed)]:
+        raise ConfigError(Problem("overrides", f"got {wrong[0]!r} in the row; expected options of a recipe"))
+    values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in changes.items()]
+    processes = record["training"]["processes"]
+    nproc = ["--nproc", str(processes)] if processes > 1 else []
+    recorded = [text for pair in values for text in pair]
+    return ["train", "--cfg", str(path), *nproc, *recorded, "RNG_SEED", str(seed), *words]
+
+
+def train_again(command: Sequence[str], record: Mapping[str, Any]) -> int:
+    """Train in a child process and return its status; a signal stops it with a checkpoint.
+
+    It has the recorded number of threads, unless OMP_NUM_THREADS is set.
+    """
+    threads = record.get("environment", {}).get("threads")
+    env = {} if "OMP_NUM_THREADS" in os.environ or not isinstance(threads, int) else {"OMP_NUM_THREADS": str(threads)}
+    children: list[subprocess.Popen] = []
+
+    def forward(signum: int) -> None:
+        for child in children:
+            child.send_signal(signum)
+
+    with handled_by(forward, on_quit=forward):
+        children.append(start_command([sys.executable, "-m", "distribuuuu", *command], "reproduce", env))
+        status = children[0].wait()
+    if status not in (0, 2):  # 2: it has printed what to change
+        print("the training has not finished; rerun the same command to resume", file=sys.stderr)
+    return 128 - status if status < 0 else status

@@ -1,0 +1,119 @@
+"""Runs by the rows of a result table: reading their results.json, grouping the seeds of a config."""
+
+import contextlib
+import glob
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.records.results import FILE_NAME, read_results
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its results.json and the content of that file."""
+
+    path: Path
+    record: dict
+
+
+@contextlib.contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Append the problems of a ConfigError that the block raises."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += map(str, error.problems)
+
+
+def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Run]:
+    """Return the runs in files, folders and globs, each one once; append what cannot be read to `problems`."""
+    paths: dict[Path, Path] = {}
+    for pattern in patterns:
+        with collecting(problems):
+            for path in find_files(pattern, (FILE_NAME, "seed_*.json")):
+                paths.setdefault(path.resolve(), path)
+    runs = []
+    for path in paths.values():
+        with collecting(problems):
+            runs.append(Run(path, read_results(path)))
+    return runs
+
+
+def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
+    """Return the files that match a path or glob, and those in matching folders that match one of the names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    path = Path(pattern)
+    matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    if not matches:
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"{pattern}: no such file or folder{did_you_mean(path.name, siblings)}")
+    files = []
+    for match in matches:
+        files += sorted(file for name in names for file in match.rglob(name)) if match.is_dir() else [match]
+    if not files:
+        raise ConfigError(f"{pattern}: contains no {' or '.join(names)}")
+    return files
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
+    """Group the finished runs that differ in the seed only; return the groups and messages.
+
+    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
+    runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
+    """
+    groups: dict[tuple, list[Run]] = {}
+    notes: list[str] = []
+    of_sweeps: Counter[Path] = Counter()
+    for run in runs:
+        record, training, data = run.record, run.record["training"], run.record["data"]
+        sweep = run.path.parent.parent.parent
+        if not record["finished"] and (sweep / "sweep.json").exists():
+            of_sweeps[sweep] += 1
+            continue
+        if not record["finished"]:
+            done, planned = training["epochs_done"], training["epochs_planned"]
+            notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
+            continue
+        key = (record["config_hash"], training["global_batch"], data["num_train"], data["num_val"])
+        group = groups.setdefault(key, [])
+        same_seed = next((other for other in group if other.record["seed"] == record["seed"]), None)
+        if same_seed:
+            notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
+        else:
+            group.append(run)
+    notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
+    for group in groups.values():
+        notes += _find_differences(group)
+    return list(groups.values()), notes
+
+
+def _find_differences(group: list[Run]) -> Iterator[str]:
+    """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
+    name = row_name(group[0].record, group[0].record["overrides"])
+    software = sorted({key for run in group for key in run.record["versions"]})
+
+    def describe(run: Run) -> dict[str, str]:
+        versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
+        return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
+
+    described = [(run, describe(run)) for run in group]
+    for title in described[0][1]:
+        first: dict[str, Run] = {}
+        for run, description in described:
+            first.setdefault(description[title], run)
+        if len(first) > 1:
+            shown = "; ".join(f"{value} (seed {run.record['seed']}, {run.path})" for value, run in first.items())
+            yield f"{name}: its runs differ in the {title}: {shown}"
+
+
+def row_name(record: dict, changes: dict) -> str:
+    """Return the config of a run, or its architecture if it has none, followed by the changed options."""
+    changed = (f"{key} {value}" for key, value in changes.items())
+    return ", ".join([record["config"] or record["model"]["arch"], *changed])

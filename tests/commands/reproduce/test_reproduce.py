@@ -1,0 +1,153 @@
+"""The command reproduce: rows, refused options, the verdict, and a rerun that is stopped, resumed and compared."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import command_module
+from support.runs import ROOT, run_tool
+
+command = command_module("reproduce.reproduce")
+verdict = command_module("reproduce.verdict")
+Run = verdict.Run
+ROWS = ROOT / "benchmarks" / "results"
+RECORD = json.loads((ROWS / "shapes" / "resnet14" / "seed_0.json").read_text())
+HASHED = {
+    "weights_sha256": {"raw": "a" * 64},
+    "environment": {"device": "cpu", "threads": 1, "deterministic": True},
+    "commit": "c" * 40,
+}
+
+
+def change(record: dict, **changes) -> dict:
+    """Return a copy of a record with changes: `training__hours=2` is record["training"]["hours"] = 2."""
+    record = copy.deepcopy(record)
+    for name, value in changes.items():
+        place = record
+        *folders, key = name.split("__")
+        for folder in folders:
+            place = place[folder]
+        place[key] = value
+    return record
+
+
+def make_row(*values: float | None, **changes) -> list:
+    record = change({**RECORD, **HASHED}, **changes)
+    return [Run(Path(f"seed_{seed}.json"), change(record, seed=seed, accuracy__raw__last__top1=value))
+            for seed, value in enumerate(values)]  # fmt: skip
+
+
+@pytest.fixture
+def call(capsys):
+    """Return call(ARG, ...): exit status, standard output and standard error."""
+
+    def start(*args):
+        status = command.reproduce("reproduce", [str(arg) for arg in args])
+        return status, *capsys.readouterr()
+
+    return start
+
+
+def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
+    status, out, _ = call("--list")
+    assert status == 0 and max(map(len, out.splitlines())) <= 80
+    line = next(line for line in out.splitlines() if line.startswith("shapes/resnet14"))
+    cells = (ROOT / "docs" / "MODEL_ZOO.md").read_text().partition("| shapes/resnet14 |")[2].split(" | ")
+    interval = cells[4][cells[4].index("[") : cells[4].index("]") + 1]
+    assert interval in line and line.split()[1] == "3" and line.endswith("no")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "ROW: got none; expected a row of"),
+        (("shape/resnet14",), "did you mean shapes/resnet14"),
+        (("shapes/resnet14", "OPTIM.BASE_LR", 0.1), "OPTIM.BASE_LR: changes the result of shapes/resnet14"),
+        (("shapes/resnet14", "RNG_SEED", 1), "fix: use --seed"),
+        (("shapes/resnet14", "PLUGINS", "./evil.py"), "PLUGINS: changes the result"),
+        (("shapes/resnet14", "TRAIN.DATASETS", "x"), "TRAIN.DATASETS: no such key; did you mean TRAIN.DATASET"),
+        (("shapes/resnet14", "TRAIN.DATASET"), "'TRAIN.DATASET' has no value"),
+        (("shapes/resnet14", "--lst"), "no such flag: --lst"),
+    ],
+)
+def test_mistakes_are_named_before_a_training_starts(args, message, call):
+    status, _, error = call(*args)
+    assert status == 2 and message in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": "../../evil"}, "config: got ../../evil in the row; expected a config in"),
+        ({"config": None}, "config: got None in the row"),
+        ({"overrides": {"PLUGINS": "./evil.py"}}, "overrides: got 'PLUGINS' in the row; expected options of a recipe"),
+        ({"overrides": {"NO.SUCH": 1}}, "overrides: got 'NO.SUCH' in the row"),
+        ({"schema": 7}, "`schema`: got 7; expected 1"),
+        ({"weights_sha256": 7}, "`weights_sha256`: got 7; expected dict"),
+    ],
+)
+def test_a_record_of_others_names_no_code_and_a_damaged_one_is_reported(changes, message, call, tmp_path):
+    record = change(RECORD, **changes)
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    name = ", ".join(
+        [record["config"] or "resnet14", *(f"{key} {value}" for key, value in record["overrides"].items())]
+    )
+    status, _, error = call(name, "--results", tmp_path)
+    assert status == 2 and message in error
+
+
+def test_the_command_of_a_row_repeats_its_options_and_processes():
+    record = change(RECORD, overrides={"OPTIM.BASE_LR": 0.1, "MODEL.KWARGS.width": 8}, training__processes=2)
+    words = command.build_command(record, 3, ["OUT_DIR", "out"])
+    assert words[3:] == ["--nproc", "2", "OPTIM.BASE_LR", "0.1", "MODEL.KWARGS.width", "8", "RNG_SEED", "3",
+                         "OUT_DIR", "out"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "rerun", "is_reproduced", "texts"),
+    [
+        # The interval of 90, 91, 92 is 91 +- 2.48, that of one more run 91 +- 4.97.
+        ((90, 91, 92), {}, True, ["bitwise equal, sha256 aaaa", "reproduced: bitwise"]),
+        ((90, 91, 92), {"weights_sha256": {"raw": "b" * 64}}, False, ["no recorded condition differs", "NOT repro"]),
+        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__threads": 2}, True,
+         ["environment.threads: 1 in the row, 2 here", "reproduced: inside the 95 % interval of the row"]),
+        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "versions__torch": "9"}, True, ["versions.torch: 2.15.0"]),
+        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "commit": "d" * 40}, True, ["cccccccc in the row, dddddddd"]),
+        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__deterministic": False}, True, ["deterministic"]),
+        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 95}, True, ["not have this seed", "of a single run"]),
+        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 97}, False, ["NOT reproduced: outside"]),
+        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": None}, False, ["not decided: the result is unknown"]),
+        ((90,), {"seed": 7}, False, ["not decided: the row has one seed"]),
+    ],
+)  # fmt: skip
+def test_the_verdict(row, rerun, is_reproduced, texts):
+    runs = make_row(*row)
+    found, text = verdict.compare_run(runs, change(runs[0].record, **rerun))
+    flat = " ".join(text.split())
+    assert found == is_reproduced and all(part in flat for part in texts), text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_row_without_hashes_is_compared_by_its_interval():
+    runs = [Run(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
+    found, text = verdict.compare_run(runs, {**RECORD, **HASHED})
+    assert found and "not compared: the row has no sha256 of its weights" in text
+
+
+@pytest.mark.slow
+def test_a_row_is_rerun_bitwise_and_a_finished_rerun_is_only_compared(tmp_path, shapes_folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    data = ("DATA.NAME", "imagefolder", "TRAIN.DATASET", shapes_folder)
+    small = ("OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0, "MODEL.KWARGS.width", 8, "TRAIN.WORKERS", 0)
+    run_tool("train_net.py", "--cfg", ROOT / "configs/shapes/resnet14.yaml", *data, *small, "OUT_DIR", tmp_path / "row")
+    rows = tmp_path / "results" / "seed_0"
+    rows.mkdir(parents=True)
+    (tmp_path / "row" / "results.json").rename(rows / "results.json")
+    name = next(iter(command.read_rows(str(tmp_path / "results"))[0]))
+    monkeypatch.chdir(tmp_path)
+    words = [name, "--results", "results", "TRAIN.DATASET", str(shapes_folder), "OUT_DIR", "again"]
+    for _ in range(2):
+        assert command.reproduce("reproduce", words) == 0
+    assert command.reproduce("reproduce", [*words[:-3], str(tmp_path / "nothing"), *words[-2:]]) == 2
+    assert command.reproduce("reproduce", [*words, "--seed", "5"]) == 2  # OUT_DIR is of seed 0
