@@ -44,7 +44,7 @@ from distribuuuu.commands.pack.packer import inspect_pack
 from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
 from distribuuuu.commands.table.table import read_reported, write_block
-from distribuuuu.commands.table.tables import Run, format_table, group_runs, make_row
+from distribuuuu.commands.table.tables import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.file_check import check_images
@@ -59,6 +59,7 @@ from distribuuuu.data.packed.format import INDEX
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.predictions import write_npz as save_arrays
 from distribuuuu.records.results import read_results, replace_nonfinite
+from distribuuuu.records.run_groups import Run, group_runs
 from distribuuuu.records.stored_predictions import read_predictions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
