@@ -9,6 +9,8 @@ from setuptools.command.build_py import build_py
 
 # `distribuuuu export --to onnx` writes and runs ONNX files.
 ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
+# `mkdocs build` makes the documentation site.
+DOCS = ("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
 # Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
@@ -64,6 +66,7 @@ setup(
         "gs": ["gcsfs>=2023.12"],
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
+        "docs": [*DOCS],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
@@ -75,6 +78,8 @@ setup(
             # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
             *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
             *("tifffile>=2023.7", "pyarrow>=16"),
+            *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
+            *DOCS,
         ],
     },
 )

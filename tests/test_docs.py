@@ -44,7 +44,7 @@ README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Programs in the pages that are not part of this repository.
 OTHER_PROGRAMS = (
-    *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit"),
+    *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit", "mkdocs"),
     *("git", "mkdir", "cp", "tar", "export", "."),
 )
 SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
