@@ -4,7 +4,6 @@ An image is read at its place in the archive; nothing is unpacked.
 """
 
 import contextlib
-import hashlib
 import os
 import sys
 import zlib
@@ -21,16 +20,23 @@ from distribuuuu.config.errors import DataError, counted
 from distribuuuu.data.datasets.archive_members import (
     ArchiveError,
     Member,
-    Window,
     member_error,
     walk_archive,
     walk_tar,
 )
-from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names
+from distribuuuu.data.datasets.array_file import name_at, pack_names
 from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, first_few, is_class, is_image
-from distribuuuu.data.datasets.folder_index import JUNK_FILES, YOUNG_NS, Content, StoredIndex, open_stored
+from distribuuuu.data.datasets.folder_index import (
+    JUNK_FILES,
+    YOUNG_NS,
+    Content,
+    StoredIndex,
+    hash_text,
+    index_files,
+    open_stored,
+)
 from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
-from distribuuuu.files.untrusted import open_regular, parse_json
+from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
 MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
@@ -38,9 +44,9 @@ MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
 LABEL_KEYS = ("cls", "label", "class")
 # Seconds until the progress bar of a scan appears.
 BAR_DELAY_S = 1.0
-# Archives that a process keeps open; with more, those that were opened first are closed.
+# Archives that a process keeps open; with more, all are closed.
 _MAX_OPEN = 128
-DTYPES = {
+_DTYPES = {
     "names_bytes": np.uint8, "names_offsets": np.int64, "archive": np.int32, "offset": np.int64, "size": np.uint32,
     "packed": np.uint32, "label": np.int32, "classes_bytes": np.uint8, "classes_offsets": np.int64,
 }  # fmt: skip
@@ -78,12 +84,12 @@ class ArchiveIndex(StoredIndex):
     Args:
         source: the archives.
         meta: the ID of the scan, the time and the stamps of the archives, and what was ignored.
-        arrays: of `DTYPES`: by image the name, the number of the archive, the first byte, the size, the packed size (0:
+        arrays: by image the name, the number of the archive, the first byte, the size, the packed size (0:
             stored as it is) and the label; and the names of the classes.
         file: see `StoredIndex`.
     """
 
-    kind, version = "archive index", 1
+    kind, version, dtypes, texts = "archive index", 1, _DTYPES, ("names", "classes")
 
     def __init__(self, source: ArchiveSource, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         super().__init__(source, meta, arrays, file)
@@ -127,9 +133,8 @@ class ArchiveIndex(StoredIndex):
             status = os.fstat(file.fileno())
             if [status.st_size, status.st_mtime_ns] != self.meta["archives"][number]:
                 raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
-            while len(self._files) >= _MAX_OPEN:  # a thread that reads one still holds it open
-                with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # other threads do the same
-                    del self._files[next(iter(self._files))]
+            if len(self._files) >= _MAX_OPEN:
+                self._files = {}  # a thread that reads one still holds it open
             self._files[number] = file
         return file
 
@@ -142,33 +147,28 @@ class ArchiveIndex(StoredIndex):
         """Return the counts, e.g. '4 images in 2 archives'."""
         return f"{counted(len(self), 'image')} in {counted(len(self.source.paths), 'archive')}"
 
-    @staticmethod
-    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    @classmethod
+    def check(cls, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Raise ValueError unless all numbers refer to existing names, classes, archives and bytes."""
-        stamps, ignored = meta.get("archives", 0), meta.get("ignored", 0)
-        if not isinstance(ignored, dict) or not isinstance(stamps, list):
-            raise ValueError("has an invalid header")
-        numbers = [*ignored.values(), meta.get("num_beside"), meta.get("scanned")]
-        are_pairs = all(isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in stamps)
-        found = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-        if found != DTYPES or len(arrays) > len(DTYPES) or not all(type(number) is int for number in numbers):
-            raise ValueError("has an invalid header")
-        if not are_pairs or not all(0 <= size < 1 << 60 for size, _ in stamps):
+        super().check(meta, arrays)
+        stamps: Any = meta.get("archives")
+        is_list = isinstance(stamps, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in stamps)
+        numbers = [meta.get("scanned"), *(number for pair in stamps for number in pair)] if is_list else [None]
+        if not all(type(number) is int and number < 1 << 62 for number in numbers):
             raise ValueError("has an invalid header")
         num, sizes = len(arrays["label"]), np.array([size for size, _ in stamps], np.int64)
-        for part in ("names", "classes"):
-            offsets, total = arrays[f"{part}_offsets"], len(arrays[f"{part}_bytes"])
-            if not len(offsets) or offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
-                raise ValueError("holds inconsistent numbers of names")
-        lengths = {len(arrays[name]) for name in ("archive", "offset", "size", "packed")}
-        if lengths | {len(arrays["names_offsets"]) - 1} != {num}:
+        limits = {"archive": len(sizes), "label": len(arrays["classes_offsets"]) - 1}
+        is_full = all(len(arrays[name]) == num for name in ("archive", "offset", "size", "packed"))
+        in_range = all(((arrays[name] >= 0) & (arrays[name] < most)).all() for name, most in limits.items())
+        if not is_full or not in_range or len(arrays["names_offsets"]) != num + 1:
             raise ValueError("holds inconsistent numbers")
-        limits = (("archive", len(sizes)), ("label", len(arrays["classes_offsets"]) - 1))
-        if any(num and not 0 <= arrays[name].min() <= arrays[name].max() < most for name, most in limits):
-            raise ValueError("holds inconsistent numbers")
-        stored = np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
-        if (arrays["offset"] < 0).any() or (arrays["offset"] > sizes[arrays["archive"]] - stored).any():
+        if (arrays["offset"] < 0).any() or (_ends_of(arrays) > sizes[arrays["archive"]]).any():
             raise ValueError("holds a place outside of an archive")
+
+
+def _ends_of(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the byte after each image in its archive, int64 (N,)."""
+    return arrays["offset"] + np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
@@ -176,11 +176,9 @@ def _open_once(source: ArchiveSource, stamps: str, cache: Path, in_root: bool) -
     root = Path(source.paths[0]).parent
     names = [os.path.relpath(path, root) for path in source.paths]
     words = "\0".join([*names, source.folder, str(source.is_inside), source.layout])
-    own = hashlib.sha256(os.fsencode(words)).hexdigest()[:32]
-    real = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{words}")).hexdigest()[:32]
-    files = [root / ".distribuuuu" / f"archive-{own}.bin", cache / "index" / f"{real}.bin"]
-    scan = partial(scan_archives, source)
-    return open_stored(ArchiveIndex, source, files[0 if in_root else 1 :], scan, source.extensions)
+    own = f"archive-{hash_text(words)}.bin"
+    files = index_files(root, own, f"{os.path.realpath(root)}\0{words}", cache, in_root)
+    return open_stored(ArchiveIndex, source, files, partial(scan_archives, source), source.extensions)
 
 
 def open_archives(source: ArchiveSource, cache: Path, in_root: bool = True) -> ArchiveIndex:
@@ -227,17 +225,15 @@ def scan_archives(source: ArchiveSource, now_ns: int) -> Content:
                 with open_regular(path) as file:
                     status = os.fstat(file.fileno())
                     stamps[number] = [status.st_size, status.st_mtime_ns]
-                    window = Window(path, status.st_size, partial(os.pread, file.fileno()))
-                    for member in _list_members(window, source.layout):
-                        found.add(number, member, window)
+                    for member in _list_members(path, file, status.st_size, source.layout):
+                        found.add(number, member, file)
                         bar.update(done + member.offset - bar.n)
                     done += status.st_size
             except OSError as error:
                 raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
     arrays = found.to_arrays()
-    meta = {"scan": os.urandom(8).hex(), "extensions": list(source.extensions), "crc32": checksum_of(arrays)}
     ignored = {"ignored": dict(found.ignored), "num_beside": found.num_beside}
-    return {**meta, **ignored, "archives": stamps, "scanned": now_ns}, arrays
+    return {**ignored, "archives": stamps, "scanned": now_ns}, arrays
 
 
 def _inflate(data: bytes, size: int) -> bytes:
@@ -252,15 +248,15 @@ def _inflate(data: bytes, size: int) -> bytes:
     return content
 
 
-def _list_members(window: Window, layout: str) -> Iterator[Member]:
+def _list_members(path: str, file: IO[bytes], size: int, layout: str) -> Iterator[Member]:
     """Yield the files of an archive; for `tars`, those of the tars in it, each in a folder with the name of its tar."""
-    for member in walk_archive(window):
-        if layout != "tars":
-            yield member
-        elif member.name.endswith(".tar") and not (member.fault or member.packed):
+    for member in [*walk_archive(path, file, size)] if layout == "tars" else ():
+        if member.name.endswith(".tar") and not (member.fault or member.packed):
             folder = os.path.basename(member.name)[: -len(".tar")]
-            for inner in walk_tar(window.inside(member.name), member.offset, member.offset + member.size):
+            for inner in walk_tar(f"{path}:{printable(member.name)}", file, member.offset, member.offset + member.size):
                 yield inner._replace(name=f"{folder}/{inner.name}")
+    if layout != "tars":
+        yield from walk_archive(path, file, size)
 
 
 class _Found:
@@ -277,38 +273,38 @@ class _Found:
         self._labels: dict[tuple[int, str], int | str | None] = {}
         self._has_cls = False
 
-    def add(self, number: int, member: Member, window: Window) -> None:
+    def add(self, number: int, member: Member, file: IO[bytes]) -> None:
         """Add a member of archive `number`, unless it is hidden; raise ArchiveError if it cannot be used."""
+        path = self.source.paths[number]
         raw, _, name = member.name.rpartition("/")
         if raw not in self._cleaned or "\0" in member.name or member.name[:1] == "/":
-            self._cleaned[raw] = _clean_folder(raw, member, window)
+            self._cleaned[raw] = _clean_folder(raw, member, path)
         folder = self._cleaned[raw]
         if folder is None or name[:1] == ".":
             return
         if is_image(name, self.source.extensions):
             if member.fault or max(member.size, member.packed) > MAX_IMAGE:
                 too_large = f"has {member.size:,} bytes; expected at most {MAX_IMAGE:,}"
-                raise window.error(member.fault or too_large, member.name)
+                raise member_error(path, member.name, member.fault or too_large)
             self._folders.setdefault(folder, []).append(len(self._names))
             self._names.append(name)
-            for key, value in (("archive", number), ("offset", member.offset), ("size", member.size)):
-                self._columns[key].append(value)
-            self._columns["packed"].append(member.packed)
+            for column, value in zip(self._columns.values(), (number, *member[1:4]), strict=True):
+                column.append(value)
         elif name.lower() not in JUNK_FILES:
             self.ignored[os.path.splitext(name)[1].lower()] += 1
             if name.endswith((".cls", ".json")):
-                self._add_label(number, f"{folder}/{name.partition('.')[0]}", member, window)
+                self._add_label((number, f"{folder}/{name.partition('.')[0]}"), member, file)
 
-    def _add_label(self, number: int, key: str, member: Member, window: Window) -> None:
+    def _add_label(self, key: tuple[int, str], member: Member, file: IO[bytes]) -> None:
         label = None
         with contextlib.suppress(ValueError):  # an image without a label is an error, another file is not
             if not member.fault and max(member.size, member.packed) <= MAX_LABEL:
-                data = window.read(member.offset, member.packed or member.size)
+                data = os.pread(file.fileno(), member.packed or member.size, member.offset)
                 label = _read_label(_inflate(data, member.size) if member.packed else data, member.name)
         if member.name.endswith(".cls"):
-            self._has_cls, self._labels[number, key] = True, label
+            self._has_cls, self._labels[key] = True, label
         else:
-            self._labels.setdefault((number, key), label)
+            self._labels.setdefault(key, label)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of an `ArchiveIndex`; raise ArchiveError if there is no image, or one without a label."""
@@ -320,7 +316,7 @@ class _Found:
             beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
             expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
             raise ArchiveError(f"{self.source}: has no images in class folders{beside}; {expected}")
-        columns = {name: np.frombuffer(column, DTYPES[name])[order] for name, column in self._columns.items()}
+        columns = {name: np.frombuffer(column, _DTYPES[name])[order] for name, column in self._columns.items()}
         arrays = {**pack_names("names", names), **columns, "label": np.array(labels, np.int32),
                   **pack_names("classes", [os.fsencode(name) for name in classes])}  # fmt: skip
         self._check_overlaps(arrays)
@@ -343,18 +339,15 @@ class _Found:
             own = [self._names[image] for image in images]
             if len(set(own)) < len(own):
                 twice = next(place for place, name in enumerate(own) if name == own[place + 1])
-                self._refuse_second(images[twice : twice + 2], f"{prefix}{folder}/{own[twice]}")
+                places = (self.source.paths[self._columns["archive"][image]] for image in images[twice : twice + 2])
+                problem = "has two members of this name; fix: pack the files again, each once"
+                raise member_error(" and ".join(dict.fromkeys(places)), f"{prefix}{folder}/{own[twice]}", problem)
             order += images
             start = os.fsencode(f"{prefix}{folder}/" if folder or prefix else "").replace(b"//", b"/")
             names += [start + os.fsencode(name) for name in own]
             labels += [numbers[top]] * len(images)
         self.num_beside = len(beside)
         return order, names, labels, classes
-
-    def _refuse_second(self, images: list[int], name: str) -> None:
-        paths = dict.fromkeys(self.source.paths[self._columns["archive"][image]] for image in images)
-        fix = "fix: pack the files again, each once"
-        raise member_error(" and ".join(paths), name, f"has two members of this name; {fix}")
 
     def _select_folders(self) -> tuple[str, dict[str, list[int]]]:
         """Return the folder that holds the class folders, with a slash, or nothing; and the images by folder in it."""
@@ -400,15 +393,14 @@ class _Found:
     def _check_overlaps(self, arrays: dict[str, np.ndarray]) -> None:
         """Raise ArchiveError if two images share bytes: a small ZIP that pretends to hold more than it does."""
         order = np.lexsort((arrays["offset"], arrays["archive"]))
-        archive, start = arrays["archive"][order], arrays["offset"][order]
-        end = start + np.where(arrays["packed"], arrays["packed"], arrays["size"])[order]
+        archive, start, end = arrays["archive"][order], arrays["offset"][order], _ends_of(arrays)[order]
         if len(wrong := np.flatnonzero((archive[1:] == archive[:-1]) & (start[1:] < end[:-1]))):
             index = order[wrong[0] + 1]
             path, name = self.source.paths[arrays["archive"][index]], name_at(arrays, "names", index)
             raise member_error(path, name, "shares bytes with another member; fix: pack the archive again")
 
 
-def _clean_folder(raw: str, member: Member, window: Window) -> str | None:
+def _clean_folder(raw: str, member: Member, path: str) -> str | None:
     """Return a folder of an archive without empty parts; None: it is one of an operating system.
 
     Raises:
@@ -416,7 +408,7 @@ def _clean_folder(raw: str, member: Member, window: Window) -> str | None:
     """
     parts = [part for part in raw.split("/") if part not in ("", ".")]
     if member.name[:1] == "/" or ".." in parts or "\0" in member.name:
-        raise window.error("leads out of the archive; fix: pack it again with relative names", member.name)
+        raise member_error(path, member.name, "leads out of the archive; fix: pack it again with relative names")
     return None if any(part.lower() in JUNK_FOLDERS for part in parts) else "/".join(parts)
 
 

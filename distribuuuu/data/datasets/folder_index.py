@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,6 @@ from distribuuuu.data.datasets.array_file import (
 from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, is_class, is_folder, is_image
 from distribuuuu.files.locks import take_turn
 
-KIND, VERSION = "folder index", 2
 # More than the cores: on a network disk the threads wait for replies.
 NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
 # A folder modified this shortly before the scan may change again without a new time: file systems have coarse clocks.
@@ -43,7 +42,7 @@ NOT_KNOWN = -1
 # Files that operating systems create, in lower case; like hidden files they are not counted as ignored.
 JUNK_FILES = ("thumbs.db", "desktop.ini")
 # Types of the arrays of an index.
-DTYPES = {
+_DTYPES = {
     "names_bytes": np.uint8, "names_offsets": np.int64, "sample_folder": np.int32, "paths_bytes": np.uint8,
     "paths_offsets": np.int64, "folder_class": np.int32, "folder_mtime_ns": np.int64,
 }  # fmt: skip
@@ -64,14 +63,25 @@ class StoredIndex:
         file: the file that the arrays are mapped from; None: they are in memory.
     """
 
-    kind, version = KIND, VERSION
+    kind, version = "folder index", 2
+    # The types of the arrays, and the names in `pack_names` of those that hold texts.
+    dtypes: Mapping[str, Any] = {}
+    texts: tuple[str, ...] = ()
 
     def __init__(self, source: Any, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         self.source, self.meta, self.arrays, self.file = source, meta, arrays, file
 
-    @staticmethod
-    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    @classmethod
+    def check(cls, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Raise ValueError unless the numbers of a stored index are consistent: it may come with the data of others."""
+        ignored, found = meta.get("ignored"), {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
+        counts = [*ignored.values(), meta.get("num_beside")] if isinstance(ignored, dict) else [None]
+        if found != cls.dtypes or len(arrays) > len(found) or not all(type(count) is int for count in counts):
+            raise ValueError("has an invalid header")
+        for name in cls.texts:
+            offsets, end = arrays[f"{name}_offsets"], len(arrays[f"{name}_bytes"])
+            if not len(offsets) or offsets[0] != 0 or offsets[-1] != end or (offsets[1:] < offsets[:-1]).any():
+                raise ValueError("holds inconsistent numbers of names")
 
     def is_current(self) -> bool:
         """Return whether nothing has changed since the scan."""
@@ -109,6 +119,8 @@ class FolderIndex(StoredIndex):
         file: see `StoredIndex`.
     """
 
+    dtypes, texts = _DTYPES, ("names", "paths")
+
     def __init__(self, source: str, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         super().__init__(source, meta, arrays, file)
         self.folder = source
@@ -145,36 +157,28 @@ class FolderIndex(StoredIndex):
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [mtime for part in pool.map(find_mtimes, numbers[::step]) for mtime in part] == mtimes.tolist()
 
-    @staticmethod
-    def check(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    @classmethod
+    def check(cls, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Raise ValueError unless all numbers refer to existing names, folders and classes.
 
         An index may come with the data of others: no name may lead out of the folder.
         """
-        ignored, found = meta.get("ignored"), {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-        is_counted = isinstance(ignored, dict) and all(type(num) is int for num in ignored.values())
-        if not is_counted or type(meta.get("num_beside")) is not int or found != DTYPES or len(arrays) > len(DTYPES):
-            raise ValueError("has an invalid header")
+        super().check(meta, arrays)
         sample_folder, folder_class = arrays["sample_folder"], arrays["folder_class"]
-        for part, num in (("names", len(sample_folder)), ("paths", len(folder_class))):
-            offsets = arrays[f"{part}_offsets"]
-            if len(offsets) != num + 1 or offsets[0] != 0 or offsets[-1] != len(arrays[f"{part}_bytes"]):
-                raise ValueError("holds inconsistent numbers of names")
-        ascending = (arrays["names_offsets"], arrays["paths_offsets"], sample_folder, folder_class)
-        is_sorted = all((array[1:] >= array[:-1]).all() for array in ascending)
+        lengths = {"names_offsets": len(sample_folder) + 1, "paths_offsets": len(folder_class) + 1,
+                   "folder_mtime_ns": len(folder_class)}  # fmt: skip
+        is_full = all(len(arrays[name]) == num for name, num in lengths.items())
+        is_sorted = all((array[1:] >= array[:-1]).all() for array in (sample_folder, folder_class))
         in_range = not len(sample_folder) or 0 < sample_folder[0] <= sample_folder[-1] < len(folder_class)
         # The folder of the classes has -1, followed by all classes without a gap.
         has_all_classes = len(folder_class) and folder_class[0] == -1 and (np.diff(folder_class) <= 1).all()
-        if not (is_sorted and in_range and has_all_classes and len(arrays["folder_mtime_ns"]) == len(folder_class)):
+        if not (is_full and is_sorted and in_range and has_all_classes):
             raise ValueError("holds inconsistent numbers")
         text, offsets = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
         paths = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
         is_inside = paths[0] == [b""] and not any(part in (b"", b".", b"..") for path in paths[1:] for part in path)
-        if (
-            not is_inside
-            or 0 in arrays["paths_bytes"]
-            or any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep)))
-        ):
+        is_name = not any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep)))
+        if not is_inside or not is_name or 0 in arrays["paths_bytes"]:
             raise ValueError("holds a path outside of the folder")
 
     def describe(self) -> str:
@@ -199,11 +203,21 @@ def open_index(
     folder = str(Path(root) / split)
     if not os.path.isdir(folder):
         return FolderIndex(folder, *scan_folder(folder, time.time_ns(), extensions))
-    hashed = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
-    files = [Path(root) / ".distribuuuu" / f"index-{quote(os.fsencode(split), safe='')}.bin"]
-    files.append(cache / "index" / f"{hashed}.bin")
+    name = f"index-{quote(os.fsencode(split), safe='')}.bin"
+    files = index_files(root, name, os.path.realpath(folder), cache, in_root)
     scan = functools.partial(scan_folder, folder, extensions=extensions)
-    return open_stored(FolderIndex, folder, files[0 if in_root else 1 :], scan, extensions)
+    return open_stored(FolderIndex, folder, files, scan, extensions)
+
+
+def index_files(root: str | os.PathLike, name: str, identity: str, cache: Path, in_root: bool) -> list[Path]:
+    """Return where an index may be stored: beside the data if `in_root`, and in the cache by its identity."""
+    files = [Path(root) / ".distribuuuu" / name, cache / "index" / f"{hash_text(identity)}.bin"]
+    return files[0 if in_root else 1 :]
+
+
+def hash_text(text: str) -> str:
+    """Return 128 bits of the SHA-256 of a text, in hexadecimal digits."""
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
 
 
 def open_stored(
@@ -237,7 +251,7 @@ def open_stored(
                 if file_stamp(file) != stamp and (index := _load(family, file, source, extensions)) is not None:
                     _logger.info("%s: %s, from %s of another process", source, index.describe(), file)
                     return index
-                content = content or scan(now_ns)
+                content = content or _stamped(scan(now_ns), extensions)
                 write_arrays(file, family.kind, family.version, *content)
         except OSError as error:
             reasons.append(f"{file}: {error.strerror or error}")
@@ -247,10 +261,16 @@ def open_stored(
             _log_scan(index, start, f"stored in {file}")
             return index
         reasons.append(f"{file}: the file written cannot be read")
-    index = family(source, *(content or scan(time.time_ns())))
+    index = family(source, *(content or _stamped(scan(time.time_ns()), extensions)))
     _log_scan(index, start, "not stored")
     _logger.warning("%s is scanned at every start, since no index can be stored: %s", source, "; ".join(reasons))
     return index
+
+
+def _stamped(content: Content, extensions: tuple[str, ...]) -> Content:
+    """Return the content of a scan with its ID, the extensions and the checksum."""
+    meta, arrays = content
+    return {**meta, "scan": os.urandom(8).hex(), "extensions": list(extensions), "crc32": checksum_of(arrays)}, arrays
 
 
 def _log_scan(index: StoredIndex, start: float, stored: str) -> None:
@@ -323,9 +343,7 @@ def scan_folder(folder: str, now_ns: int, extensions: tuple[str, ...] = EXTENSIO
     top = found[""]
     ignored = sum((listing.ignored for path, listing in found.items() if path), Counter())
     found[""] = top._replace(names=b"")  # images outside the class folders have no class
-    arrays = _to_arrays(found, now_ns)
-    meta = {"scan": os.urandom(8).hex(), "extensions": list(extensions), "crc32": checksum_of(arrays)}
-    return {**meta, "ignored": dict(ignored), "num_beside": top.names.count(b"\0")}, arrays
+    return {"ignored": dict(ignored), "num_beside": top.names.count(b"\0")}, _to_arrays(found, now_ns)
 
 
 def _folders_in(place: _Folder, listing: _Listing) -> Iterator[_Folder]:

@@ -3,6 +3,7 @@
 The class of a validation image comes from the development kit or from Kaggle's solution file; nothing is unpacked.
 """
 
+import io
 import os
 import struct
 import zlib
@@ -14,7 +15,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive import Archive
-from distribuuuu.data.datasets.archive_members import ArchiveError, Window, walk_tar
+from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
 from distribuuuu.data.datasets.base import ImageDataset, first_few, is_image, list_classes, name_at
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.layouts import IMAGENET_FOLDERS, IMAGENET_TARS, missing_root
@@ -190,13 +191,12 @@ def _read_solution(path: Path) -> dict[str, str]:
 
 def _read_devkit(path: Path) -> list[bytes]:
     """Return the contents of TRUTH and META in the archive of the development kit."""
-    stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
-    content = stream.decompress(read_regular(path, _MAX_BYTES), _MAX_BYTES)
-    window = Window(str(path), len(content), lambda size, start: content[start : start + size])
-    found = {os.path.basename(member.name): member for member in walk_tar(window, 0, len(content))}
-    if missing := [name for name in (TRUTH, META) if name not in found or found[name].fault]:
+    content = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(read_regular(path, _MAX_BYTES), _MAX_BYTES)
+    members = walk_tar(str(path), io.BytesIO(content), 0, len(content))
+    found = {os.path.basename(member.name): member for member in members if not member.fault}
+    if missing := [name for name in (TRUTH, META) if name not in found]:
         raise ArchiveError(f"{path}: has no {' and no '.join(missing)}; fix: download it again")
-    return [window.read(found[name].offset, found[name].size) for name in (TRUTH, META)]
+    return [content[found[name].offset :][: found[name].size] for name in (TRUTH, META)]
 
 
 def _join_labels(source: Path, truth: bytes, meta: bytes) -> dict[str, str]:

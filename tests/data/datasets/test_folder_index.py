@@ -17,7 +17,7 @@ from torchvision import datasets as torchvision_datasets
 from distribuuuu.data.datasets import folder_index
 from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import EXTENSIONS, walk_images
-from distribuuuu.data.datasets.folder_index import KIND, VERSION, FolderIndex, open_index
+from distribuuuu.data.datasets.folder_index import FolderIndex, open_index
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 
 FILES = [
@@ -25,6 +25,8 @@ FILES = [
     "b/notes.txt", "b/no_extension", "b/many.dots.jpg", "b c/a.jpg", "b/.hidden folder/seen.jpg", "a/\u00e9t\u00e9.jpg",
     "a/\U0001f600.jpg", "a/\uff21.jpg", "a/ with spaces .jpg", "a/new\nline.jpg", "\u00fcber/1.ppm",
 ]  # fmt: skip
+
+KIND, VERSION = FolderIndex.kind, FolderIndex.version
 
 
 def make(path: Path, content: bytes = b"") -> None:
