@@ -160,7 +160,7 @@ def open_cfg(cfg) -> Splits:
             splits[name] = ScannedFolder(root / split)
             continue
         if issubclass(dataset, ImageList):  # with its own classes: unknown ones are a finding
-            splits[name] = dataset.open_split(cfg, section)
+            splits[name] = dataset.open_split(cfg, key)
             continue
         found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
         problems += [Problem(*problem, cfg.origins) for problem in found]

@@ -22,9 +22,9 @@ MAX_HEADERS, MAX_PADDING = 1 << 20, 1 << 20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 # Types of tar members that are no files of the archive: parts of a backup, and the name of a volume.
 _NO_FILES = (b"D", b"N", b"V")
-# What the two modules raise for damaged headers.
-_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, ValueError, LookupError, OverflowError, RecursionError, struct.error,
-            NotImplementedError, OSError)  # fmt: skip
+# What the two modules raise for damaged headers; an unknown version of ZIP is a RuntimeError.
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, ValueError, LookupError, OverflowError, struct.error,
+            RuntimeError, OSError)  # fmt: skip
 # The lengths of the name and of the extra field in the local header of a ZIP, after its signature.
 _LOCAL = struct.Struct("<4s22x2H")
 _ENCRYPTED, _UTF8 = 0x1, 0x800
@@ -78,6 +78,7 @@ class _Limited:
         self._file, self.left, self.seek, self.tell = file, MAX_HEADERS, file.seek, file.tell
 
     def read(self, size: int) -> bytes:
+        """Return bytes of a header; raise ReadError if they are too many."""
         self.left -= size
         if size < 0 or self.left < 0:
             raise tarfile.ReadError(f"headers of more than {MAX_HEADERS:,} bytes")

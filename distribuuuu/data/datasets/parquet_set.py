@@ -6,6 +6,7 @@ A local folder, a folder that `datasets` has written by save_to_disk, or hf://da
 `distribuuuu pack` reads. See docs/data.md.
 """
 
+import contextlib
 import fnmatch
 import functools
 import glob
@@ -13,15 +14,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.config.settings import read_settings, setting
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, file_stamp, first_few
+from distribuuuu.config.settings import setting
+from distribuuuu.data.datasets.base import file_stamp, first_few
+from distribuuuu.data.datasets.image_list import AnyLabels, SeveralTargets, TableColumns, TableSet
 from distribuuuu.data.datasets.parquet_file import ColumnFiles
+from distribuuuu.data.datasets.table_file import Layout, Names, parse_labels, sentences
 from distribuuuu.files.untrusted import parse_json, read_regular
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split.
@@ -33,16 +36,10 @@ _MAX_STATE = 16 << 20
 
 
 @dataclass
-class ParquetColumns:
-    """The keys of DATA.TABLE."""
+class ParquetColumns(TableColumns):
+    """The keys of DATA.TABLE; of `file`, the default are the names above."""
 
-    file: str = setting("", "pattern of the files below the folder of the data, {} for the split: full/{}-*.parquet")
     image: str = setting("image", "column with the bytes of the image file, or with {bytes, path}")
-    split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
-
-    def __post_init__(self) -> None:
-        if PurePath(self.file).is_absolute() or ".." in PurePath(self.file).parts:
-            raise ValueError(f"got file {self.file!r}; expected a pattern below the folder of the data")
 
 
 @dataclass
@@ -66,88 +63,84 @@ class ParquetTargets(ParquetColumns):
     targets: tuple[str, ...] = setting((), "columns of numbers, of lists of as many numbers, or of names")
 
 
-@DATASETS.register("parquet")
-class ParquetSet(ImageDataset):
-    """The images of parquet or Arrow files with one class each.
+class ParquetTable:
+    """The labels of the rows of a split; see `Table`, whose names are sorted as texts.
 
-    The classes are the names in the metadata of the training files; without them, the sorted labels, numbers by value.
+    The names of a column are those in its metadata; without them, the sorted labels, numbers by value.
 
     Args:
         root: the folder of the data or its URL.
         split: TRAIN.SPLIT or TEST.SPLIT.
         columns: DATA.TABLE.
-        names_of: the names of the classes in each column, those of the training set; None: its own.
+        key: the name in it of the columns of the labels.
 
-    Raises:
-        ConfigError: the files are missing or damaged, or have a label that the training set lacks.
+    Attributes:
+        files: the files; problems: why they cannot be read.
+        rows: the number of the row of each image.
     """
 
-    Columns: type[ParquetColumns] = ParquetLabel
-    # The key of DATA.TABLE that names the columns of the labels.
-    key = "label"
+    def __init__(self, root: str, split: str, columns: Any, key: str):
+        self.path, self.rows = root, list[int]()
+        self._values: dict[str, list[Any]] = {}
+        self.problems: tuple[str, ...] = ()
+        self.names_of: Names = {}
+        try:
+            self._read(root, split, columns, Layout(columns.image, key, getattr(columns, key), split=columns.split))
+        except ConfigError as error:
+            self.problems, self.rows = tuple(map(str, error.problems)), []
 
-    def __init__(self, root: str, split: str, columns: Any, names_of: dict[str, Any] | None = None):
-        import numpy as np
+    def _read(self, root: str, split: str, columns: Any, layout: Layout) -> None:
+        self.files = open_files(root, split, columns, layout.needed)
+        self.path, fields = self.files.paths[0], layout.columns
+        _check_type(self.files.schema.field(layout.path), self.path)
+        self.rows = [*range(len(self.files))]
+        if layout.split:
+            self.rows = [row for row, value in enumerate(self.files.read_all(layout.split)) if str(value) == split]
+        if not self.rows:
+            raise ConfigError(f"{self.path} has no image of the split {split}")
+        cells = {field: self.files.read_all(field) for field in fields}
+        for field in fields if layout.key == "targets" or len(fields) == 1 else ():
+            values, own = [cells[field][row] for row in self.rows], self.files.class_names(field)
+            self._values[field], self.names_of[field] = read_column(values, own, layout.key, f"{self.path}, {field}")
+        if not self.names_of:  # a column of 0 and 1 for each class
+            self.names_of[layout.key], problems = fields, dict[str, list[str]]()
+            for index, row in enumerate(self.rows):
+                labels = parse_labels(layout, [_to_text(cells[field][row], ()) for field in fields])
+                if isinstance(labels, str):
+                    problems.setdefault(labels, []).append(self.place(index, ""))
+                else:
+                    self._values.setdefault(layout.key, []).append([*labels] if layout.key == "labels" else labels[0])
+            if problems:
+                raise ConfigError([*sentences(self.path, problems)])
 
-        self.folder, self._image = Path(root), columns.image
-        self.fields: tuple[str, ...] = getattr(columns, self.key)
-        needed = (columns.image, *self.fields, *([columns.split] if columns.split else []))
-        self.files = open_files(root, split, columns, needed)
-        _check_type(self.files.schema.field(columns.image), self.files.paths[0])
-        self._rows = np.arange(len(self.files))
-        if columns.split:
-            self._rows = np.flatnonzero([str(value) == split for value in self.files.read_all(columns.split)])
-        if not len(self._rows):
-            raise ConfigError(f"{self.files.paths[0]} has no image of the split {split}")
-        self._read_labels(names_of)
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def _read_labels(self, names_of: dict[str, Any] | None) -> None:
-        """Read the columns of the labels."""
-        self._values: dict[str, Any] = {}
-        self.names_of: dict[str, Any] = {}
-        for column in self.fields:
-            values = self.files.read_all(column)
-            values = [values[row] for row in self._rows]
-            own = self.files.class_names(column)
-            names = names_of[column] if names_of else own or sort_names(values)
-            self._values[column] = to_numbers(values, own, names, f"{self.files.paths[0]}, column {column}")
-            self.names_of[column] = names
-        self.classes = self.names_of[self.fields[0]]
-        self.labels = self._values[self.fields[0]]
+    def values(self, column: str) -> list[Any]:
+        """Return the label of each image in a column of `names_of`: a text, a list of texts, or numbers."""
+        return self._values[column]
+
+    def place(self, index: int, text: str) -> str:
+        """Return the place of image `index` for a message."""
+        return f"{self.files.describe(self.rows[index])}{f', {text!r}' if text else ''}"
+
+
+@DATASETS.register("parquet")
+class ParquetSet(TableSet):
+    """The images of parquet or Arrow files with one class each."""
+
+    Columns: type[Any] = ParquetLabel
+    fault = "DATASET"
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "ParquetSet":
-        """Return the training or the evaluation set, which has the classes of the training set."""
-        columns = cls.read_columns(cfg)
-        trained = cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)
-        if train:
-            return trained
-        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, columns, trained.names_of)
-
-    @classmethod
-    def read_columns(cls, cfg) -> Any:
-        """Return DATA.TABLE; the default if it is invalid, which is reported elsewhere."""
-        return read_settings("DATA.TABLE", cls.Columns, cfg.DATA.TABLE)[0] or cls.Columns()
+    def read_table(cls, cfg, name: str) -> ParquetTable:
+        """Return the labels of cfg.TRAIN or cfg.TEST with the problems of its files."""
+        return ParquetTable(cfg[name].DATASET, cfg[name].SPLIT, cls.read_columns(cfg), cls.key)
 
     @classmethod
     def find_pack_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) if the files cannot be opened, or the classes do not fit."""
-        name, columns = "TRAIN" if train else "TEST", cls.read_columns(cfg)
-        if not getattr(columns, cls.key):
-            yield f"DATA.TABLE.{cls.key}", f"not set; expected columns; fix: DATA.TABLE.{cls.key} '[a, b]'"
-            return
-        if cls.key == "label" and len(columns.label) > 1:
-            fix = "fix: DATA.NAME parquet_multilabel DATA.TABLE.labels"
-            yield "DATA.TABLE.label", f"got {list(columns.label)}; expected one column; {fix}"
-            return
-        try:
-            images = cls.from_cfg(cfg, train)
-        except ConfigError as error:
-            yield from ((f"{name}.DATASET", str(problem)) for problem in error.problems)
-            return
-        if len(images.classes) != cfg.MODEL.NUM_CLASSES:
-            message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), images.files.paths[0])
-            yield "MODEL.NUM_CLASSES", message
+        yield from super().find_problems(cfg, train)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
@@ -161,18 +154,12 @@ class ParquetSet(ImageDataset):
 
     @classmethod
     def count_classes(cls, cfg) -> int:
-        """Return the number of training classes; 0 if the files cannot be opened."""
-        try:
-            return 0 if "://" in cfg.TRAIN.DATASET else len(cls.from_cfg(cfg, train=True).classes)
-        except ConfigError:
-            return 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        """Return the number of training classes; 0 if the files cannot be opened, or are at a URL."""
+        return 0 if "://" in cfg.TRAIN.DATASET else super().count_classes(cfg)
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""
-        value = self.files.read(self._image, int(self._rows[index]))
+        value = self._table.files.read(self._table.files.columns[0], self._table.rows[index])
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             raise ValueError("has no bytes; a path in the file is not followed")
@@ -180,135 +167,76 @@ class ParquetSet(ImageDataset):
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return the stamp of the file of image `index`."""
-        return file_stamp(self.files.paths[self.files.place(int(self._rows[index]))[1]])
+        files = self._table.files
+        return file_stamp(files.paths[files.place(self._table.rows[index])[1]])
 
     def describe(self, index: int) -> str:
         """Return the file and the row of image `index`."""
-        return self.files.describe(int(self._rows[index]))
+        return self._table.place(index, "")
 
     def notes(self) -> list[str]:
         """Return a warning if a row group is read for each image."""
-        if not self.files.paths[0].endswith(".parquet"):
+        files = self._table.files
+        rows = int(max(files.starts[1:] - files.starts[:-1]))
+        if rows == 1 or not self._table.path.endswith(".parquet"):
             return []
-        rows = int(max(self.files.starts[1:] - self.files.starts[:-1]))
-        fix = f"fix: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET {self.folder}"
-        note = f"a row group of up to {rows:,} images is read for each image, which is slow; {fix}"
-        return [note] if rows > 1 else []
+        fix = "fix: distribuuuu pack OUT, with the same options"
+        return [f"a row group of up to {rows:,} images is read for each image, which is slow; {fix}"]
 
 
 @DATASETS.register("parquet_multilabel")
-class ParquetMultilabel(ParquetSet):
+class ParquetMultilabel(AnyLabels, ParquetSet):
     """The images of parquet or Arrow files with any number of classes each."""
 
-    targets, key, Columns = "labels", "labels", ParquetLabels
-
-    def _read_labels(self, names_of: dict[str, Any] | None) -> None:
-        import numpy as np
-
-        if len(self.fields) > 1:
-            super()._read_labels(dict.fromkeys(self.fields, ("0", "1")))
-            self.classes = self.fields
-            self._hot = np.stack([self._values[column] for column in self.fields], axis=1).astype(bool)
-            return
-        (column,) = self.fields
-        values = self.files.read_all(column)
-        lists = [values[row] or [] for row in self._rows]
-        if not all(isinstance(labels, list) for labels in lists):
-            raise ConfigError(f"{self.files.paths[0]}, column {column}: expected lists of labels")
-        flat, own = [label for labels in lists for label in labels], self.files.class_names(column)
-        names = names_of[column] if names_of else own or sort_names(flat)
-        numbers = to_numbers(flat, own, names, f"{self.files.paths[0]}, column {column}")
-        self.classes, self.names_of = names, {column: names}
-        self._hot = np.zeros((len(lists), len(names)), bool)
-        self._hot[np.repeat(np.arange(len(lists)), list(map(len, lists))), numbers] = True
-
-    def label(self, index: int) -> Any:
-        """Return the float32 multi-hot vector (classes,) of image `index`."""
-        return self._hot[index].astype("float32")
+    Columns = ParquetLabels
 
 
 @DATASETS.register("parquet_structured")
-class ParquetStructured(ParquetSet):
-    """The images of parquet or Arrow files with several targets each: a dict by the names of the columns.
+class ParquetStructured(SeveralTargets, ParquetSet):
+    """The images of parquet or Arrow files with several targets each."""
 
-    The classes of the set are the names of the first column that has any, else the columns.
-    """
-
-    targets, key, Columns = "structured", "targets", ParquetTargets
-
-    def _read_labels(self, names_of: dict[str, Any] | None) -> None:
-        import numpy as np
-
-        self._values, self.names_of = {}, {}
-        for column in self.fields:
-            values = self.files.read_all(column)
-            values = [values[row] for row in self._rows]
-            own, place = self.files.class_names(column), f"{self.files.paths[0]}, column {column}"
-            is_text = bool(own) or any(isinstance(value, str) for value in values)
-            names = (names_of[column] if names_of else own or sort_names(values)) if is_text else ()
-            if names:
-                self._values[column] = to_numbers(values, own, names, place)
-            else:
-                self._values[column] = _to_array(values, place)
-            self.names_of[column] = names
-        self.classes = next(filter(None, self.names_of.values()), self.fields)
-        self.labels = np.zeros(len(self._rows), np.int64)
-
-    def label(self, index: int) -> dict[str, Any]:
-        """Return the targets of image `index` by the names of the columns."""
-        return {column: values[index] for column, values in self._values.items()}
+    Columns = ParquetTargets
 
 
-def _to_array(values: Sequence[Any], place: str) -> Any:
-    """Return numbers, or lists of as many numbers, as an array."""
-    import numpy as np
-
-    try:
-        array = np.array(values)
-    except ValueError:  # lists of several lengths
-        array = np.array([""])
-    if array.dtype.kind not in "biuf":
-        raise ConfigError(f"{place}: expected numbers, lists of as many numbers, or names, and no null")
-    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
-
-
-def _plain(value: Any) -> str | int | None:
-    """Return a label as text or integer; None if it is neither."""
-    return int(value) if isinstance(value, bool) else value if isinstance(value, (str, int)) else None
-
-
-def sort_names(values: Sequence[Any]) -> tuple[str, ...]:
-    """Return the labels as texts: numbers by value, names by the alphabet."""
-    known = {plain for plain in map(_plain, values) if plain is not None}
-    has_text = any(isinstance(value, str) for value in known)
-    return tuple(sorted(map(str, known)) if has_text else map(str, sorted(known)))
-
-
-def to_numbers(values: Sequence[Any], own: Sequence[str], names: Sequence[str], place: str) -> Any:
-    """Return labels as indices into `names`, int64.
+def read_column(
+    values: Sequence[Any], own: Sequence[str], key: str, place: str
+) -> tuple[list[Any], tuple[str, ...] | str]:
+    """Return the labels of a column as texts, and their names; or as numbers, and their type.
 
     Args:
-        values: numbers or names.
+        values: numbers or names; lists of them for several classes; of targets also lists of numbers.
         own: the names of numbers in this file; empty: none.
-        names: of the classes.
+        key: label, labels or targets.
         place: the file and the column, for messages.
 
     Raises:
-        ConfigError: a label is none of the names.
+        ConfigError: the values of a target are of several kinds, or those of several classes are no lists.
     """
     import numpy as np
 
-    numbers = {name: number for number, name in enumerate(names)}
-    found: dict[str | int | None, int] = {}
-    for value in {_plain(value) for value in values}:
-        name = str(value)
-        if isinstance(value, int) and own:
-            name = own[value] if 0 <= value < len(own) else ""
-        if value is None or name not in numbers:
-            hint = did_you_mean(str(value), names) or f"; the classes are {first_few(names)}"
-            raise ConfigError(f"{place}: got the label {value!r}, which is no class of the training data{hint}")
-        found[value] = numbers[name]
-    return np.array([found[_plain(value)] for value in values], dtype=np.int64)
+    if key == "targets" and not own and not any(isinstance(value, str) for value in values):
+        kind = ""
+        with contextlib.suppress(ValueError):  # lists of several lengths
+            kind = np.array(values).dtype.kind
+        if kind not in tuple("biuf"):
+            raise ConfigError(f"{place}: expected numbers, lists of as many numbers, or names, and no null")
+        return [*values], "float32" if kind == "f" else "int64"
+    if key == "labels" and not all(isinstance(value, (list, type(None))) for value in values):
+        raise ConfigError(f"{place}: expected lists of labels")
+    lists = [value or [] for value in values] if key == "labels" else [[value] for value in values]
+    known = {value for labels in lists for value in labels if isinstance(value, (int, str))}
+    has_text = any(isinstance(value, str) for value in known)
+    names = tuple(sorted(map(str, known)) if has_text else map(_to_text, sorted(known)))
+    texts = [[_to_text(value, own) for value in labels] for labels in lists]
+    return texts if key == "labels" else [text for (text,) in texts], tuple(own) or names
+
+
+def _to_text(value: Any, own: Sequence[str] = ()) -> str:
+    """Return a label as text; a number is that of a name, if there are any."""
+    value = int(value) if isinstance(value, bool) else value
+    if isinstance(value, int) and own:
+        return own[value] if 0 <= value < len(own) else f"number {value}"
+    return str(value)
 
 
 def _check_type(field: Any, path: str) -> None:

@@ -5,12 +5,14 @@ A CSV is in UTF-8 and has a header; other columns are ignored. Spaces around a f
 
 import csv
 import functools
+import itertools
 import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import near_matches
@@ -33,6 +35,8 @@ _USUAL = {
 }  # fmt: skip
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
 Problems = dict[str, list[str]]
+# By column: the names that define the labels, in the order of the classes, or the type of numbers.
+Names = dict[str, tuple[str, ...] | str]
 # The number of a line, its path and its labels.
 Row = tuple[int, str, list[str]]
 
@@ -70,6 +74,7 @@ class Table:
     """The contents of a table in a few objects for any number of images, which forked workers share.
 
     Attributes:
+        path, layout: the file and the meaning of its columns.
         names: the labels, sorted; of targets the fields.
         paths, path_offsets: the paths of the images in UTF-8, concatenated, and the start of each; see `name_at`.
         labels, label_offsets: indices into `names`, concatenated over the images, and the start of each image.
@@ -77,6 +82,8 @@ class Table:
         problems: what is wrong with the file, as sentences.
     """
 
+    path: str
+    layout: Layout
     names: tuple[str, ...] = ()
     paths: bytearray = field(default_factory=bytearray)
     path_offsets: array = field(default_factory=lambda: array("q", [0]))
@@ -88,13 +95,30 @@ class Table:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def path(self, index: int) -> str:
+    @functools.cached_property
+    def names_of(self) -> Names:
+        """The sorted names of the labels by the key of their columns; of targets by column, or the type of numbers."""
+        if self.layout.key != "targets":
+            return {self.layout.key: self.names}
+        found: Names = {}
+        for column in self.layout.columns:
+            names = sorted(set(self.values(column)))
+            numbers = [as_number(name) for name in names]
+            is_whole = all(isinstance(number, int) for number in numbers)
+            found[column] = tuple(names) if None in numbers else "int64" if is_whole else "float32"
+        return found
+
+    def values(self, column: str) -> list[Any]:
+        """Return the label of each image in a column of `names_of`: a text, or of several classes a list of texts."""
+        if self.layout.key == "labels":
+            parts = (self.labels[start:end] for start, end in itertools.pairwise(self.label_offsets))
+            return [[self.names[number] for number in part] for part in parts]
+        columns = [*self.names_of] if self.layout.key == "label" else self.layout.columns
+        return [self.names[number] for number in self.labels[columns.index(column) :: len(columns)]]
+
+    def image(self, index: int) -> str:
         """Return the path of image `index` as in the table."""
         return name_at(self.paths, self.path_offsets, index)
-
-    def labels_of(self, index: int) -> array:
-        """Return the labels of image `index` as indices into `names`."""
-        return self.labels[self.label_offsets[index] : self.label_offsets[index + 1]]
 
     def place(self, index: int, text: str) -> str:
         """Return the place of image `index` in the table for a message."""
@@ -117,7 +141,7 @@ def read_table(path: str | os.PathLike, layout: Layout) -> Table:
 @functools.lru_cache(maxsize=4)
 def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
     problems: Problems = {}
-    table = Table()
+    table = Table(path, layout)
     is_one_hot = len(layout.columns) > 1 and layout.key != "targets"
     numbers: dict[str, int] = {name: number for number, name in enumerate(layout.columns)} if is_one_hot else {}
     first_lines: dict[str, int] = {}
@@ -130,17 +154,17 @@ def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
                 problems.setdefault("names an image again", []).append(place)
                 continue
             first_lines[key] = line
-            names = _parse_labels(layout, cells)
+            names = parse_labels(layout, cells)
             if isinstance(names, str):
                 problems.setdefault(names, []).append(f"line {line}, {image!r}")
             else:
                 table.add(image, [numbers.setdefault(name, len(numbers)) for name in names], line)
     except ConfigError as error:
-        return Table(problems=tuple(map(str, error.problems)))
+        return Table(path, layout, problems=tuple(map(str, error.problems)))
     except OSError as error:
-        return Table(problems=(f"{path} cannot be read: {error.strerror or error}",))
+        return Table(path, layout, problems=(f"{path} cannot be read: {error.strerror or error}",))
     except (UnicodeError, csv.Error) as error:
-        return Table(problems=(f"{path} is not a CSV in UTF-8: {error}",))
+        return Table(path, layout, problems=(f"{path} is not a CSV in UTF-8: {error}",))
     # From the order of appearance to alphabetical order.
     table.names = tuple(sorted(numbers))
     places = {name: place for place, name in enumerate(table.names)}
@@ -153,8 +177,8 @@ def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
     return table
 
 
-def _parse_labels(layout: Layout, cells: Sequence[str]) -> Sequence[str] | str:
-    """Return the labels in the fields of an image, or what is wrong with them."""
+def parse_labels(layout: Layout, cells: Sequence[Any]) -> Sequence[str] | str:
+    """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
     if layout.key == "targets":
         return cells if all(cells) else "has images without a target"
     if len(cells) > 1:
@@ -163,9 +187,22 @@ def _parse_labels(layout: Layout, cells: Sequence[str]) -> Sequence[str] | str:
             return "has values other than 0 and 1 in columns of one class each"
         names = [name for name, bit in zip(layout.columns, bits, strict=True) if bit]
         return names if layout.key == "labels" or len(names) == 1 else "has images without exactly one 1"
-    parts = map(str.strip, cells[0].split(";")) if layout.key == "labels" else cells
+    parts = cells
+    if layout.key == "labels":
+        parts = cells[0] if isinstance(cells[0], list) else [*map(str.strip, cells[0].split(";"))]
     names = list(dict.fromkeys(name for name in parts if name))
     return names if names or layout.key == "labels" else "has images without a label"
+
+
+def as_number(text: str) -> int | float | None:
+    """Return a field as a number that a tensor can hold; None if it is none."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        return number if -(2**63) <= number < 2**63 else None
+    return None
 
 
 def csv_line(cells: Sequence[str]) -> str:
@@ -291,7 +328,7 @@ def list_missing(folder: Path, table: Table) -> list[str]:
     places = []
     listed: dict[str, frozenset[str]] = {}
     for index in range(len(table)):
-        image = os.path.join(folder, table.path(index))
+        image = os.path.join(folder, table.image(index))
         parent, name = os.path.split(image)
         if parent not in listed:
             try:
@@ -299,7 +336,7 @@ def list_missing(folder: Path, table: Table) -> list[str]:
             except (OSError, ValueError):  # ValueError: a path with a NUL
                 listed[parent] = frozenset()
         if name not in listed[parent] and not os.path.isfile(image):  # on a case-insensitive disk it may still exist
-            places.append(table.place(index, table.path(index)))
+            places.append(table.place(index, table.image(index)))
     return places
 
 
