@@ -3,7 +3,6 @@
 import os
 import shlex
 import time
-from bisect import bisect_right
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
@@ -35,32 +34,13 @@ Splits = dict[str, ImageDataset]
 WHOLE = "all"
 
 
-class ScannedFolder(ImageDataset):
-    """The images of CLASS/IMAGE below a folder, scanned anew; the index of the folder stays in memory.
-
-    Attributes:
-        folder: the folder with the class folders.
-        index: the images in compact arrays.
-    """
-
-    has_files = True
+class ScannedFolder(ImageFolder):
+    """The images of CLASS/IMAGE below a folder, scanned anew; the index of the folder stays in memory."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.index = FolderIndex(str(folder), *scan_folder(str(folder), time.time_ns()))
-        self.classes = self.index.classes
-        self._ends = [self.index.class_bounds(number)[1] for number in range(len(self.classes))]
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def label(self, index: int) -> int:
-        """Return the class index of image `index`."""
-        return bisect_right(self._ends, index)
-
-    def describe(self, index: int) -> str:
-        """Return the file of image `index`."""
-        return self.index.path(index)
+        self.use_index(self.index, None)
 
     def list_unreadable(self) -> dict[str, str]:
         """Return the folders that cannot be listed, with the reason."""

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
@@ -25,6 +26,9 @@ from distribuuuu.data.datasets.layouts import (
     missing_root,
     missing_split,
 )
+
+if TYPE_CHECKING:
+    from distribuuuu.data.datasets.folder_index import FolderIndex
 
 
 @DATASETS.register("imagefolder")
@@ -54,7 +58,11 @@ class ImageFolder(SplitDataset):
         from distribuuuu.data.datasets.folder_index import open_index
 
         self.folder = Path(root) / split
-        self._index = open_index(root, split, cache_folder(cache_dir), self.index_in_root, extensions)
+        self.use_index(open_index(root, split, cache_folder(cache_dir), self.index_in_root, extensions), classes)
+
+    def use_index(self, index: "FolderIndex", classes: tuple[str, ...] | None) -> None:
+        """Read the images of an index; `classes` define the labels, None: its own."""
+        self._index = index
         self.classes = classes or self._index.classes
         numbers = {name: number for number, name in enumerate(self._index.classes)}
         # Empty for classes that the split lacks.

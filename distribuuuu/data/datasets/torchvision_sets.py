@@ -291,15 +291,12 @@ def _find_labels(data: Any) -> Any:
     """Return the labels of a data set, int64 (N,), without decoding images where its attributes tell."""
     import numpy as np
 
-    for name in ("targets", "labels", "_labels", "y"):
+    for name in ("targets", "labels", "_labels", "y", "_samples", "samples"):
         values = getattr(data, name, None)
         if values is not None and len(values) == len(data):
-            labels = np.asarray(values, dtype=np.int64)
+            is_pair = len(values) > 0 and isinstance(values[0], tuple)
+            labels = np.asarray([pair[1] for pair in values] if is_pair else values, dtype=np.int64)
             return labels[:, 0] if labels.ndim == 2 else labels  # QMNIST describes an image by several numbers
-    for name in ("_samples", "samples"):
-        values = getattr(data, name, None)
-        if values is not None and len(values) == len(data):
-            return np.array([pair[1] for pair in values], dtype=np.int64)
     return np.array([data[index][1] for index in range(len(data))], dtype=np.int64)
 
 
