@@ -20,7 +20,7 @@ from support.archives import add, archive_folder, files_of, write_tar, write_zip
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of
 from support.commands import command_module
 from support.processes import on_processes
-from support.runs import assert_same_run, small_options, train_and_stop
+from support.runs import assert_same_run, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.errors import DataError
@@ -36,7 +36,6 @@ from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.records.stored_predictions import read_predictions
 from distribuuuu.trainer import train_model
 
-KINDS = ("tar", "pax", "tars", "zip", "deflated", "shards", "one zip")
 JPEG = b"\xff\xd8 not read here"
 
 
@@ -46,19 +45,6 @@ def open_one(path: Path, **fields) -> archive_index.ArchiveIndex:
 
 def names_of(index: archive_index.ArchiveIndex) -> list[str]:
     return [index.name(number) for number in range(len(index))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, kind):
-    root = archive_folder(image_folder, tmp_path, kind)
-    words = "TRAIN.DATASET", root, "TEST.DATASET", root, "DATA.NAME", "archive"
-    for train in (True, False):
-        expected = batches_of(small_cfg("TRAIN.WORKERS", 0), train)
-        for way in WAYS if kind == "deflated" else WAYS[:2]:
-            assert_same_batches(batches_of(small_cfg(*words, *way), train), expected)
-    images, folder = Archive.from_cfg(small_cfg(*words), True), ImageFolder(image_folder, "train")
-    assert len(images.classes) == 3 and [images.read(i) for i in range(48)] == [folder.read(i) for i in range(48)]
-    assert not list(find_run_problems(small_cfg(*words), train=True))
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -466,24 +452,6 @@ def test_an_archive_that_changes_ends_the_run(image_folder, small_cfg, tmp_path,
     aged(root / "train.tar")
     with pytest.raises(DataError, match=r"^\S+train.tar: has changed since the start of the run; fix: start it again$"):
         list(loader.batches_from(seed=5, epoch=1, first_step=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tar", "shards"])
-def test_a_killed_run_resumes_bitwise(image_folder, finished_run, tmp_path, monkeypatch, kind):
-    root = archive_folder(image_folder, tmp_path / "data", kind)
-    words = "DATA.NAME", "archive", "TRAIN.WORKERS", 1, "CHECKPOINT.EVERY_STEPS", 3
-    train_and_stop(load_cfg(None, small_options(root, tmp_path / "out", *words)), (0, 3), monkeypatch)
-    assert_same_run(train_on(root, tmp_path / "out", *words), finished_run)
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_on_class_folders(image_folder, tmp_path):
-    root = archive_folder(image_folder, tmp_path / "data", "tar")
-    on_processes(2, partial(train_on, root, tmp_path / "archive", "DATA.NAME", "archive"))
-    on_processes(2, partial(train_on, image_folder, tmp_path / "folder"))
-    assert_same_run(tmp_path / "archive", tmp_path / "folder")
-    assert_same_predictions(tmp_path / "archive", tmp_path / "folder")
 
 
 def run_command(name: str, *words: object) -> int:

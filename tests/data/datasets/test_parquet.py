@@ -4,13 +4,11 @@ import json
 import pickle
 import re
 
-import numpy as np
 import pytest
 from mutations import count_verdicts
-from support.batches import WAYS, assert_same_batches, batches_of
+from support.batches import assert_same_batches, batches_of
 from support.packs import pack
-from support.processes import on_processes
-from support.runs import assert_same_run, timeless, train_and_stop
+from support.sources import NAMES, image_rows, save_to_disk, to_arrow, write_parquet
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
@@ -20,47 +18,8 @@ from distribuuuu.data.datasets.parquet_file import ColumnFiles
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.packed.format import is_valid_targets
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.trainer import train_model
 
 pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
-NAMES = ("ant", "bee", "cat")
-
-
-def rows_of(image_folder, split: str) -> list[dict]:
-    paths = sorted((image_folder / split).rglob("*.jpg"))
-    return [
-        {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": NAMES.index(path.parent.name),
-         "name": path.parent.name, "tags": [0, 2] if number % 3 else [], "kind": "yx"[number % 2],
-         "box": [number / 8, 1.0], "fold": split}
-        for number, path in enumerate(paths)
-    ]  # fmt: skip
-
-
-def to_table(rows: list[dict], names: tuple[str, ...] | None = NAMES):
-    table = pyarrow.Table.from_pylist(rows)
-    class_label = {"names": list(names or ()), "_type": "ClassLabel"}
-    features = {"image": {"_type": "Image"}, "label": class_label, "tags": {"feature": class_label, "_type": "List"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
-    return table.replace_schema_metadata(metadata)
-
-
-def write_shards(folder, table, name: str, group: int = 10) -> None:
-    """Write a table as two parquet files of row groups of `group` images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate((table.slice(0, 20), table.slice(20))):
-        parquet.write_table(part, folder / name.format(f"{number:05d}-of-00002"), row_group_size=group)
-
-
-def save_to_disk(folder, table) -> None:
-    """Write a table as `datasets` does."""
-    folder.mkdir(parents=True)
-    for number, part in enumerate((table.slice(0, 20), table.slice(20))):
-        path = folder / f"data-0000{number}-of-00002.arrow"
-        with open(path, "wb") as file, pyarrow.ipc.new_stream(file, part.schema) as writer:
-            writer.write_table(part, max_chunksize=8)
-    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": folder.name}))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +27,8 @@ def root(image_folder, tmp_path_factory):
     """The images of `image_folder` in the layouts hub/data/SPLIT-NUMBER.parquet and disk/SPLIT/."""
     root = tmp_path_factory.mktemp("parquet")
     for split in ("train", "val"):
-        table = to_table(rows_of(image_folder, split))
-        write_shards(root / "hub" / "data", table, f"{split}-{{}}.parquet")
+        table = to_arrow(image_rows(image_folder, split))
+        write_parquet(root / "hub" / "data", table, f"{split}-{{}}.parquet")
         save_to_disk(root / "disk" / split, table)
     return root
 
@@ -79,15 +38,9 @@ def cfg_of(small_cfg, root):
     return lambda *words: small_cfg("DATA.NAME", "parquet", "TRAIN.DATASET", root / "hub", *words)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_batches_are_those_of_the_class_folders(cfg_of, small_cfg, way):
-    for train in (True, False):
-        assert_same_batches(batches_of(cfg_of(*way), train), batches_of(small_cfg(*way), train))
-
-
 def test_arrow_and_names_and_one_file_with_a_column_of_the_split(cfg_of, small_cfg, image_folder, root, tmp_path):
-    rows = [*rows_of(image_folder, "train"), *rows_of(image_folder, "val")]
-    write_shards(tmp_path, to_table(rows, None), "all-{}.parquet")
+    rows = [*image_rows(image_folder, "train"), *image_rows(image_folder, "val")]
+    write_parquet(tmp_path, to_arrow(rows, None), "all-{}.parquet")
     for words in (("TRAIN.DATASET", root / "disk"), ("DATA.TABLE.label", "name"),
                   ("TRAIN.DATASET", tmp_path, "DATA.TABLE", "{file: all-*.parquet, label: name, split: fold}"),
                   ("TRAIN.DATASET", tmp_path, "DATA.TABLE.split", "fold", "DATA.TABLE.label", "name")):  # fmt: skip
@@ -106,9 +59,9 @@ def test_arrow_and_names_and_one_file_with_a_column_of_the_split(cfg_of, small_c
 
 
 def test_labels_without_names_are_sorted_by_value(cfg_of, image_folder, tmp_path):
-    rows = [{**row, "label": 5 * row["label"]} for row in rows_of(image_folder, "train")]
+    rows = [{**row, "label": 5 * row["label"]} for row in image_rows(image_folder, "train")]
     for split in ("train", "val"):
-        write_shards(tmp_path, to_table(rows, None), f"{split}-{{}}.parquet")
+        write_parquet(tmp_path, to_arrow(rows, None), f"{split}-{{}}.parquet")
     assert build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True).classes == ("0", "5", "10")
 
 
@@ -177,10 +130,10 @@ def test_mistakes_are_reported_before_the_start(cfg_of, message):
 
 
 def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
-    rows = rows_of(image_folder, "train")
-    write_shards(tmp_path, to_table(rows), "train-{}.parquet")
+    rows = image_rows(image_folder, "train")
+    write_parquet(tmp_path, to_arrow(rows), "train-{}.parquet")
     for wrong in (-1, 3, None):
-        write_shards(tmp_path, to_table([*rows[:-1], {**rows[-1], "label": wrong}]), "val-{}.parquet")
+        write_parquet(tmp_path, to_arrow([*rows[:-1], {**rows[-1], "label": wrong}]), "val-{}.parquet")
         with pytest.raises(ConfigError, match=rf"lacks: val-00001-of-00002.parquet, row 28, '(number )?{wrong}'"):
             build_images(cfg_of("TRAIN.DATASET", tmp_path), train=False)
 
@@ -191,7 +144,7 @@ def test_damaged_files_are_one_error(cfg_of, root, image_folder, tmp_path):
         (tmp_path / "train.parquet").write_bytes(content)
         with pytest.raises(ConfigError, match=rf"{tmp_path}/train.parquet cannot be read: "):
             get_dataset("parquet").from_cfg(cfg_of("TRAIN.DATASET", tmp_path), train=True)
-    table = to_table(rows_of(image_folder, "train"))
+    table = to_arrow(image_rows(image_folder, "train"))
     save_to_disk(tmp_path / "train", table)
     (tmp_path / "train.parquet").unlink()
     for names in (["../train.parquet"], [], "x", [3]):
@@ -206,16 +159,6 @@ def test_a_missing_package_is_named(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pip install 'distribuuuu\\[parquet\\]'"):
         ColumnFiles([str(root / "hub/data/train-00000-of-00002.parquet")], ["image"])
-
-
-def test_a_stopped_run_goes_on_bitwise(cfg_of, small_cfg, tmp_path, monkeypatch):
-    train_model(small_cfg("OUT_DIR", tmp_path / "folder"))
-    cfg = cfg_of("CHECKPOINT.EVERY_STEPS", 1)
-    train_and_stop(cfg, (1, 2), monkeypatch)
-    cfg = cfg_of("CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 3)
-    train_model(cfg)
-    assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
-    assert_same_run(cfg.OUT_DIR, tmp_path / "folder")
 
 
 def test_a_pack_of_several_targets(cfg_of, root, tmp_path):
@@ -258,25 +201,3 @@ def test_damaged_tables_are_read_or_refused_by_name(tmp_path):
     counts, violations = count_verdicts(fuzz_tables.run_trials(tmp_path, 150, 1))
     assert not violations, "\n".join(violations)
     assert len(counts) == 9 and sum(verdicts["refused"] for verdicts in counts.values()) > 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["parquet", "table"])
-def test_two_processes_train_and_evaluate_as_on_class_folders(cfg_of, small_cfg, image_folder, tmp_path, source):
-    words = ("TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1)
-    if source == "table":
-        for split in ("train", "val"):
-            columns = {"id": [], "kind": []}
-            for path in sorted((image_folder / split).rglob("*.jpg")):
-                columns["id"].append(str(path))
-                columns["kind"].append(path.parent.name)
-            parquet.write_table(pyarrow.table(columns), tmp_path / f"{split}.parquet")
-        table = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "DATA.TABLE", "{path: id, label: kind}")
-        cfg = small_cfg(*table, *words, "OUT_DIR", tmp_path / "own")
-    else:
-        cfg = cfg_of(*words, "OUT_DIR", tmp_path / "own")
-    on_processes(2, train_model, cfg)
-    on_processes(2, train_model, small_cfg(*words, "OUT_DIR", tmp_path / "folder"))
-    assert_same_run(tmp_path / "own", tmp_path / "folder")
-    own, folder = (np.load(tmp_path / name / "predictions.npz") for name in ("own", "folder"))
-    assert all(np.array_equal(own[name], folder[name]) for name in ("label", "loss", "logits") if name in folder)

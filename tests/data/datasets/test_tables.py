@@ -1,45 +1,17 @@
 """Tables with any columns: the words of DATA.TABLE, one-hot columns, splits by a column, several targets, parquet."""
 
-import csv
 import pickle
 import re
 
 import pytest
 import torch
-from support.batches import WAYS, assert_same_batches, batches_of
-from support.runs import assert_same_run, timeless, train_and_stop
+from support.batches import assert_same_batches, batches_of
+from support.sources import DELIMITERS, NAMES, list_rows, write_rows
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.loader import build_images
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.trainer import train_model
-
-NAMES = ("ant", "bee", "cat")
-ENDINGS = {"csv": ",", "tsv": "\t", "txt": ";"}
-
-
-def rows_of(image_folder, split: str) -> list[dict]:
-    """Return for each image its name in several forms, its class in several forms, and a split."""
-    rows = []
-    for number, path in enumerate(sorted((image_folder / split).rglob("*.jpg"))):
-        name = path.parent.name
-        row = {"path": str(path), "id": f"{name}/{path.stem}", "label": name, "breed": name, "number": number % 5,
-               "weight": number / 4, "fold": split, "kind": "xy"[number % 2]}  # fmt: skip
-        rows.append(row | {f"is_{other}": int(other == name) for other in NAMES})
-    return rows
-
-
-def write_rows(path, rows: list[dict], delimiter: str = ",") -> None:
-    if path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=10)
-        return
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
+from distribuuuu.engine.preflight import find_run_problems
 
 
 @pytest.fixture
@@ -53,20 +25,9 @@ def tables(image_folder, tmp_path):
 
     def write(ending: str) -> None:
         for split in ("train", "val"):
-            write_rows(tmp_path / f"{split}.{ending}", rows_of(image_folder, split), ENDINGS.get(ending, ","))
+            write_rows(tmp_path / f"{split}.{ending}", list_rows(image_folder, split), DELIMITERS.get(ending, ","))
 
     return write
-
-
-@pytest.mark.parametrize("ending", ["csv", "tsv", "txt", "parquet"])
-def test_batches_are_those_of_the_class_folders(cfg_of, small_cfg, tables, ending):
-    tables(ending)
-    words = ("DATA.TABLE", "{file: '{}.txt', delimiter: ;, label: breed}") if ending == "txt" else ()
-    cfg = resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0, *words))
-    assert find_run_problems(cfg, train=True) == []
-    for train in (True, False):
-        for way in WAYS[1:] if train and ending == "csv" else [()]:
-            assert_same_batches(batches_of(cfg_of(*words, *way), train), batches_of(small_cfg(*way), train))
 
 
 def test_kaggle_needs_the_words_that_the_message_names(cfg_of, image_folder, tmp_path):
@@ -89,7 +50,7 @@ ONE_HOT = ", ".join(f"is_{name}" for name in NAMES)
 
 
 def test_one_hot_columns_and_a_column_of_the_split(cfg_of, small_cfg, image_folder, tmp_path):
-    write_rows(tmp_path / "all.csv", [*rows_of(image_folder, "train"), *rows_of(image_folder, "val")])
+    write_rows(tmp_path / "all.csv", [*list_rows(image_folder, "train"), *list_rows(image_folder, "val")])
     words = ("DATA.TABLE", f"{{label: [{ONE_HOT}], split: fold}}")
     cfg = cfg_of(*words)
     assert find_run_problems(cfg, train=True) == []
@@ -105,7 +66,7 @@ def test_one_hot_columns_and_a_column_of_the_split(cfg_of, small_cfg, image_fold
 def test_several_targets(small_cfg, image_folder, tmp_path):
     class_of = {}
     for split in ("train", "val"):
-        rows = rows_of(image_folder, split)
+        rows = list_rows(image_folder, split)
         class_of[split] = rows
         write_rows(tmp_path / f"{split}.csv", rows if split == "train" else [row for row in rows if row["kind"] == "y"])
     words = ("DATA.NAME", "structured", "TASK.NAME", "own", "TRAIN.DATASET", tmp_path, "DATA.TABLE.targets",
@@ -173,14 +134,3 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables, tmp_path):
     tables("csv")
     (problem,) = find_run_problems(cfg_of("DATA.TABLE.file", "train.csv", "MODEL.NUM_CLASSES", 3), train=True)
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
-
-
-def test_a_stopped_run_goes_on_bitwise(cfg_of, small_cfg, tables, tmp_path, monkeypatch):
-    tables("tsv")
-    train_model(small_cfg("OUT_DIR", tmp_path / "folder"))
-    cfg = cfg_of("DATA.TABLE", "{label: breed}", "CHECKPOINT.EVERY_STEPS", 1)
-    train_and_stop(cfg, (1, 2), monkeypatch)
-    cfg = cfg_of("DATA.TABLE", "{label: breed}", "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.WORKERS", 3)
-    train_model(cfg)
-    assert timeless(cfg.OUT_DIR) == timeless(tmp_path / "folder")
-    assert_same_run(cfg.OUT_DIR, tmp_path / "folder")

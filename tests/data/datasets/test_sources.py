@@ -1,0 +1,88 @@
+"""Every source of images: the batches, the killed run and the predictions of class folders with the same images."""
+
+import multiprocessing
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.batches import WAYS, assert_same_batches, batches_of
+from support.processes import on_processes
+from support.runs import assert_same_run, small_options
+from support.sources import SOURCES, write_source
+
+from distribuuuu import trainer
+from distribuuuu.config import load_cfg
+from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems
+
+# Each source with two of the ways in the default tier, with all of them in the slow one.
+CASES = [pytest.param(source, way, marks=() if place in (0, 1 + number % 4) else pytest.mark.slow)
+         for number, source in enumerate(SOURCES) for place, way in enumerate(WAYS)]  # fmt: skip
+EVERY_STEP = ("CHECKPOINT.EVERY_STEPS", 1)
+
+
+@pytest.mark.parametrize("source, way", CASES)
+def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, source, way):
+    words, plain = write_source(source, image_folder, tmp_path / "data")
+    own, folders = small_cfg(*words), small_cfg(*plain)
+    assert not list(find_run_problems(own, train=True))
+    for train in (True, False):
+        assert_same_batches(batches_of(small_cfg(*words, *way), train), batches_of(folders, train))
+        images, expected = build_images(own, train), build_images(folders, train)
+        assert len(images) == len(expected) and len(images.classes) == len(expected.classes)
+        assert all(images.read(i) == expected.read(i) for i in range(0, len(images), 7))
+
+
+def train_on(root: Path, out: Path, *words: object, kill_in: int | None = None) -> None:
+    """Train a small run; kill this process in a step."""
+    train_step, steps = trainer.train_step, iter(range(10**6))
+
+    def count_and_train(*args):
+        if next(steps) == kill_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(*args)
+
+    trainer.train_step = count_and_train
+    try:
+        trainer.train_model(load_cfg(None, small_options(root, out, *words)))
+    finally:
+        trainer.train_step = train_step
+
+
+def assert_same_predictions(one: Path, other: Path) -> None:
+    own, expected = (np.load(out / "predictions.npz") for out in (one, other))
+    for name in ("label", "loss", "logits"):
+        np.testing.assert_array_equal(own[name], expected[name])
+    assert len(own["path"]) == len(set(own["path"])) == len(expected["path"])
+
+
+@pytest.mark.parametrize("source", [pytest.param(source, marks=() if source == "archive shards" else pytest.mark.slow)
+                                    for source in SOURCES])  # fmt: skip
+def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
+    words, plain = write_source(source, image_folder, tmp_path / "data")
+    own, folders = tmp_path / "own", tmp_path / "folders"
+    process = multiprocessing.get_context("fork").Process(
+        target=train_on, args=(image_folder, own, *words, *EVERY_STEP), kwargs={"kill_in": 6}
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    train_on(image_folder, own, *words, *EVERY_STEP, "TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")
+    assert "resumed" in (own / "train.log").read_text()
+    train_on(image_folder, folders, *plain)
+    assert_same_run(own, folders)
+    assert_same_predictions(own, folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_two_processes_train_as_on_class_folders(image_folder, tmp_path, source):
+    words, plain = write_source(source, image_folder, tmp_path / "data")
+    one = ("OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
+    on_processes(2, partial(train_on, image_folder, tmp_path / "own", *words, *one, "TRAIN.WORKERS", 1))
+    on_processes(2, partial(train_on, image_folder, tmp_path / "folders", *plain, *one))
+    assert_same_run(tmp_path / "own", tmp_path / "folders")
+    assert_same_predictions(tmp_path / "own", tmp_path / "folders")
