@@ -10,7 +10,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.data.datasets.base import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
-from distribuuuu.data.datasets.layouts import ARCHIVES
+from distribuuuu.data.datasets.layouts import ARCHIVES, TABLES, describe_archives
 from distribuuuu.files.untrusted import open_regular
 
 
@@ -31,7 +31,7 @@ def list_images(paths: Sequence[str]) -> list[str]:
             own = list(_expand(path, EXTENSIONS)) or list(_expand(path, ALL_EXTENSIONS))
             found += own
             if not own:
-                problems.append(f"PATHS: {path}: holds no image")
+                problems.append(f"PATHS: {path}: holds no image{describe_archives(Path(path))}")
         except OSError as error:
             problems.append(f"PATHS: {error.filename or path}: {_describe(error, path)}")
         except UnicodeDecodeError:
@@ -57,9 +57,11 @@ def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
         if path.lower().endswith(".txt"):
             with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
                 yield from _lines(file)
-        elif path.lower().endswith(ARCHIVES):
-            fix = "fix: unpack it, or evaluate it by `distribuuuu test` with DATA.NAME archive"
-            raise OSError(22, f"is an archive; expected images, folders or lists; {fix}")
+        elif path.lower().endswith((*ARCHIVES, *TABLES)):
+            what, fix = "an archive", "fix: unpack it, or evaluate it by `distribuuuu test` with DATA.NAME archive"
+            if path.lower().endswith(TABLES):
+                what, fix = "a table", "fix: name its image files, or evaluate it by `distribuuuu test`"
+            raise OSError(22, f"is {what}; expected images, folders or lists; {fix}, whose predictions.npz names them")
         else:
             yield path
     elif glob.has_magic(path):

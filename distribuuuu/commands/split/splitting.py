@@ -19,8 +19,8 @@ from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
-from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
-from distribuuuu.data.datasets.table_file import csv_line
+from distribuuuu.data.datasets.layouts import TABLES, describe_archives, find_inner_root, find_splits, missing_root
+from distribuuuu.data.datasets.table_file import csv_line, find_tables
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.files.untrusted import open_regular
@@ -52,6 +52,9 @@ def list_class_images(folder: Path) -> Images:
     Raises:
         ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
     """
+    if table := _find_table(folder):
+        fix = "fix: add a column with the split of each row, and set DATA.TABLE.split to its name"
+        raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; {fix}")
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []
@@ -72,6 +75,15 @@ def list_class_images(folder: Path) -> Images:
         named = first_few([ascii(name) for name in unsuitable])
         raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {named}; fix: rename them")
     return Images(folder, names, [label for _, label in found], classes)
+
+
+def _find_table(folder: Path) -> Path | None:
+    """Return a table in place of a folder, or the first one in a folder without class folders of images; else None."""
+    if folder.is_file():
+        return folder if folder.suffix.lower() in TABLES else None
+    tables = [folder / name for name in find_tables(folder)] or sorted(folder.glob("*/*.parquet"))
+    is_listed = not tables or any(True for name in list_classes(folder) for _ in walk_images(folder / name))
+    return None if is_listed else tables[0]
 
 
 def _fits_in_list(name: str) -> bool:

@@ -24,7 +24,8 @@ _UNPACK = "or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, then use 
 _TOOLS = {
     "gzip": (".tar.gz", ".tgz"), "bzip2": (".tar.bz2", ".tbz2"), "xz": (".tar.xz", ".txz"), "zstd": (".tar.zst",),
 }  # fmt: skip
-# Endings of archives.
+# Endings of tables, and of archives.
+TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 ARCHIVES = (".zip", ".tar", *(ending for endings in _TOOLS.values() for ending in endings))
 _FILES = (
     ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),

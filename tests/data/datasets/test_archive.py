@@ -469,7 +469,7 @@ def test_commands_read_archives_or_say_why_not(image_folder, tmp_path, capsys):
     assert [bytes(packed.read(i)) for i in range(48)] == [folder.read(i) for i in range(48)]
     assert run_command("split", root, "--val", 0.2, "--out", tmp_path / "lists") == 2
     assert "or unpack it: mkdir" in capsys.readouterr().err
-    with pytest.raises(
-        ConfigError, match="train.tar: is an archive; expected images, folders or lists; fix: unpack it"
-    ):
-        list_images([str(root / "train.tar")])
+    with pytest.raises(ConfigError) as error:
+        list_images([str(root / "train.tar"), str(root)])
+    assert "train.tar: is an archive; expected images, folders or lists; fix: unpack it" in str(error.value)
+    assert f"{root}: holds no image; it holds train.tar, a tar archive; fix: set DATA.NAME archive" in str(error.value)

@@ -6,12 +6,14 @@ import re
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
+from support.commands import command_module
 from support.sources import DELIMITERS, NAMES, list_rows, write_rows
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.inference.image_arguments import list_images
 
 
 @pytest.fixture
@@ -134,3 +136,15 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables, tmp_path):
     tables("csv")
     (problem,) = find_run_problems(cfg_of("DATA.TABLE.file", "train.csv", "MODEL.NUM_CLASSES", 3), train=True)
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys, ending):
+    write_rows(tmp_path / f"train.{ending}", list_rows(image_folder, "train"))
+    for path in (tmp_path, tmp_path / f"train.{ending}"):
+        words = [str(path), "--val", "0.2", "--out", str(tmp_path / "lists")]
+        assert command_module("split.split").split("distribuuuu split", words) == 2
+        expected = f"train.{ending} is a table; expected a folder CLASS/IMAGE; fix: add a column with the split"
+        assert expected in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"train.{ending}: is a table; expected images, .* `distribuuuu test`"):
+        list_images([str(tmp_path / f"train.{ending}")])
