@@ -19,7 +19,7 @@ from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
-from distribuuuu.data.datasets.layouts import TABLES, describe_archives, find_inner_root, find_splits, missing_root
+from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
 from distribuuuu.data.datasets.table_file import csv_line, find_tables
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.new_folder import new_folder
@@ -78,9 +78,7 @@ def list_class_images(folder: Path) -> Images:
 
 
 def _find_table(folder: Path) -> Path | None:
-    """Return a table in place of a folder, or the first one in a folder without class folders of images; else None."""
-    if folder.is_file():
-        return folder if folder.suffix.lower() in TABLES else None
+    """Return the first table in a folder without class folders of images; None: there is none."""
     tables = [folder / name for name in find_tables(folder)] or sorted(folder.glob("*/*.parquet"))
     is_listed = not tables or any(True for name in list_classes(folder) for _ in walk_images(folder / name))
     return None if is_listed else tables[0]
