@@ -45,7 +45,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Programs in the pages that are not part of this repository.
 OTHER_PROGRAMS = (
     *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit", "mkdocs"),
-    *("git", "mkdir", "cp", "tar", "export", "."),
+    *("git", "mkdir", "cp", "tar", "unzip", "sha256sum", "export", "."),
 )
 SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
 

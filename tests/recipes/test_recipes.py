@@ -14,8 +14,8 @@ from support.runs import ROOT
 from support.tiers import slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.config import get_cfg
-from distribuuuu.config.config_node import get_value
+from distribuuuu.config import get_cfg, load_cfg
+from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.setup import build_run
@@ -63,6 +63,17 @@ def test_each_published_recipe_has_a_file_and_its_header_the_published_figures()
         if "max side of the pack" in facts:
             figures.append(f"--longer-side {facts['max side of the pack']} --quality 90")
         assert [figure for figure in figures if figure not in header] == [], name
+
+
+def test_the_configs_of_the_transfer_table_are_one_recipe():
+    own = ("DATA.NAME", "MODEL.NUM_CLASSES", "OPTIM.MAX_EPOCH", "TRAIN.DATASET", "TEST.DATASET", "OUT_DIR")
+    num_train = {"sign_digits": 1650, "alphabets": 3872, "simpsons": 8000}
+    recipes = []
+    for name, num in num_train.items():
+        cfg = load_cfg(str(ROOT / "configs" / "transfer" / f"{name}.yaml"))
+        recipes.append([entry for entry in iter_options(cfg) if entry[0] not in own])
+        assert cfg.OPTIM.MAX_EPOCH * (num // cfg.TRAIN.BATCH_SIZE) == pytest.approx(2000, rel=0.03)
+    assert recipes[0] == recipes[1] == recipes[2]
 
 
 def near(expected):
