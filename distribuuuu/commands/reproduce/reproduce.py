@@ -140,16 +140,17 @@ def build_command(record: Mapping[str, Any], seed: int, words: Sequence[str]) ->
         ConfigError: the recorded config is not a shipped one, or a recorded option is not one of a recipe.
     """
     name, changes = record["config"], record["overrides"]
-    path = shipped_file("configs") / f"{name}.yaml"
-    if not (name and _CONFIG_NAME.fullmatch(name) and path.is_file()):
-        raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {path.parents[1]}"))
+    folder, parts = shipped_file("configs"), str(name).split("+")
+    paths = [str(folder / f"{part}.yaml") for part in parts if _CONFIG_NAME.fullmatch(part)]
+    if len(paths) < len(parts) or not all(map(os.path.isfile, paths)):
+        raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {folder}"))
     if wrong := [key for key in changes if not (is_option(key) and option_of(key).hashed)]:
         raise ConfigError(Problem("overrides", f"got {wrong[0]!r} in the row; expected options of a recipe"))
     values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in changes.items()]
     processes = record["training"]["processes"]
     nproc = ["--nproc", str(processes)] if processes > 1 else []
     recorded = [text for pair in values for text in pair]
-    return ["train", "--cfg", str(path), *nproc, *recorded, "RNG_SEED", str(seed), *words]
+    return ["train", "--cfg", *paths, *nproc, *recorded, "RNG_SEED", str(seed), *words]
 
 
 def train_again(command: Sequence[str], record: Mapping[str, Any]) -> int:

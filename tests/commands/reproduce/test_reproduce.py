@@ -81,6 +81,7 @@ def test_mistakes_are_named_before_a_training_starts(args, message, call):
     [
         ({"config": "../../evil"}, "config: got ../../evil in the row; expected a config in"),
         ({"config": None}, "config: got None in the row"),
+        ({"config": "shapes/resnet14+../evil"}, "config: got shapes/resnet14+../evil in the row"),
         ({"overrides": {"PLUGINS": "./evil.py"}}, "overrides: got 'PLUGINS' in the row; expected options of a recipe"),
         ({"overrides": {"NO.SUCH": 1}}, "overrides: got 'NO.SUCH' in the row"),
         ({"schema": 7}, "`schema`: got 7; expected 1"),
