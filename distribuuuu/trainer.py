@@ -26,7 +26,7 @@ from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is
 from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.optim.optimizer import set_lr
+from distribuuuu.optim.optimizer import set_lr, set_weight_decay
 from distribuuuu.records.predictions import recording
 from distribuuuu.tasks.base import StepKey
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
@@ -89,6 +89,7 @@ def train_epoch(run: Run) -> None:
     for step in run.log.steps(epoch, state.step, end):
         lr = run.lr_at(epoch + step / num_steps)
         set_lr(state.optimizer, lr)
+        set_weight_decay(state.optimizer, run.decay_at(epoch + step / num_steps))
         train_step(run, batches, step)
         state.finish_step(num_steps)
         is_last = state.step == end

@@ -50,6 +50,9 @@ OPTIONS = {
     "default": (), "rows of 3 steps": ("TRAIN.PRINT_FREQ", 3),
     "dropout": (*TINY_VIT, "MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2),
     "adamw": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "adamw"), "lamb": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "lamb"),
+    "decay and clipping": (*TINY_VIT, "OPTIM.NAME", "adamw", "OPTIM.WEIGHT_DECAY", 0.1, "OPTIM.WEIGHT_DECAY_END", 0.4,
+                           "OPTIM.LR_UPDATE", "step", "OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01,
+                           "OPTIM.KWARGS.amsgrad", True),
     "muon": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "muon"),
     "lr factors": ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5),
     "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"), "fp16": ("TRAIN.AMP", "fp16"),
@@ -63,7 +66,7 @@ DEFAULT_TIER = [
     ("default", "killed", (0, 3)), ("default", "killed", (0, 4)), ("default", "killed", (1, 0)),
     ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)), ("rows of 3 steps", "killed", (0, 2)),
     ("dropout", "killed", (0, 3)), ("adamw", "killed", (0, 3)), ("lr factors", "killed", (0, 3)),
-    ("airbench", "killed", (0, 4)), ("airbench", "signal", (1, 2)),
+    ("decay and clipping", "killed", (0, 3)), ("airbench", "killed", (0, 4)), ("airbench", "signal", (1, 2)),
     ("flips", "killed", (0, 3)), ("gray", "killed", (0, 3)),
     ("frozen", "killed", (0, 3)), ("fp16", "killed", (1, 2)), ("everything", "killed", (1, 0)),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from distribuuuu.config.derived import (
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
-from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 
@@ -37,6 +37,13 @@ _FSDP_OPTIMIZERS = (
     "sgd",
 )  # fmt: skip
 _SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
+# Arguments of an optimizer that are options; those of the last two are for sgd and registered optimizers only.
+_OPTIM_OPTIONS = {
+    "lr": "OPTIM.BASE_LR", "weight_decay": "OPTIM.WEIGHT_DECAY", "momentum": "OPTIM.MOMENTUM", "betas": "OPTIM.BETAS",
+    "eps": "OPTIM.EPS", "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
+}  # fmt: skip
+# Those that the trainer sets.
+_OPTIM_OWN = ("params", "fused", "foreach", "capturable", "differentiable")
 # These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
 _NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
 
@@ -51,7 +58,7 @@ def check_cfg(cfg: Config) -> None:
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     checks = (_check_words, _check_numbers, _check_images, _check_channels, _check_labels, _check_sizes,
-              _check_augmentation, _check_targets, _check_schedule, _check_loss, _check_finetuning,
+              _check_augmentation, _check_targets, _check_schedule, _check_optimizer, _check_loss, _check_finetuning,
               _check_distillation, _check_task, find_settings_problems, _check_keywords, _check_sharding, _check_paths,
               _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
@@ -210,6 +217,25 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("OPTIM.MIN_LR", message)
 
 
+def _check_optimizer(cfg: Config) -> Iterator[Problem]:
+    optim = cfg.OPTIM
+    is_ours = optim.NAME.lower() == "sgd" or optim.NAME in OPTIMIZERS
+    for name in optim.KWARGS:
+        if name in _OPTIM_OPTIONS and (is_ours or name not in ("dampening", "nesterov")):
+            yield Problem(f"OPTIM.KWARGS.{name}", f"is an option; fix: set {_OPTIM_OPTIONS[name]} instead")
+        elif name in _OPTIM_OWN:
+            yield Problem(f"OPTIM.KWARGS.{name}", "is set by the trainer; fix: remove it")
+    if optim.CLIP in ("value", "agc") and not optim.CLIP_LIMIT:
+        message = f"got 0; OPTIM.CLIP {optim.CLIP} expects a number above 0"
+        yield Problem("OPTIM.CLIP_LIMIT", f"{message}, e.g. {1 if optim.CLIP == 'value' else 0.01}")
+    if optim.CLIP in ("value", "agc") and optim.CLIP_NORM:
+        message = f"got {optim.CLIP_NORM:g}, the limit of OPTIM.CLIP norm, with OPTIM.CLIP {optim.CLIP}"
+        yield Problem("OPTIM.CLIP_NORM", f"{message}; fix: set it to 0, and OPTIM.CLIP_LIMIT")
+    if optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY:
+        message = f"got {optim.WEIGHT_DECAY_END:g} with OPTIM.WEIGHT_DECAY 0; expected a start above 0"
+        yield Problem("OPTIM.WEIGHT_DECAY_END", f"{message}; fix: set OPTIM.WEIGHT_DECAY, or this option to -1")
+
+
 def _check_loss(cfg: Config) -> Iterator[Problem]:
     loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
     weights, threshold = loss.CLASS_WEIGHTS, loss.BCE_TARGET_THRESHOLD
@@ -272,7 +298,7 @@ def _check_task(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_keywords(cfg: Config) -> Iterator[Problem]:
-    for section in ("MODEL.KWARGS", "DISTILL.KWARGS"):
+    for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
         for key, message in find_reading_keywords(section, get_value(cfg, section)):
             yield Problem(key, message)
 

@@ -92,6 +92,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
     "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,
     "MODEL.WEIGHTS": lambda cfg: cfg.MODEL.WEIGHTS,
+    "OPTIM.CLIP value or agc": lambda cfg: cfg.OPTIM.CLIP != "norm",
     "OPTIM.LR_POLICY steps": lambda cfg: cfg.OPTIM.LR_POLICY == "steps",
     "an OPTIM.LR_POLICY other than steps": lambda cfg: cfg.OPTIM.LR_POLICY != "steps",
     "OPTIM.LR_SCALE linear or sqrt": lambda cfg: cfg.OPTIM.LR_SCALE != "none",

@@ -330,6 +330,8 @@ _C.OPTIM.MOMENTUM = Option(0.9, least=0, most=1)
 _C.OPTIM.DAMPENING = Option(0.0, least=0, most=1, needs="OPTIM.NAME sgd")
 # Nesterov momentum of sgd; needs MOMENTUM above 0.
 _C.OPTIM.NESTEROV = True
+# Arguments of the optimizer's constructor that are no options: {amsgrad: true}, or OPTIM.KWARGS.amsgrad true.
+_C.OPTIM.KWARGS = Option({})
 # Factor of the learning rate at the start of the warm-up, 0 to 1.
 _C.OPTIM.WARMUP_FACTOR = Option(0.1, least=0, most=1, needs="OPTIM.WARMUP_EPOCHS above 0")
 # Epochs of linear warm-up, e.g. 0.5; 0: none.
@@ -340,12 +342,20 @@ _C.OPTIM.WEIGHT_DECAY = Option(5e-5, least=0)
 _C.OPTIM.NORM_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = Option(-1.0, least=-1)
+# Weight decay at the end of the run, on half a cosine from WEIGHT_DECAY, updated with the learning rate; that of norms
+# and biases changes in proportion. Negative: constant.
+_C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, least=-1)
 # Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
 _C.OPTIM.NO_WEIGHT_DECAY = Option((), of=str)
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
-# Gradient clipping: maximum norm of all gradients as one vector; 0: off.
+# Gradient clipping: norm (CLIP_NORM), value (of each number) or agc, adaptive: relative to the weights of a unit; not
+# in the head (Brock et al., arXiv 2102.06171).
+_C.OPTIM.CLIP = Option("norm", choices=("norm", "value", "agc"))
+# Maximum norm of all gradients as one vector; 0: off.
 _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
+# Limit of value, the largest absolute number, or of agc, the largest ratio of the two norms, e.g. 0.01; above 0.
+_C.OPTIM.CLIP_LIMIT = Option(0.0, least=0, needs="OPTIM.CLIP value or agc")
 
 _C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.

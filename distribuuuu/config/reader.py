@@ -34,7 +34,7 @@ _JOINED = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?=")
 # The key of a YAML file that names its bases, and the number of their levels.
 BASE, MAX_LEVELS = "_BASE_", 10
 # Arguments and settings, and the option that selects the model or the entry that they belong to.
-_ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER"}
+_ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME"}
 _SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
 
 # An option, its value and its origin.

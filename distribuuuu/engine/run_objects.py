@@ -30,6 +30,7 @@ class Training:
     Attributes:
         model: `state.model`, wrapped for several processes and compiled.
         lr_at: function from the epoch, e.g. 3.25, to the learning rate.
+        decay_at: function from the epoch to the factor of the weight decay.
         clip: function that clips the gradients of parameters.
     """
 
@@ -39,6 +40,7 @@ class Training:
     model: nn.Module
     train_loader: TrainLoader
     lr_at: Callable[[float], float]
+    decay_at: Callable[[float], float]
     clip: Callable[[Iterable[torch.Tensor]], None]
 
 

@@ -42,9 +42,11 @@ from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
+from distribuuuu.models.head import head_parameters
 from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import LayerNorms, build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
+from distribuuuu.optim.schedules import build_weight_decay
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
@@ -162,8 +164,9 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         compile_model(evaluated, cfg.MODEL.COMPILE)
-    lr_at, clip = build_lr(cfg, loader.plan.global_batch), build_clipper(cfg)
-    return Training(cfg, task, state, model, loader, lr_at, clip)
+    lr_at, decay_at = build_lr(cfg, loader.plan.global_batch), build_weight_decay(cfg)
+    clip = build_clipper(cfg, head_parameters(cfg, state.model) if cfg.OPTIM.CLIP == "agc" else ())
+    return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
 
 
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: FindLoss = lambda: None) -> Run:

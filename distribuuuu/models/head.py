@@ -17,10 +17,16 @@ def find_head(cfg, model: nn.Module) -> list[str]:
         return find_resized_layers(model, other.build() if resized is None else resized)
 
 
+def head_parameters(cfg, model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters of the head, also of a model that a task has changed or that is sharded."""
+    layers = [model.get_submodule(name) for name in find_head(cfg, model)]
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
 def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
     """Return the names of the layers whose own parameters have other shapes in `other`, the same model resized."""
     others = dict(other.named_modules())
-    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others[name])]
+    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others.get(name, layer))]
 
 
 def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:

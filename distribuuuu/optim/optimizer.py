@@ -8,7 +8,7 @@ keyword it also gets those of `momentum`, `dampening`, `nesterov`, `betas` and `
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ from distribuuuu.optim.schedules import build_schedule
 # torch's optimizers with a fused kernel on every GPU and in every supported torch, and those for sharded parameters.
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 _FUSED = (torch.optim.SGD, *_FUSED_SHARDED)
+# Parameters of the constructors that are no OPTIM.KWARGS, see config/conflicts.py.
+_TAKEN = ("params", "lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "fused", "foreach",
+          "capturable", "differentiable")  # fmt: skip
+# The weight decay of a group at the start of its schedule.
+_FULL_DECAY = "full_decay"
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
 # which a resumed run takes from the config.
 _UNSUPPORTED = ("adahessian", "lookahead")
@@ -46,6 +51,8 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     optim = cfg.OPTIM
     decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
     groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT, optim.NO_WEIGHT_DECAY)
+    if optim.WEIGHT_DECAY_END >= 0:
+        groups = [{**group, _FULL_DECAY: group["weight_decay"]} for group in groups]
     lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
     registered = OPTIMIZERS.get(optim.NAME) if optim.NAME in OPTIMIZERS else None
 
@@ -72,16 +79,36 @@ def _given_options(cfg) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
+def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
+    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
+
+    Raises:
+        ConfigError: with each name that is not a parameter of it.
+    """
+    known = inspect.signature(constructor).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        free = [name for name in known if name not in _TAKEN] or ["none"]
+        problems = [
+            Problem(f"OPTIM.KWARGS.{name}", f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; "
+                    f"expected one of {', '.join(free)}")
+            for name in cfg.OPTIM.KWARGS if name not in known
+        ]  # fmt: skip
+        if problems:
+            raise ConfigError(problems, cfg.origins)
+    return dict(cfg.OPTIM.KWARGS)
+
+
 def _build_registered(cfg, registered: Callable, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     optim, known = cfg.OPTIM, inspect.signature(registered).parameters
     options = {"momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
     options = {name: value for name, value in {**options, **_given_options(cfg)}.items() if name in known}
     groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
+    options |= _check_arguments(cfg, registered)
     return registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
 
 
 def _build_sgd(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
-    optim, options = cfg.OPTIM, kernels(torch.optim.SGD)
+    optim, options = cfg.OPTIM, {**kernels(torch.optim.SGD), **_check_arguments(cfg, torch.optim.SGD)}
     if optim.DAMPENING:  # zero momentum, see below, would give another first step
         options = {key: value for key, value in options.items() if key != "fused"}
     optimizer = torch.optim.SGD(
@@ -115,7 +142,7 @@ def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable)
             if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
                 message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
                 raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
-            options |= kernels(optimizer_class)
+            options |= {**kernels(optimizer_class), **_check_arguments(cfg, optimizer_class)}
         return timm.optim.create_optimizer_v2(
             groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
         )
@@ -147,13 +174,24 @@ def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any
     if saved != {name}:
         raise ValueError(f"it is of OPTIM.NAME {', '.join(sorted(saved))}, here it is {name}")
     settings = {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
-    return {**content, "param_groups": [{**group, **settings} for group in content["param_groups"]]}
+    groups = [{**group, **settings} for group in content["param_groups"]]
+    if len(groups) == len(optimizer.param_groups):  # else torch refuses them
+        for group, mine in zip(groups, optimizer.param_groups, strict=True):
+            group.update({key: mine[key] for key in (_FULL_DECAY,) if key in mine})
+    return {**content, "param_groups": groups}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group, times its factor (OPTIM.LAYER_DECAY, FINETUNE.LR_MULT)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def set_weight_decay(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the weight decay of every group to its own times a factor, if OPTIM.WEIGHT_DECAY_END is set."""
+    for group in optimizer.param_groups:
+        if _FULL_DECAY in group:
+            group["weight_decay"] = factor * group[_FULL_DECAY]
 
 
 # OPTIM.LR_SCALE: the factor of the learning rate for a ratio of batch sizes (linear: Goyal et al., arXiv 1706.02677;
@@ -191,18 +229,52 @@ def describe_lr(cfg, global_batch: int) -> str:
     return f"{lr:.6g}, {per_128}, {optim.LR_SCALE}: {optim.BASE_LR} x {ratio} = {lr:.6g}"
 
 
-def build_clipper(cfg) -> Callable[[Iterable[torch.Tensor]], None]:
-    """Return clip(parameters): scale their gradients down to the norm OPTIM.CLIP_NORM, as one vector; 0: do nothing.
+def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterable[torch.Tensor]], None]:
+    """Return clip(parameters): clip their gradients as OPTIM.CLIP says; OPTIM.CLIP_NORM 0: do nothing.
 
-    It never waits for the device. Gradients that are not finite stay so.
+    It never waits for the device. A gradient that is NaN stays so.
+
+    Args:
+        cfg: the config.
+        head: parameters that agc leaves out.
     """
-    max_norm = cfg.OPTIM.CLIP_NORM
+    kind, max_norm, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM, cfg.OPTIM.CLIP_LIMIT
+    left_out = {id(parameter) for parameter in head}
 
     def clip(parameters: Iterable[torch.Tensor]) -> None:
-        if max_norm > 0:
+        if kind == "agc":
+            clip_adaptively((parameter for parameter in parameters if id(parameter) not in left_out), limit)
+        elif kind == "value":
+            grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            torch._foreach_clamp_min_(grads, -limit)
+            torch._foreach_clamp_max_(grads, limit)
+        elif max_norm > 0:
             clip_grad_norm(parameters, max_norm)
 
     return clip
+
+
+@torch.no_grad()
+def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, eps: float = 1e-3) -> None:
+    """Scale the gradient of each unit down to `limit` times the norm of its weights, `eps` or more.
+
+    A unit is a row (the first dimension) of a weight, or a whole vector (Brock et al., arXiv 2102.06171). Every process
+    must call it.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    pairs = [(to_local(weight), to_local(weight.grad)) for weight in parameters if weight.grad is not None]
+    vectors = [index for index, weight in enumerate(parameters) if weight.ndim <= 1]
+    whole: dict[int, torch.Tensor] = {}
+    if vectors:  # their rows may be those of several processes
+        flat = torch.stack([tensor.norm() for index in vectors for tensor in pairs[index]])
+        flat = whole_norms(flat, parameters[vectors[0]]).to(flat.device)
+        whole = dict(zip(vectors, flat.view(-1, 2), strict=True))
+    for index, (weight, grad) in enumerate(pairs):
+        dims = tuple(range(1, weight.ndim))
+        norms = [torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) for tensor in (weight, grad)] if dims else []
+        own, norm = norms or whole[index]
+        most = own.clamp(min=eps) * limit
+        grad.mul_(torch.where(norm < most, 1.0, most / norm.clamp(min=1e-6)))
 
 
 class LayerNorms:

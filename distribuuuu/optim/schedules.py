@@ -88,3 +88,17 @@ def build_schedule(cfg) -> Callable[[float], float]:
         return base_lr * factor_at(epoch, **settings) * warmup_factor(epoch, warmup_epochs=warmup_epochs, factor=factor)
 
     return (lambda epoch: lr_at(math.floor(epoch))) if hold else lr_at
+
+
+def build_weight_decay(cfg) -> Callable[[float], float]:
+    """Return factor_at(epoch) of every weight decay, 1 to OPTIM.WEIGHT_DECAY_END / OPTIM.WEIGHT_DECAY.
+
+    Half a cosine over the run, as in DINO (Caron et al., arXiv 2104.14294), held for an epoch with OPTIM.LR_UPDATE
+    epoch; 1 without OPTIM.WEIGHT_DECAY_END.
+    """
+    optim = cfg.OPTIM
+    if optim.WEIGHT_DECAY_END < 0:
+        return lambda epoch: 1.0
+    settings = {"max_epoch": optim.MAX_EPOCH - (1 - optim.LAST_EPOCH),
+                "min_lr": optim.WEIGHT_DECAY_END / optim.WEIGHT_DECAY}  # fmt: skip
+    return lambda epoch: cos_factor(math.floor(epoch) if optim.LR_UPDATE == "epoch" else epoch, **settings)
