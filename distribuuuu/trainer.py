@@ -22,7 +22,16 @@ from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.run_description import describe_end
-from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, is_evaluated, log_epoch, stoppable_bar
+from distribuuuu.engine.run_objects import (
+    Run,
+    begin_epoch,
+    expected_passes,
+    is_evaluated,
+    is_finished,
+    is_out_of_patience,
+    log_epoch,
+    stoppable_bar,
+)
 from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
@@ -51,7 +60,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         run = build_run(cfg, train_loader, val_loader, find_loss)
         results = RunResults(run)
         with run.stop, run.log, save_on_stop(run):
-            while run.state.epoch < min(stop_epoch or cfg.OPTIM.MAX_EPOCH, cfg.OPTIM.MAX_EPOCH):
+            while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)
                 except NonFiniteLoss as error:
@@ -165,7 +174,8 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         if cfg.MODEL.PRECISE_BN:
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, state.precision.autocast)
-        is_last = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH and kind == list(state.models)[-1]
+        may_end = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH or is_out_of_patience(cfg, state, state.epoch)
+        is_last = may_end and kind == list(state.models)[-1]
         with recording(cfg, run.task, model, run.val_loader, kind, state.epoch + 1, is_last) as task:
             results[kind] = evaluate(task, model, run.val_loader, stoppable_bar(run))
     log_epoch(run)

@@ -59,6 +59,7 @@ EQUIVALENTS = {
     "sync-bn syncbn": "MODEL.SYNCBN True",
     "teacher teacher-model": "DISTILL.TEACHER {}",
     "eval-freq eval-interval eval-every val-interval check-val-every-n-epoch": "TRAIN.EVAL_PERIOD {}",
+    "early-stop early-stopping earlystopping patience": "TRAIN.PATIENCE {}",
     "strategy": "DIST.SHARD {}",
     "monitor": "TEST.METRICS {}",
     "precision": "TRAIN.AMP {}",
@@ -73,8 +74,6 @@ BY_NAME = {name: words for names, words in EQUIVALENTS.items() for name in names
 _NO_SERVICE = "there is no logger for it; OUT_DIR/metrics.jsonl has the metrics, TensorBoard too (LOG.TENSORBOARD True)"
 # What does not exist here -> what takes its place.
 MISSING = {
-    "early-stop early-stopping earlystopping patience": "there is no early stopping: the best weights are kept; "
-    "`distribuuuu sweep --asha` stops trials early",
     "wandb use-wandb log-wandb wandb-project mlflow comet comet-ml neptune clearml": _NO_SERVICE,
     "base bases include extends": "a YAML file names its bases in the line `_BASE_: FILE`; on the command line, "
     "--cfg FILE FILE merges files",

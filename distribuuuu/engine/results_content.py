@@ -15,7 +15,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run_objects import Run
+from distribuuuu.engine.run_objects import Run, is_finished
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.models import count_parameters
 from distribuuuu.records import results
@@ -69,7 +69,8 @@ class RunResults:
     """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one."""
 
     def __init__(self, run: Run):
-        cfg, state, plan = run.cfg, run.state, run.train_loader.plan
+        self.cfg = cfg = run.cfg
+        state, plan = run.state, run.train_loader.plan
         self.out_dir = cfg.OUT_DIR
         metadata = collect_metadata(cfg, run.task, state.model)
         images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
@@ -102,6 +103,7 @@ class RunResults:
         """
         progress = results.Progress(
             epochs=state.epoch,
+            is_finished=is_finished(self.cfg, state),
             hours=state.seconds / 3600,
             images_per_s=state.timing.images_per_s,
             peak_memory_mib=state.peak_memory_mib(),
@@ -118,7 +120,7 @@ class RunResults:
         if not dist.is_main():
             return
         metadata = self.metadata
-        if progress.epochs >= metadata["training"]["epochs_planned"]:
+        if progress.is_finished:
             metadata = {**metadata, "weights_sha256": {k: hash_tensors(content[KINDS[k].tensors]) for k in evaluations}}
         is_written = results.write_results(self.out_dir, metadata, progress, evaluations)
         self._unwritten = None if is_written else (progress, evaluations, content)

@@ -22,7 +22,7 @@ from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run_objects import Run
+from distribuuuu.engine.run_objects import Run, is_finished
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.models import count_parameters
@@ -90,9 +90,10 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     if any(2 * side < of for side, of in zip(height_and_width(crop), height_and_width(resize), strict=True)):
         logger.warning("TEST.IM_SIZE: validation images are resized to %s px and cropped to %s px, less than half",
                        show_size(resize), show_size(crop))  # fmt: skip
-    if state.epoch >= cfg.OPTIM.MAX_EPOCH:
-        done = counted(state.epoch, "epoch")
-        logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %d", done, cfg.OPTIM.MAX_EPOCH)
+    if is_finished(cfg, state):
+        done, patience = counted(state.epoch, "epoch"), f", TRAIN.PATIENCE {cfg.TRAIN.PATIENCE}"
+        limits = f"{cfg.OPTIM.MAX_EPOCH}{patience if state.epoch < cfg.OPTIM.MAX_EPOCH else ''}"
+        logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %s", done, limits)
 
 
 def list_unused_speed(cfg, launch: Launch) -> list[str]:
@@ -114,6 +115,9 @@ def describe_end(run: Run, started: float) -> None:
     test = ["python", str(script)] if script.exists() else ["distribuuuu", "test"]
     metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
+    if state.epoch < cfg.OPTIM.MAX_EPOCH and is_finished(cfg, state):
+        logger.info("ended after epoch %d of %d: no better %s in TRAIN.PATIENCE %d epochs", state.epoch,
+                    cfg.OPTIM.MAX_EPOCH, label, cfg.TRAIN.PATIENCE)  # fmt: skip
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
         if dist.is_main() and path.exists():

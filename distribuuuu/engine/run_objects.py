@@ -102,6 +102,17 @@ def is_evaluated(cfg: Config, epoch: int) -> bool:
     return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
 
 
+def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
+    """Tell whether an epoch, from 0, is evaluated, and TRAIN.PATIENCE epochs or more after the best one."""
+    best = max(state.bests[kind].epoch for kind in state.models)
+    return best >= 0 and 0 < cfg.TRAIN.PATIENCE <= epoch - best and is_evaluated(cfg, epoch)
+
+
+def is_finished(cfg: Config, state: TrainState) -> bool:
+    """Tell whether no epoch is left to train: a function of the state, so that a resumed run ends at the same one."""
+    return state.epoch >= cfg.OPTIM.MAX_EPOCH or (state.step == 0 and is_out_of_patience(cfg, state, state.epoch - 1))
+
+
 def expected_passes(run: Run) -> Iterator[Pass]:
     """Return the passes over the data after the steps of this epoch, if the run is not rolled back."""
     cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed

@@ -79,6 +79,7 @@ class Progress:
 
     Attributes:
         epochs: finished epochs.
+        is_finished: no epoch is left, or TRAIN.PATIENCE has ended the run.
         hours: of training so far, over all starts, including evaluation.
         images_per_s: of the training steps; None: none was timed.
         peak_memory_mib: maximum memory in use; None: unknown.
@@ -88,6 +89,7 @@ class Progress:
     """
 
     epochs: int
+    is_finished: bool
     hours: float
     images_per_s: float | None
     peak_memory_mib: float | None
@@ -165,11 +167,16 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
         "epochs_done": progress.epochs,
         "hours": round(progress.hours, 6),
         "images_per_s": progress.images_per_s,
+        **(
+            {"ended_early": True}
+            if progress.is_finished and progress.epochs < facts["training"]["epochs_planned"]
+            else {}
+        ),
     }
     record = {
         "schema": SCHEMA_VERSION,
         "kind": "training",
-        "finished": progress.epochs >= training["epochs_planned"],
+        "finished": progress.is_finished,
         **facts,
         "training": training,
         "evaluation": {**facts["evaluation"], "count": evaluations["raw"]["count"]},

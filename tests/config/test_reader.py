@@ -184,8 +184,9 @@ WRONG = [
       for mode in ("default", "reduce-overhead", "max-autotune")),
     # Names of other frameworks.
     *((f"{key} 1", f"no such key; {hint}") for key, hint in {
-        "TRAIN.EARLY_STOPPING": "there is no early stopping", "EARLY_STOPPING.PATIENCE": "there is no early stopping",
-        "train.patience": "there is no early stopping", "WANDB.PROJECT": "there is no logger for it; OUT_DIR/metrics",
+        **dict.fromkeys(("TRAIN.EARLY_STOPPING", "EARLY_STOPPING.PATIENCE", "train.patience"),
+                        "did you mean TRAIN.PATIENCE?"),
+        "WANDB.PROJECT": "there is no logger for it; OUT_DIR/metrics",
         "LOG.MLFLOW": "there is no logger", "_BASE_": "a YAML file names its bases",
         "SOLVER.MAX_ITER": "the length of a run is in epochs; set OPTIM.MAX_EPOCH",
         "trainer.max_epochs": "did you mean OPTIM.MAX_EPOCH?", "EPOCHS": "did you mean OPTIM.MAX_EPOCH?",

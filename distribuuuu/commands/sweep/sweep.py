@@ -106,6 +106,9 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
         problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
     if not first.TRAIN.AUTO_RESUME:
         problems.append(Problem("TRAIN.AUTO_RESUME", "got False; expected True: a sweep resumes its runs"))
+    if first.TRAIN.PATIENCE:
+        message = f"got {first.TRAIN.PATIENCE}; expected 0: the trials need the same epochs"
+        problems.append(Problem("TRAIN.PATIENCE", f"{message}; fix: set it to 0; --asha 3 stops trials early"))
     if problems:
         raise ConfigError(problems)
     return flags, fixed, space, first

@@ -1,0 +1,92 @@
+"""TRAIN.PATIENCE: the run ends as finished, at the same epoch when it is resumed and on every process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.errors import problems_of
+from support.processes import on_processes
+from support.runs import newest, train_and_kill
+
+from distribuuuu import trainer
+from distribuuuu.commands.sweep.sweep import parse_args
+from distribuuuu.records.run_groups import group_runs, read_runs
+from distribuuuu.trainer import train_model
+
+PATIENT = ("OPTIM.MAX_EPOCH", 9, "TRAIN.PATIENCE", 2, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 99)
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    """Replace the evaluation's top-1 by 50, 60, 60, 70, 70, 10, 99 after the epochs."""
+    evaluate = trainer.evaluate
+
+    def scripted_evaluate(task, model, loader, bar):
+        result, epoch = evaluate(task, model, loader, bar), trainer_state["run"].state.epoch
+        return {**result, "top1": (50, 60, 60, 70, 70, 10, 99, 99, 99)[epoch]}
+
+    trainer_state, build = {}, trainer.build_run
+
+    def build_run(*args):
+        trainer_state["run"] = build(*args)
+        return trainer_state["run"]
+
+    monkeypatch.setattr(trainer, "build_run", build_run)
+    monkeypatch.setattr(trainer, "evaluate", scripted_evaluate)
+
+
+def results(out_dir) -> dict:
+    return json.loads((Path(out_dir) / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("words", "epochs"), [
+    ((), 6), (("TRAIN.PATIENCE", 1), 3), (("TRAIN.PATIENCE", 3), 9), (("TRAIN.PATIENCE", 0), 9),
+    (("TRAIN.EVAL_PERIOD", 2), 6), (("TRAIN.EVAL_PERIOD", 2, "TRAIN.PATIENCE", 1), 6), (("TEST.METRICS", "top1"), 6),
+    (("EMA.HALF_LIFE", 40), 6),
+])  # fmt: skip
+def test_a_run_ends_after_the_epochs_without_a_better_value(small_cfg, words, epochs):
+    cfg = small_cfg(*PATIENT, *words)
+    train_model(cfg)
+    found, log = results(cfg.OUT_DIR), (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert found["finished"] and found["training"]["epochs_done"] == epochs
+    assert found["training"].get("ended_early", False) == (epochs < 9)
+    assert (f"ended after epoch {epochs} of 9: no better top1 in TRAIN.PATIENCE" in log) == (epochs < 9)
+    assert (Path(cfg.OUT_DIR) / "predictions.npz").exists() and found["weights_sha256"]
+    train_model(cfg)
+    log = (Path(cfg.OUT_DIR) / "train.log").read_text()
+    assert f"nothing to train: {epochs} epochs finished" in log and results(cfg.OUT_DIR) == found
+
+
+@pytest.mark.parametrize("place", [(4, 4), (5, 2), (5, 4)])
+def test_a_killed_run_ends_at_the_same_epoch_bitwise(small_cfg, tmp_path, place):
+    whole = small_cfg(*PATIENT, "OUT_DIR", tmp_path / "whole")
+    train_model(whole)
+    cfg = small_cfg(*PATIENT)
+    train_and_kill(cfg, place)
+    train_model(cfg)
+    ours, theirs = newest(cfg.OUT_DIR), newest(whole.OUT_DIR)
+    assert ours["epoch"] == theirs["epoch"] == 5 and results(cfg.OUT_DIR)["training"]["ended_early"]
+    assert all(ours["state_dict"][name].equal(value) for name, value in theirs["state_dict"].items())
+
+
+def test_more_patience_continues_a_run_that_has_ended(small_cfg):
+    train_model(small_cfg(*PATIENT))
+    cfg = small_cfg(*PATIENT, "TRAIN.PATIENCE", 3)
+    train_model(cfg)
+    found = results(cfg.OUT_DIR)
+    assert found["training"]["epochs_done"] == 9 and "ended_early" not in found["training"]
+
+
+def test_all_processes_decide_alike(small_cfg):
+    cfg = small_cfg(*PATIENT, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 6)
+    assert on_processes(2, train_model, cfg) == [70, 70]
+    assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 6
+
+
+def test_a_table_takes_such_a_run_for_finished_and_a_sweep_refuses_the_option(small_cfg, image_folder, tmp_path):
+    cfg = small_cfg(*PATIENT)
+    train_model(cfg)
+    groups, notes = group_runs(read_runs([cfg.OUT_DIR], []))
+    assert len(groups) == 1 and not notes
+    words = ["OPTIM.BASE_LR=1,2", "TRAIN.DATASET", str(image_folder), "OUT_DIR", str(tmp_path / "sweep")]
+    assert any("TRAIN.PATIENCE: got 3" in one for one in problems_of(parse_args, "", [*words, "TRAIN.PATIENCE", "3"]))
