@@ -37,13 +37,12 @@ _FSDP_OPTIMIZERS = (
     "sgd",
 )  # fmt: skip
 _SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
-# Arguments of an optimizer that are options; those of the last two are for sgd and registered optimizers only.
-_OPTIM_OPTIONS = {
+# Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
+OPTIM_ARGUMENTS = {
     "lr": "OPTIM.BASE_LR", "weight_decay": "OPTIM.WEIGHT_DECAY", "momentum": "OPTIM.MOMENTUM", "betas": "OPTIM.BETAS",
-    "eps": "OPTIM.EPS", "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
+    "eps": "OPTIM.EPS", **dict.fromkeys(("params", "fused", "foreach", "capturable", "differentiable"), ""),
+    "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
 }  # fmt: skip
-# Those that the trainer sets.
-_OPTIM_OWN = ("params", "fused", "foreach", "capturable", "differentiable")
 # These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
 _NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
 
@@ -221,13 +220,12 @@ def _check_optimizer(cfg: Config) -> Iterator[Problem]:
     optim = cfg.OPTIM
     is_ours = optim.NAME.lower() == "sgd" or optim.NAME in OPTIMIZERS
     for name in optim.KWARGS:
-        if name in _OPTIM_OPTIONS and (is_ours or name not in ("dampening", "nesterov")):
-            yield Problem(f"OPTIM.KWARGS.{name}", f"is an option; fix: set {_OPTIM_OPTIONS[name]} instead")
-        elif name in _OPTIM_OWN:
-            yield Problem(f"OPTIM.KWARGS.{name}", "is set by the trainer; fix: remove it")
+        if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
+            option = OPTIM_ARGUMENTS[name]
+            message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
+            yield Problem(f"OPTIM.KWARGS.{name}", message)
     if optim.CLIP in ("value", "agc") and not optim.CLIP_LIMIT:
-        message = f"got 0; OPTIM.CLIP {optim.CLIP} expects a number above 0"
-        yield Problem("OPTIM.CLIP_LIMIT", f"{message}, e.g. {1 if optim.CLIP == 'value' else 0.01}")
+        yield Problem("OPTIM.CLIP_LIMIT", f"got 0; OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01")
     if optim.CLIP in ("value", "agc") and optim.CLIP_NORM:
         message = f"got {optim.CLIP_NORM:g}, the limit of OPTIM.CLIP norm, with OPTIM.CLIP {optim.CLIP}"
         yield Problem("OPTIM.CLIP_NORM", f"{message}; fix: set it to 0, and OPTIM.CLIP_LIMIT")

@@ -180,8 +180,8 @@ class _FileReader:
         self._read.add(os.path.realpath(path))
         settings = _read_yaml(path, self._problems)
         for key, value, origin in settings:
-            for name in self._check_names(path, value, origin) if key == BASE else ():
-                base = find_base(name, os.path.dirname(path))
+            for name in (value if isinstance(value, list) and value else [value]) if key == BASE else ():
+                base = find_base(name, os.path.dirname(path)) if isinstance(name, str) else None
                 if problem := _find_base_problem(name, base, path, (*chain, origin)):
                     self._problems.append(Problem(BASE, problem, {BASE: origin}))
                 elif base and os.path.realpath(base) not in self._read:
@@ -190,20 +190,13 @@ class _FileReader:
         own = [(key, value, f"{origin}{users}") for key, value, origin in settings if key != BASE]
         self.layers.append((own, os.path.dirname(path)))
 
-    def _check_names(self, path: str, value: Any, origin: str) -> list[str]:
-        """Return the bases that a file names; append a problem if it must not, or if they are not paths."""
-        names, message = value if isinstance(value, list) else [value], ""
-        if isinstance(path, FoundConfig) and not isinstance(path, ListedConfig):
-            message = f"got {value!r} in the folder of a run, whose config is complete; fix: name your own with --cfg"
-        elif not names or not all(isinstance(name, str) and name for name in names):
-            message = f"got {value!r}; expected the path of a YAML file, or a list of paths"
-        if message:
-            self._problems.append(Problem(BASE, message, {BASE: origin}))
-        return [] if message else names
 
-
-def _find_base_problem(name: str, base: str | None, path: str, chain: tuple[str, ...]) -> str | None:
+def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str, ...]) -> str | None:
     """Return why a base cannot be read, with the files that lead to it; None if it can."""
+    if isinstance(path, FoundConfig) and not isinstance(path, ListedConfig):
+        return f"got {name!r} in the folder of a run, whose config is complete; fix: name your own with --cfg"
+    if not isinstance(name, str):
+        return f"got {name!r}; expected the path of a YAML file, or a list of paths"
     files = [user.rpartition(":")[0] for user in chain]
     shown = " -> ".join([*files, base or name])
     if base is None:

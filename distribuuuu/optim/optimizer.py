@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.conflicts import OPTIM_ARGUMENTS
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import NameTable, keep_table
 from distribuuuu.config.registry import OPTIMIZERS
@@ -26,9 +27,6 @@ from distribuuuu.optim.schedules import build_schedule
 # torch's optimizers with a fused kernel on every GPU and in every supported torch, and those for sharded parameters.
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 _FUSED = (torch.optim.SGD, *_FUSED_SHARDED)
-# Parameters of the constructors that are no OPTIM.KWARGS, see config/conflicts.py.
-_TAKEN = ("params", "lr", "weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "fused", "foreach",
-          "capturable", "differentiable")  # fmt: skip
 # The weight decay of a group at the start of its schedule.
 _FULL_DECAY = "full_decay"
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
@@ -87,7 +85,7 @@ def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     """
     known = inspect.signature(constructor).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        free = [name for name in known if name not in _TAKEN] or ["none"]
+        free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
         problems = [
             Problem(f"OPTIM.KWARGS.{name}", f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; "
                     f"expected one of {', '.join(free)}")
@@ -263,16 +261,15 @@ def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, eps: float
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     pairs = [(to_local(weight), to_local(weight.grad)) for weight in parameters if weight.grad is not None]
-    vectors = [index for index, weight in enumerate(parameters) if weight.ndim <= 1]
-    whole: dict[int, torch.Tensor] = {}
-    if vectors:  # their rows may be those of several processes
-        flat = torch.stack([tensor.norm() for index in vectors for tensor in pairs[index]])
-        flat = whole_norms(flat, parameters[vectors[0]]).to(flat.device)
-        whole = dict(zip(vectors, flat.view(-1, 2), strict=True))
-    for index, (weight, grad) in enumerate(pairs):
+    parts = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim <= 1]
+    # The rows of a vector may be those of several processes.
+    vectors = iter(whole_norms(torch.stack(parts), parameters[0]).to(parts[0].device) if parts else ())
+    for weight, grad in pairs:
         dims = tuple(range(1, weight.ndim))
-        norms = [torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) for tensor in (weight, grad)] if dims else []
-        own, norm = norms or whole[index]
+        own, norm = (
+            torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) if dims else next(vectors)
+            for tensor in (weight, grad)
+        )
         most = own.clamp(min=eps) * limit
         grad.mul_(torch.where(norm < most, 1.0, most / norm.clamp(min=1e-6)))
 
