@@ -23,7 +23,7 @@ from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
-from distribuuuu.checkpoint.snapshot import with_own_storage
+from distribuuuu.checkpoint.snapshot import hash_tensors, with_own_storage
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
@@ -87,6 +87,24 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     folder.save(state, new_bests)
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
     assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+
+
+def test_a_hash_of_tensors_depends_on_names_and_values_only():
+    weights = {
+        "b": torch.arange(24.0).view(1, 2, 3, 4),
+        "a": torch.tensor(1.0),
+        "c": torch.ones(2, dtype=torch.bfloat16),
+    }
+    same = {name: weights[name] for name in "abc"}
+    same["b"] = same["b"].to(memory_format=torch.channels_last)
+    others = [
+        {**weights, "a": torch.tensor(-1.0)},
+        {**weights, "a": torch.ones(1)},
+        {**weights, "c": weights["c"].half()},
+        {"b": weights["b"], "a": weights["a"], "d": weights["c"]},
+    ]
+    assert hash_tensors(same) == hash_tensors(weights)
+    assert len({hash_tensors(value) for value in (weights, *others)}) == 5
 
 
 def test_what_is_written_first_precedes_the_checkpoint_in_the_background(tmp_path):
