@@ -4,6 +4,7 @@ An image is read at its place in the archive; nothing is unpacked.
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import zlib
@@ -268,8 +269,8 @@ class _Found:
         self._cleaned: dict[str, str | None] = {}
         self._names: list[str] = []
         self._columns = {"archive": array("i"), "offset": array("q"), "size": array("I"), "packed": array("I")}
-        # The images by folder; and the label of each (archive, name without its extensions), None: it has none.
-        self._folders: dict[str, list[int]] = {}
+        # The folder of each image; and the label of each (archive, name without its extensions), None: it has none.
+        self._folders: list[str] = []
         self._labels: dict[tuple[int, str], int | str | None] = {}
         self._has_cls = False
 
@@ -286,7 +287,7 @@ class _Found:
             if member.fault or max(member.size, member.packed) > MAX_IMAGE:
                 too_large = f"has {member.size:,} bytes; expected at most {MAX_IMAGE:,}"
                 raise member_error(path, member.name, member.fault or too_large)
-            self._folders.setdefault(folder, []).append(len(self._names))
+            self._folders.append(folder)
             self._names.append(name)
             for column, value in zip(self._columns.values(), (number, *member[1:4]), strict=True):
                 column.append(value)
@@ -309,86 +310,78 @@ class _Found:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of an `ArchiveIndex`; raise ArchiveError if there is no image, or one without a label."""
         # A .json beside an image may be an annotation: it is a label if no folder can be one.
-        has_json = len(self._folders) == 1 and any(label is not None for label in self._labels.values())
+        has_json = len(set(self._folders)) == 1 and any(label is not None for label in self._labels.values())
         is_shards = self.source.layout == "classes" and (self._has_cls or has_json)
-        order, names, labels, classes = self._order_shards() if is_shards else self._order_folders()
-        if not order:
+        order, labels, classes = self._order_shards() if is_shards else self._order_folders()
+        if not len(order):
             beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
             expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
             raise ArchiveError(f"{self.source}: has no images in class folders{beside}; {expected}")
-        columns = {name: np.frombuffer(column, _DTYPES[name])[order] for name, column in self._columns.items()}
+        columns = {name: np.frombuffer(column, _DTYPES[name])[[*order]] for name, column in self._columns.items()}
+        names = [os.fsencode(self._name_of(image)) for image in order]
         arrays = {**pack_names("names", names), **columns, "label": np.array(labels, np.int32),
                   **pack_names("classes", [os.fsencode(name) for name in classes])}  # fmt: skip
         self._check_overlaps(arrays)
         return arrays
 
-    def _order_folders(self) -> tuple[list[int], list[bytes], list[int], list[str]]:
-        """Return the images in the order of a folder index, with their names, labels and classes."""
-        prefix, folders = self._select_folders()
-        is_flat = self.source.layout == "flat"
-        beside = [] if is_flat else folders.pop("", [])
-        classes = sorted({folder.partition("/")[0] for folder in folders if is_flat or is_class(folder)})
+    def _name_of(self, image: int) -> str:
+        return f"{self._folders[image]}/{self._names[image]}".lstrip("/")
+
+    def _error(self, image: int, problem: str) -> ArchiveError:
+        return member_error(self.source.paths[self._columns["archive"][image]], self._name_of(image), problem)
+
+    def _order_folders(self) -> tuple[list[int], list[int], list[str]]:
+        """Return the images in the order of a folder index, with their labels and the classes."""
+        start, is_flat = self._find_start(), self.source.layout == "flat"
+        inner = {folder: folder[len(start) :] for folder in set(self._folders) if f"{folder}/".startswith(start)}
+        top_of = {folder: path.partition("/")[0] for folder, path in inner.items()}
+        kept = {folder: top for folder, top in top_of.items() if is_flat or (top and is_class(top))}
+        self.num_beside = 0 if is_flat else sum(top_of.get(folder) == "" for folder in self._folders)
+        keys = [(kept.get(folder, ""), folder, name) for folder, name in zip(self._folders, self._names, strict=True)]
+        order = sorted((image for image, key in enumerate(keys) if key[1] in kept), key=keys.__getitem__)
+        for one, other in itertools.pairwise(order):
+            if keys[one] == keys[other]:
+                raise self._error(other, "has two members of this name; fix: pack the files again, each once")
+        classes = sorted(set(kept.values()))
         numbers = {name: number for number, name in enumerate(classes)}
-        order: list[int] = []
-        names: list[bytes] = []
-        labels: list[int] = []
-        for top, folder in sorted((folder.partition("/")[0], folder) for folder in folders):
-            if top not in numbers:
-                continue
-            images = sorted(folders[folder], key=self._names.__getitem__)
-            own = [self._names[image] for image in images]
-            if len(set(own)) < len(own):
-                twice = next(place for place, name in enumerate(own) if name == own[place + 1])
-                places = (self.source.paths[self._columns["archive"][image]] for image in images[twice : twice + 2])
-                problem = "has two members of this name; fix: pack the files again, each once"
-                raise member_error(" and ".join(dict.fromkeys(places)), f"{prefix}{folder}/{own[twice]}", problem)
-            order += images
-            start = os.fsencode(f"{prefix}{folder}/" if folder or prefix else "").replace(b"//", b"/")
-            names += [start + os.fsencode(name) for name in own]
-            labels += [numbers[top]] * len(images)
-        self.num_beside = len(beside)
-        return order, names, labels, classes
+        return order, [numbers[keys[image][0]] for image in order], classes
 
-    def _select_folders(self) -> tuple[str, dict[str, list[int]]]:
-        """Return the folder that holds the class folders, with a slash, or nothing; and the images by folder in it."""
-        chosen, tops = self.source.folder, {folder.partition("/")[0] for folder in self._folders}
+    def _find_start(self) -> str:
+        """Return the folder that holds the class folders, with a slash, or nothing."""
+        folders = set(self._folders)
+        chosen, tops = self.source.folder, {folder.partition("/")[0] for folder in folders}
         if not self.source.is_inside and tops != {chosen}:
-            return "", dict(self._folders)
+            return ""
         start = f"{chosen}/"
-        inner = {name[len(start) :]: images for name, images in self._folders.items() if f"{name}/".startswith(start)}
-        if not inner:
-            deeper = {f"{name}/".partition(f"/{start}")[0] for name in self._folders if f"/{start}" in f"{name}/"}
-            fitting = [name for name in sort_splits(tops) if (name.lower() in TRAIN_NAMES) == (chosen in TRAIN_NAMES)]
-            named = [f"{name}/{chosen}" for name in sorted(deeper)] or fitting
-            fix = f"; fix: set SPLIT {named[0]}" if named else ""
-            raise ArchiveError(f"{self.source.paths[0]}: has no folder {chosen}; it has {first_few(sorted(tops))}{fix}")
-        return start, inner
+        if any(f"{folder}/".startswith(start) for folder in folders):
+            return start
+        deeper = {f"{name}/".partition(f"/{start}")[0] for name in folders if f"/{start}" in f"{name}/"}
+        fitting = [name for name in sort_splits(tops) if (name.lower() in TRAIN_NAMES) == (chosen in TRAIN_NAMES)]
+        named = [f"{name}/{chosen}" for name in sorted(deeper)] or fitting
+        fix = f"; fix: set SPLIT {named[0]}" if named else ""
+        raise ArchiveError(f"{self.source.paths[0]}: has no folder {chosen}; it has {first_few(sorted(tops))}{fix}")
 
-    def _order_shards(self) -> tuple[list[int], list[bytes], list[int], list[str]]:
-        """Return the images in the order of the shards, with their names, labels and classes."""
-        folder_of = {image: folder for folder, images in self._folders.items() for image in images}
+    def _order_shards(self) -> tuple[range, list[int], list[str]]:
+        """Return the images in the order of the shards, with their labels and the classes."""
         seen: set[tuple[int, str]] = set()
-        names: list[bytes] = []
         found: list[int | str] = []
-        for image, name in enumerate(self._names):
-            number, folder = self._columns["archive"][image], folder_of[image]
-            key, full = (number, f"{folder}/{name.partition('.')[0]}"), f"{folder}/{name}".lstrip("/")
+        for image, (folder, name) in enumerate(zip(self._folders, self._names, strict=True)):
+            key = self._columns["archive"][image], f"{folder}/{name.partition('.')[0]}"
             if key in seen:
-                raise member_error(self.source.paths[number], full, "is a second image of its sample")
+                raise self._error(image, "is a second image of its sample")
             if (label := self._labels.get(key)) is None:
                 expected = f"expected a .cls with a class, or a .json with {' or '.join(LABEL_KEYS)}"
-                raise member_error(self.source.paths[number], full, f"has no label; {expected}")
+                raise self._error(image, f"has no label; {expected}")
             seen.add(key)
-            names.append(os.fsencode(full))
             found.append(label)
         for ending in (".cls", ".json"):
             del self.ignored[ending]
-        values = [label for label in found if isinstance(label, int)]
+        order, values = range(len(found)), [label for label in found if isinstance(label, int)]
         if len(values) == len(found) and (highest := max(values, default=0)) < MAX_CLASSES:
-            return [*range(len(found))], names, values, [*map(str, range(highest + 1))]
+            return order, values, [*map(str, range(highest + 1))]
         classes = sorted({*map(str, found)})
         numbers = {name: number for number, name in enumerate(classes)}
-        return [*range(len(found))], names, [numbers[str(label)] for label in found], classes
+        return order, [numbers[str(label)] for label in found], classes
 
     def _check_overlaps(self, arrays: dict[str, np.ndarray]) -> None:
         """Raise ArchiveError if two images share bytes: a small ZIP that pretends to hold more than it does."""

@@ -90,7 +90,7 @@ class ParquetTable:
             self.problems, self.rows = tuple(map(str, error.problems)), []
 
     def _read(self, root: str, split: str, columns: Any, layout: Layout) -> None:
-        self.files = open_files(root, split, columns, layout.needed)
+        self.files = open_files(root, split, columns, tuple(dict.fromkeys(layout.needed)))
         self.path, fields = self.files.paths[0], layout.columns
         _check_type(self.files.schema.field(layout.path), self.path)
         self.rows = [*range(len(self.files))]
@@ -255,12 +255,13 @@ def _check_type(field: Any, path: str) -> None:
 
 def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> ColumnFiles:
     """Return the files of a split of a folder or URL; raises ConfigError if there are none, or a column is missing."""
-    if "://" in root:
-        file_system, names = _list_url(root)
-        paths, system = _find_among(names, split, columns), file_system
-    else:
-        paths, system = _find_local(Path(root), split, columns), None
-        names = [] if paths else glob.glob("**/*.parquet", root_dir=root, recursive=True)
+    system, base, names = _list_url(root) if "://" in root else (None, root, _list_folder(root))
+    for folder in (Path(root, split), Path(root)) if system is None and not columns.file else ():
+        if (folder / "state.json").is_file():
+            return ColumnFiles(_read_state(folder), needed)
+    patterns = [columns.file] if columns.file else [*_PATTERNS, *(_ALL_PATTERNS if columns.split else ())]
+    found = (_find_matches(names, pattern.replace("{}", glob.escape(split))) for pattern in patterns)
+    paths = [os.path.join(base, name) for name in next(filter(None, found), ())]
     if not paths:
         stems = sorted({re.sub(r"-\d+(-of-\d+)?$", "", Path(name).stem) for name in names})
         has = f"it has {first_few(stems)}{did_you_mean(split, stems)}" if stems else "it has no parquet file"
@@ -268,32 +269,20 @@ def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> Co
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")
-    return ColumnFiles(paths, tuple(dict.fromkeys(needed)), system)
+    return ColumnFiles(paths, needed, system)
 
 
-def _patterns(split: str, columns: Any) -> list[str]:
-    patterns = [columns.file] if columns.file else [*_PATTERNS, *(_ALL_PATTERNS if columns.split else ())]
-    return [pattern.replace("{}", glob.escape(split)) for pattern in patterns]
+def _find_matches(names: Sequence[str], pattern: str) -> list[str]:
+    """Return the sorted relative names that match a pattern, part by part."""
+    wanted = pattern.split("/")
+    parts = ((name, name.split("/")) for name in names)
+    return sorted(name for name, own in parts if len(own) == len(wanted) and all(map(fnmatch.fnmatchcase, own, wanted)))
 
 
-def _find_among(names: Sequence[str], split: str, columns: Any) -> list[str]:
-    for pattern in _patterns(split, columns):
-        depth = pattern.count("/")
-        fitting = [name for name in names if "/" in name]
-        found = [name for name in fitting if fnmatch.fnmatchcase("/".join(name.split("/")[-1 - depth :]), pattern)]
-        if found:
-            return sorted(found)
-    return []
-
-
-def _find_local(root: Path, split: str, columns: Any) -> list[str]:
-    for folder in (root / split, root):
-        if not columns.file and (folder / "state.json").is_file():
-            return _read_state(folder)
-    for pattern in _patterns(split, columns):
-        if found := sorted(glob.glob(pattern, root_dir=root)):
-            return [str(root / name) for name in found]
-    return []
+def _list_folder(root: str) -> list[str]:
+    """Return the relative names of the parquet and Arrow files below a folder."""
+    patterns = ("**/*.parquet", "**/*.arrow")
+    return [name.replace(os.sep, "/") for text in patterns for name in glob.glob(text, root_dir=root, recursive=True)]
 
 
 def _read_state(folder: Path) -> list[str]:
@@ -310,8 +299,8 @@ def _read_state(folder: Path) -> list[str]:
 
 
 @functools.cache
-def _list_url(url: str) -> tuple[Any, list[str]]:
-    """Return the file system and the parquet files of a URL."""
+def _list_url(url: str) -> tuple[Any, str, list[str]]:
+    """Return the file system of a URL, the path in it, and the relative names of the parquet files."""
     from fsspec.core import url_to_fs
 
     try:
@@ -323,4 +312,4 @@ def _list_url(url: str) -> tuple[Any, list[str]]:
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{url} cannot be listed: {reason}; fix: check the URL and HF_TOKEN") from error
-    return file_system, names
+    return file_system, root, [name.removeprefix(root).lstrip("/") for name in names]
