@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +104,20 @@ class ColumnFile:
         return batch
 
 
-def read_names(path: str) -> list[str]:
-    """Return the names of the columns of a file; errors as `ColumnFile`."""
-    return ColumnFile(path).names
+def read_columns(path: str, find_problem: Callable[[list[str]], str], columns: Sequence[str]) -> Iterator[tuple]:
+    """Yield the values of columns in each row of a file.
 
-
-def read_columns(path: str, columns: Sequence[str]) -> Iterator[list[list[Any]]]:
-    """Yield for each row group the values of each column; errors as `ColumnFile`."""
+    Raises:
+        ConfigError: the file cannot be read, or `find_problem` returns one for the names of its columns.
+    """
     file = ColumnFile(path)
+    if problem := find_problem(file.names):
+        raise ConfigError(f"{path} {problem}")
     for group in range(len(file.rows)):
         with naming(path):
             table = file.read(group, columns)
-            values = {name: table.column(name).to_pylist() for name in columns}
-        yield [values[name] for name in columns]
+            values = [table.column(name).to_pylist() for name in columns]
+        yield from zip(*values, strict=True)
 
 
 class ColumnFiles:

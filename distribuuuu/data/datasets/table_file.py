@@ -278,17 +278,11 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
 
 def _read_parquet(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """Yield the row, from 1, and the fields of the needed columns of each row of a parquet file, as texts."""
-    from distribuuuu.data.datasets.parquet_file import read_columns, read_names
+    from distribuuuu.data.datasets.parquet_file import read_columns
 
-    header = read_names(path)
-    if problem := find_missing(layout, header):
-        problems[problem] = ["its schema"]
-        return
-    number = 0
-    for rows in read_columns(path, layout.needed):
-        for row in zip(*rows, strict=True):
-            number += 1
-            yield number, ["" if cell is None else str(cell) for cell in row]
+    rows = read_columns(path, lambda header: find_missing(layout, header), layout.needed)
+    for number, row in enumerate(rows, 1):
+        yield number, ["" if cell is None else str(cell) for cell in row]
 
 
 def find_missing(layout: Layout, header: Sequence[str]) -> str:
