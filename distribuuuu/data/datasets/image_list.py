@@ -238,13 +238,15 @@ def find_unknown(table: Any, names_of: Names) -> Problems:
     """Return the first place of each label that is not among the names of its column, or is no number."""
     places = []
     for column, names in names_of.items() if len(table) else ():
-        known, prefix = set(names), f"{column} " if len(names_of) > 1 else ""
-        for index, value in enumerate(table.values(column)):
+        known, prefix, values = set(names), f"{column} " if len(names_of) > 1 else "", table.values(column)
+        is_named, lists = isinstance(names, tuple), values if isinstance(values[0], list) else [values]
+        if is_named and known.issuperset(chain.from_iterable(lists)):  # the usual case, without a loop in Python
+            continue
+        for index, value in enumerate(values):
             for one in value if isinstance(value, list) else (value,):
-                is_wrong = isinstance(one, str) and as_number(one) is None if isinstance(names, str) else True
-                if one not in known and is_wrong:
+                if one not in known and (is_named or (isinstance(one, str) and as_number(one) is None)):
                     known.add(one)
-                    near = did_you_mean(one, names if isinstance(names, tuple) else ())
+                    near = did_you_mean(one, names if is_named else ())
                     places.append(table.place(index, f"{prefix}{one}") + near)
     return {"has labels that the training data lacks": places}
 

@@ -16,7 +16,7 @@ from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
-from distribuuuu.data.datasets.base import ImageDataset, first_few, is_image, list_classes, name_at
+from distribuuuu.data.datasets.base import ImageDataset, first_few, is_image, list_classes
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.layouts import IMAGENET_FOLDERS, IMAGENET_TARS, missing_root
 from distribuuuu.files.untrusted import read_regular
@@ -116,16 +116,13 @@ class FlatFolder(ImageDataset):
     has_files = True
 
     def __init__(self, folder: Path, names: list[str], labels: Any, classes: tuple[str, ...]):
-        from distribuuuu.data.datasets.array_file import pack_names
-
-        self.folder, self.labels, self.classes = folder, labels, classes
-        self._names = pack_names("names", [os.fsencode(name) for name in names])
+        self.folder, self.labels, self.classes, self._names = folder, labels, classes, names
 
     def describe(self, index: int) -> str:
         """Return the file of image `index`."""
         if not 0 <= index < len(self.labels):
             raise IndexError(f"no image {index} among {len(self.labels)}")
-        return os.path.join(self.folder, name_at(self._names["names_bytes"], self._names["names_offsets"], index))
+        return os.path.join(self.folder, self._names[index])
 
 
 def _label(names: list[str], known: dict[str, str], classes: tuple[str, ...], source: Path) -> tuple[Any, Any, Any]:

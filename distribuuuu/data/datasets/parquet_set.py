@@ -12,6 +12,7 @@ import functools
 import glob
 import os
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,22 +81,23 @@ class ParquetTable:
     """
 
     def __init__(self, root: str, split: str, columns: Any, key: str):
-        self.path, self.rows = root, list[int]()
+        self.path, self.rows = root, array("q")
         self._values: dict[str, list[Any]] = {}
         self.problems: tuple[str, ...] = ()
         self.names_of: Names = {}
         try:
             self._read(root, split, columns, Layout(columns.image, key, getattr(columns, key), split=columns.split))
         except ConfigError as error:
-            self.problems, self.rows = tuple(map(str, error.problems)), []
+            self.problems, self.rows = tuple(map(str, error.problems)), array("q")
 
     def _read(self, root: str, split: str, columns: Any, layout: Layout) -> None:
         self.files = open_files(root, split, columns, tuple(dict.fromkeys(layout.needed)))
         self.path, fields = self.files.paths[0], layout.columns
         _check_type(self.files.schema.field(layout.path), self.path)
-        self.rows = [*range(len(self.files))]
+        self.rows = array("q", range(len(self.files)))
         if layout.split:
-            self.rows = [row for row, value in enumerate(self.files.read_all(layout.split)) if str(value) == split]
+            values = self.files.read_all(layout.split)
+            self.rows = array("q", (row for row, value in enumerate(values) if str(value) == split))
         if not self.rows:
             raise ConfigError(f"{self.path} has no image of the split {split}")
         cells = {field: self.files.read_all(field) for field in fields}
