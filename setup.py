@@ -67,6 +67,10 @@ setup(
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
         "docs": [*DOCS],
+        # Experiment trackers: LOG.TRACKERS.
+        "mlflow": ["mlflow>=2.14"],
+        "wandb": ["wandb>=0.17"],
+        "trackio": ["trackio>=0.20"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),

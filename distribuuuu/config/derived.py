@@ -88,7 +88,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "a DISTILL.TEACHER and DISTILL.KIND soft": lambda cfg: cfg.DISTILL.TEACHER and cfg.DISTILL.KIND == "soft",
     "EMA.HALF_LIFE above 0": lambda cfg: cfg.EMA.HALF_LIFE,
     "FINETUNE.WEIGHTS": lambda cfg: cfg.FINETUNE.WEIGHTS,
-    "LOG.TENSORBOARD True": lambda cfg: cfg.LOG.TENSORBOARD,
+    "LOG.TENSORBOARD True or LOG.TRACKERS": lambda cfg: cfg.LOG.TENSORBOARD or cfg.LOG.TRACKERS,
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
     "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,
     "MODEL.WEIGHTS": lambda cfg: cfg.MODEL.WEIGHTS,

@@ -5,7 +5,7 @@ table come the config tree, the checks of values, `--help-config` and docs/optio
 """
 
 from distribuuuu.config.declaration import AUTO, Option, Section, iter_declared
-from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS
+from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, TRACKERS
 
 # The values of MODEL.COMPILE that replay CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -373,8 +373,11 @@ _C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, neutral=True)
 _C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
 _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
-# Augmented training images in TensorBoard's image grid; 0: none.
-_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
+# Experiment trackers that receive the rows of metrics.jsonl, images and results: mlflow, wandb, trackio or a plug-in;
+# see docs/trackers.md. tensorboard means LOG.TENSORBOARD True.
+_C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
+# Augmented training images in the image grid of TensorBoard and the trackers; 0: none.
+_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True or LOG.TRACKERS", hashed=False, neutral=True)
 # Write the norms of each weight, its gradient (after clipping) and its update to metrics.jsonl and TensorBoard, with
 # each row of metrics. The step before a row takes the memory of a copy of the weights.
 _C.LOG.LAYER_NORMS = Option(False, hashed=False, neutral=True)

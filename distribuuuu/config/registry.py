@@ -116,6 +116,7 @@ LOSSES = Registry("LOSSES", "loss", "distribuuuu.tasks")
 AUGMENTATIONS = Registry("AUGMENTATIONS", "augmentation", "distribuuuu.data")
 METRICS = Registry("METRICS", "metric", "distribuuuu.tasks")
 TASKS = Registry("TASKS", "task", "distribuuuu.tasks")
+TRACKERS = Registry("TRACKERS", "tracker", "distribuuuu.records")
 
 
 def dataset_name(cfg) -> str:

@@ -13,10 +13,10 @@ LOCK = ".lock"
 TRAIN_LOG, TEST_LOG = "train.log", "test.log"
 METRICS, PREDICTIONS = "metrics.jsonl", "predictions.npz"
 RESULTS, TEST_RESULTS = "results.json", "test_results.json"
-TENSORBOARD, STACKS = "tensorboard", "stacks"
+TENSORBOARD, STACKS, TRACKERS_FOLDER = "tensorboard", "stacks", "trackers"
 # What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
 RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
-             TENSORBOARD, STACKS)  # fmt: skip
+             TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
 # What commands write there: time, probe, report, sweep.
 COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
                  "sweep.html", "best.yaml", "console.log", "failed.txt")  # fmt: skip

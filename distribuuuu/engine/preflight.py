@@ -15,7 +15,7 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.config.registry import OPTIMIZERS, dataset_class
+from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
@@ -92,6 +92,13 @@ def _count_classes(cfg: Config) -> int:
     return 0 if cfg.MODEL.NUM_CLASSES else dataset_class(cfg).count_classes(cfg)
 
 
+def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
+    """Yield a problem of LOG.TRACKERS for each tracker whose package is not installed."""
+    for name in cfg.LOG.TRACKERS:
+        if (package := TRACKERS.get(name).package) and not find_spec(package):
+            yield "LOG.TRACKERS", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{package}]'"
+
+
 def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
@@ -99,6 +106,7 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
     if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
         yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
+    yield from find_missing_trackers(cfg) if train else ()
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
         if path and not os.path.isfile(path):

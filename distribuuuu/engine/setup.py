@@ -20,7 +20,8 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
-from distribuuuu.config.run_files import METRICS, PREDICTIONS
+from distribuuuu.config.registry import TRACKERS
+from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
@@ -48,6 +49,7 @@ from distribuuuu.optim.optimizer import LayerNorms, build_clipper, build_lr, bui
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.optim.schedules import build_weight_decay
 from distribuuuu.records.log_table import format_duration
+from distribuuuu.records.metric_writers import RunTracker, TrackedRun
 from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
@@ -285,7 +287,7 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     """
     checkpoints.remove_temporary_files()
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, PREDICTIONS))):
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, PREDICTIONS, TRACKERS_FOLDER))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 
@@ -339,6 +341,13 @@ def load_weights(cfg, state: TrainState) -> None:
         logger.info("initial weights: %s", path)
 
 
+def build_trackers(cfg, options: dict[str, Any], num_steps: int, find_loss: FindLoss) -> list[RunTracker]:
+    """Return the trackers of LOG.TENSORBOARD and LOG.TRACKERS; none on processes other than the main one."""
+    names = dict.fromkeys(("tensorboard",) * cfg.LOG.TENSORBOARD + cfg.LOG.TRACKERS)
+    run = TrackedRun(Path(cfg.OUT_DIR), options, num_steps, find_loss)
+    return [TRACKERS.get(name)(run) for name in names] if dist.is_main() else []
+
+
 def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss: FindLoss = lambda: None) -> RunLog:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
@@ -346,9 +355,9 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
         every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
         is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
+    trackers = build_trackers(cfg, state.config, loader.num_steps, find_loss)
     log = RunLog(
         cfg.OUT_DIR,
-        tensorboard=cfg.LOG.TENSORBOARD,
         train_metrics=display_names(task.train_metrics),
         eval_metrics=display_names(task.eval_metrics),
         num_epochs=cfg.OPTIM.MAX_EPOCH,
@@ -360,7 +369,8 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
         timing=state.timing,
         find_loss=find_loss,
         more_entries=more_entries,
+        trackers=trackers,
     )
-    if log.has_tensorboard and (state.epoch, state.step) == (0, 0):
+    if trackers and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
     return log

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from distribuuuu.config.errors import counted
+from distribuuuu.config.registry import TRACKERS
+from distribuuuu.config.run_files import TENSORBOARD
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import parse_json
 
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 60.0
 # The least epoch or step that is refused.
 _MAX_POSITION = 1 << 31
+# Entries without a curve of their name, and the curves of each parameter in `layer_norms`.
+_NO_CURVES = ("kind", "epoch", "step", "stage", "time", "count", "eta_s", "layer_norms")
+_NORMS = ("weight", "gradient", "update")
 
 
 # Creates a folder of this run that was deleted; returns why the run must not write to it, None if it may.
@@ -64,35 +69,72 @@ class RecordFile:
                 raise
 
 
+class TrackedRun(NamedTuple):
+    """What a tracker knows of a run: its folder, its options by name, the steps of an epoch, and `FindLoss`."""
+
+    out_dir: Path
+    options: dict[str, Any]
+    num_steps: int
+    find_loss: FindLoss = lambda: None
+
+
+class RunTracker(Protocol):
+    """A receiver of the rows and images of a run; the entries of TRACKERS make one of a `TrackedRun`."""
+
+    # The Python package that it needs, which is also the name of its extra; empty: none.
+    package: str
+
+    def rewind(self, step: int) -> None:
+        """Begin, or begin again, after so many steps of the run."""
+
+    def row(self, record: dict[str, Any], step: int) -> None:
+        """Take a record of metrics.jsonl that belongs to a step of the run."""
+
+    def image(self, tag: str, pixels: Any, step: int) -> None:
+        """Take an image, a tensor (3, H, W), uint8 or float from 0 to 1."""
+
+    def end(self) -> None:
+        """Expect no more rows."""
+
+    def wait(self) -> None:
+        """Wait for a bounded time until everything is sent."""
+
+
+@TRACKERS.register("tensorboard")
 class EventFile:
-    """TensorBoard events. Those that cannot be written are lost with a warning; later ones go to a new file.
+    """TensorBoard events. Those that cannot be written are lost with a warning; later ones go to a new file."""
 
-    Args:
-        folder: folder of the event files.
-        purge_step: TensorBoard hides events of earlier starts from this step on.
-        find_loss: called before each file is created.
-    """
+    package = ""
 
-    def __init__(self, folder: Path, purge_step: int, find_loss: FindLoss = lambda: None):
-        self.folder = folder
-        self._find_loss = find_loss
+    def __init__(self, run: TrackedRun):
+        self.folder = run.out_dir / TENSORBOARD
+        self._find_loss = run.find_loss
         self._writer: Any = None
         self._retry_at = 0.0
-        threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
-        self._call(None, purge_step=purge_step)
 
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a point to a curve."""
-        self._call("add_scalar", tag, value, step)
+    def rewind(self, step: int) -> None:
+        """Begin a new file; TensorBoard hides events of earlier files after the step."""
+        self.end()
+        self._writer, self._retry_at = None, 0.0
+        threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
+        self._call(None, purge_step=step + 1)
+
+    def row(self, record: dict[str, Any], step: int) -> None:
+        """Add a point to each curve of a record."""
+        for tag, value in curves_of(record).items():
+            self._call("add_scalar", tag, value, step)
 
     def image(self, tag: str, pixels: Any, step: int) -> None:
         """Add an image, uint8 (3, H, W)."""
         self._call("add_image", tag, pixels, step)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Flush and close the file."""
         if self._writer:
             self._call("close")
+
+    def wait(self) -> None:
+        """Return at once: `end` has written all."""
 
     def _call(self, method: str | None, *arguments: Any, purge_step: int | None = None) -> None:
         if self._writer is None and time.monotonic() < self._retry_at:
@@ -115,6 +157,14 @@ def _ignore_tensorboard(excepthook: Callable, args: threading.ExceptHookArgs) ->
     """Call `excepthook`, except for threads of TensorBoard, which raise their exception again in the next call."""
     if not type(args.thread).__module__.startswith("tensorboard"):
         excepthook(args)
+
+
+def curves_of(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by the name of their curve, e.g. "train/loss"."""
+    curves = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in _NO_CURVES}
+    for name, norms in record.get("layer_norms", {}).items():
+        curves |= {f"{part}_norm/{name}": norm for part, norm in zip(_NORMS, norms, strict=True)}
+    return curves
 
 
 def drop_records_after(path: Path, epoch: int, step: int) -> None:

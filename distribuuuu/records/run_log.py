@@ -1,4 +1,4 @@
-"""Logging of a run: terminal, train.log, metrics.jsonl, TensorBoard, progress bar.
+"""Logging of a run: terminal, train.log, metrics.jsonl, trackers such as TensorBoard, progress bar.
 
 Only the main process writes files; the other processes print warnings.
 """
@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from distribuuuu.records.log_table import (
     format_result,
     format_speed,
 )
-from distribuuuu.records.metric_writers import EventFile, FindLoss, RecordFile, drop_records_after
+from distribuuuu.records.metric_writers import FindLoss, RecordFile, RunTracker, drop_records_after
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
 
 logger = logging.getLogger("distribuuuu")
@@ -40,8 +40,6 @@ _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 # ANSI colors of the level names.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
-# Entries without a curve of their name, and the curves of each parameter in `layer_norms`.
-_NO_CURVES, _NORMS = ("count", "eta_s", "layer_norms"), ("weight", "gradient", "update")
 # Steps or seconds of a start before the data time is checked: over a few steps it is noise.
 _MIN_STEPS, _MIN_S = 50, 20.0
 # Seconds between two checks within an epoch; long enough that the first batches of an epoch hardly count.
@@ -181,11 +179,10 @@ def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
 
 
 class RunLog:
-    """metrics.jsonl, TensorBoard and the table of steps of a run.
+    """metrics.jsonl, the trackers and the table of steps of a run.
 
     Args:
         out_dir: output folder of the run.
-        tensorboard: write events to out_dir/tensorboard.
         train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
             evaluation metric selects the best epoch.
         num_epochs: epochs of the run.
@@ -196,13 +193,13 @@ class RunLog:
         timing: timing of the steps; None: a new one.
         find_loss: called before files are written or created; see `FindLoss`.
         more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
+        trackers: TensorBoard and others that receive the rows and the images; none on the other processes.
     """
 
     def __init__(
         self,
         out_dir: str | os.PathLike,
         *,
-        tensorboard: bool,
         train_metrics: dict[str, str],
         eval_metrics: dict[str, str],
         num_epochs: int,
@@ -214,6 +211,7 @@ class RunLog:
         find_loss: FindLoss = lambda: None,
         more_entries: Callable[[], dict[str, Any]] = dict,
         total_steps: int = 0,
+        trackers: Sequence[RunTracker] = (),
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
@@ -225,9 +223,8 @@ class RunLog:
         self._evaluation = ""  # of the bar
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._out_dir = Path(out_dir)
-        self._shows_curves = tensorboard
         self._records: RecordFile | None = None
-        self._events: EventFile | None = None
+        self._trackers = trackers
         self._has_warned = False
         self._stage: str | None = None
         self._timing = timing or StepTiming()
@@ -252,25 +249,17 @@ class RunLog:
         path = self._out_dir / run_files.METRICS
         drop_records_after(path, epoch, step)
         self._records = RecordFile(path, self._find_loss)
-        if self._shows_curves:
-            self._close_events()
-            folder, purge_step = self._out_dir / run_files.TENSORBOARD, self._first_position + 1
-            self._events = EventFile(folder, purge_step, self._find_loss)
-
-    @property
-    def has_tensorboard(self) -> bool:
-        """True if this process writes TensorBoard events."""
-        return self._events is not None
+        for tracker in self._trackers:
+            tracker.rewind(self._first_position)
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._close_events()
-
-    def _close_events(self) -> None:
-        if self._events:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.end()
+        for tracker in self._trackers:
+            tracker.wait()
 
     def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
         """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the timing of `train`.
@@ -405,14 +394,16 @@ class RunLog:
         self._shown_at = time.perf_counter()
 
     def images(self, tag: str, pixels: torch.Tensor, epoch: int = -1) -> None:
-        """Write (N, 3, H, W), uint8 or float from 0 to 1, as a grid to TensorBoard after an epoch; -1: before all."""
-        if self._events and len(pixels):
+        """Pass (N, 3, H, W), uint8 or float from 0 to 1, as a grid to the trackers after an epoch; -1: before all."""
+        if self._trackers and len(pixels):
             from torchvision.utils import make_grid
 
-            self._events.image(tag, make_grid(pixels, nrow=8), (epoch + 1) * self.num_steps)
+            grid = make_grid(pixels, nrow=8)
+            for tracker in self._trackers:
+                tracker.image(tag, grid, (epoch + 1) * self.num_steps)
 
     def scalars(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
-        """Add numbers by name to the record of the evaluation after an epoch, from 0, and to TensorBoard.
+        """Add numbers by name to the record of the evaluation after an epoch, from 0, and to the trackers.
 
         Raises:
             ConfigError: a name is one that each record has.
@@ -429,9 +420,5 @@ class RunLog:
             stage = {} if self._stage is None else {"stage": self._stage}
             record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
             self._records.append(record)
-        if self._events:
-            curves = {f"{kind}/{name}": value for name, value in values.items() if name not in _NO_CURVES}
-            for name, norms in values.get("layer_norms", {}).items():
-                curves |= {f"{part}_norm/{name}": norm for part, norm in zip(_NORMS, norms, strict=True)}
-            for tag, value in curves.items():
-                self._events.scalar(tag, value, epoch * self.num_steps + step)
+            for tracker in self._trackers:
+                tracker.row(record, epoch * self.num_steps + step)

@@ -186,8 +186,9 @@ WRONG = [
     *((f"{key} 1", f"no such key; {hint}") for key, hint in {
         **dict.fromkeys(("TRAIN.EARLY_STOPPING", "EARLY_STOPPING.PATIENCE", "train.patience"),
                         "did you mean TRAIN.PATIENCE?"),
-        "WANDB.PROJECT": "there is no logger for it; OUT_DIR/metrics",
-        "LOG.MLFLOW": "there is no logger", "_BASE_": "a YAML file names its bases",
+        "WANDB.PROJECT": "set LOG.TRACKERS [wandb]",
+        "LOG.MLFLOW": "set LOG.TRACKERS [mlflow]", "LOG.COMET": "there is no tracker",
+        "_BASE_": "a YAML file names its bases",
         "SOLVER.MAX_ITER": "the length of a run is in epochs; set OPTIM.MAX_EPOCH",
         "trainer.max_epochs": "did you mean OPTIM.MAX_EPOCH?", "EPOCHS": "did you mean OPTIM.MAX_EPOCH?",
         "OPTIM.LR": "did you mean OPTIM.BASE_LR?", "BATCH_SIZE": "did you mean TRAIN.BATCH_SIZE, TEST.BATCH_SIZE?",
@@ -213,7 +214,7 @@ def test_a_wrong_file_says_what_is_expected(write):
         ("a: [1", "not a valid YAML"), ("- 1\n", "SECTION"), ("\t:", "not a valid YAML"),
         ("TRAIN:\n  WORKERS: 1\n  WORKERS: 2\n", "TRAIN.WORKERS (FILE:3): already set in line 2; remove one of them"),
         ("BASE: b.yaml\n", "a YAML file names its bases in the line `_BASE_: "),
-        ("WANDB: {PROJECT: x}\n", "no logger for it"),
+        ("WANDB: {PROJECT: x}\n", "set LOG.TRACKERS [wandb]"),
         *((f"FINETUNE:\n  FREEZE: {value}\n", "FINETUNE.FREEZE (FILE:2): ")
           for value in ("[1.10]", "true", "null", "[[a]]")),
     ]:  # fmt: skip

@@ -20,6 +20,13 @@ OPTIONAL_COMMANDS = {
     "split": ("distribuuuu/commands/split", "tests/commands/split"),
     "sweep": ("distribuuuu/commands/sweep", "tests/commands/sweep", "docs/sweep.md"),
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),
+    "track": (
+        "distribuuuu/commands/track",
+        "distribuuuu/records/trackers",
+        "tests/commands/track",
+        "tests/records/trackers",
+        "docs/trackers.md",
+    ),
     "time": ("distribuuuu/commands/time", "tests/commands/time", "tools/time_net.py"),
 }
 

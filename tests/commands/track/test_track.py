@@ -1,0 +1,82 @@
+"""The command track: it sends what is missing to each tracker, and names what fails."""
+
+import json
+
+import pytest
+from support.commands import command_module
+from support.runs import run_python
+
+from distribuuuu.config.registry import TRACKERS
+from distribuuuu.records.trackers.base import Tracker
+
+SENT: list[str] = []
+
+
+class Store(Tracker):
+    name = "store"
+
+    def connect(self, run_id):
+        return run_id or "id"
+
+    def send_rows(self, rows):
+        SENT.extend(str(row.step) for row in rows)
+
+    def send_image(self, path, tag, step):
+        SENT.append(tag)
+
+    def send_file(self, path):
+        SENT.append(path.name)
+
+    def finish(self):
+        SENT.append("finish")
+
+
+class Down(Store):
+    name = "down"
+
+    def send_rows(self, rows):
+        raise ConnectionError("no\nroute")
+
+
+@pytest.fixture(autouse=True)
+def track(monkeypatch):
+    """Return a function that starts the command; it returns the exit status."""
+    TRACKERS.get("mlflow")
+    monkeypatch.setattr(TRACKERS, "_table", {**TRACKERS._table, "store": Store, "down": Down})
+    SENT.clear()
+    return lambda *words: command_module("track.track").track("track", [str(word) for word in words])
+
+
+def test_a_run_without_trackers_is_sent_once(copied_run, track, capsys):
+    assert track(copied_run, "LOG.TRACKERS", "store") == 0
+    assert SENT == ["1", "2", "3", "4", "4", "5", "6", "7", "8", "8", "config.yaml", "results.json", "finish"]
+    assert capsys.readouterr().out == "store: sent 10 rows, 0 images, 2 files\n"
+    assert track(copied_run, "LOG.TRACKERS", "store") == 0
+    assert capsys.readouterr().out == "store: sent 0 rows, 0 images, 0 files\n"
+    assert json.loads((copied_run / "trackers" / "store.json").read_text())["num_steps"] == 4
+
+
+def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys):
+    assert track(copied_run, "LOG.TRACKERS", "[down, store]") == 2
+    out, err = capsys.readouterr()
+    assert "down: sent 0 rows" in out and "store: sent 10 rows" in out
+    assert "LOG.TRACKERS: down: ConnectionError: no route; fix: see docs/trackers.md" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("words, message", [
+    (["no_run"], "RUN: no_run holds no config.yaml; expected the OUT_DIR of a run"),
+    (["{run}"], "LOG.TRACKERS: got []; expected some of "),
+    (["{run}", "LOG.TRACKERS", "[tensorboard]"], "LOG.TRACKERS: got ['tensorboard']; expected some of "),
+    (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
+    (["{run}", "--no-such"], "no such flag: --no-such"),
+])  # fmt: skip
+def test_mistakes_are_one_line(finished_run, track, capsys, words, message):
+    assert track(*(word.format(run=finished_run) for word in words)) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err and not SENT
+
+
+def test_the_command_is_listed_and_its_mistakes_need_no_torch(finished_run):
+    code = "import sys; from distribuuuu.commands.main import dispatch\n"
+    code += f"status = dispatch('d', ['track', {str(finished_run)!r}]); print(status, 'torch' in sys.modules)"
+    assert run_python("-c", code).stdout == "2 False\n"
