@@ -12,6 +12,9 @@ of the loop itself; and `train_epoch` without model and optimizer, whose microse
 loop takes while its code and data stay in the caches. With --bind, each process runs on a core of its own, which
 varies less.
 
+With --trackers our loop also sends its rows to these trackers, whose addresses are environment variables; compare the
+ratio with that of the same call without them.
+
 With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
 the bare loop uses the functions of torch directly.
 """
@@ -93,6 +96,10 @@ class MemoryLoader:
         """Return images of a micro-batch."""
         return self.batch[0]
 
+    def preview(self, seed: int, num: int) -> torch.Tensor:
+        """Return no images for the trackers."""
+        return self.batch[0][:0]
+
     def pop_data_time(self) -> float:
         """Return the seconds spent waiting for batches."""
         return 0.0
@@ -111,7 +118,8 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
     overrides += f"OPTIM.BASE_LR {BASE_LR} RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
     overrides += FEATURES if args.features else ""
-    return load_cfg(None, overrides.split())
+    trackers = ("LOG.TRACKERS", str(args.trackers)) if args.trackers else ()
+    return load_cfg(None, [*overrides.split(), *trackers])
 
 
 def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]], RunLog]:
@@ -320,6 +328,8 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=5, help="launches per number of processes")
     parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
+    trackers = "LOG.TRACKERS of ours, e.g. mlflow trackio; the bare loop has none"
+    parser.add_argument("--trackers", nargs="+", default=[], help=trackers)
     parser.add_argument("--parts", action="store_true", help="measure the loop without metrics, log and the like, too")
     parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")
     parser.add_argument("--threads", type=int, default=1, help="threads per process")

@@ -95,7 +95,7 @@ def _count_classes(cfg: Config) -> int:
 def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
     """Yield a problem of LOG.TRACKERS for each tracker whose package is not installed."""
     for name in cfg.LOG.TRACKERS:
-        if (package := TRACKERS.get(name).package) and not find_spec(package):
+        if name in TRACKERS and (package := TRACKERS.get(name).package) and not find_spec(package):
             yield "LOG.TRACKERS", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{package}]'"
 
 

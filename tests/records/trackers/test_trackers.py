@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
+from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import TRACKERS
@@ -109,6 +109,8 @@ def test_a_name_is_checked(small_cfg, name, message):
     else:
         with pytest.raises(ConfigError, match=re.escape(message)):
             small_cfg("LOG.TRACKERS", name)
+        done = run_python("-m", "distribuuuu", "train", "LOG.TRACKERS", name)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_package_that_is_missing_is_reported_early(small_cfg, monkeypatch):
@@ -323,6 +325,7 @@ def test_sigkill_at_any_time_loses_no_row(image_folder, tmp_path, monkeypatch):
     plain = small_options(image_folder, tmp_path / "plain", *words)
     assert run_tool(TRAIN_NET, *plain).returncode == 0
     monkeypatch.setenv("SERVER", str(tmp_path / "server"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as `run_tool`
     args = small_options(image_folder, tmp_path / "out", *words, "LOG.TRACKERS", "file")
     metrics = tmp_path / "out" / "metrics.jsonl"
     for num_rows in (3, 13, 29, 44):
