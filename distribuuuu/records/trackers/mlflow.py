@@ -16,7 +16,7 @@ _MAX_METRICS, _MAX_PARAMS, _MAX_VALUE, _MAX_KEY = 1000, 100, 500, 250
 
 @TRACKERS.register("mlflow")
 class MLflow(Tracker):
-    """A run of MLflow. A row that is sent twice is stored once, since its time is that of metrics.jsonl."""
+    """A run of MLflow. A row of metrics.jsonl that is sent twice is stored once, since its time is the same."""
 
     name = package = "mlflow"
 

