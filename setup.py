@@ -14,7 +14,13 @@ DOCS = ("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
 # Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
-SHIPPED = ("configs/**/*.yaml", "tools/slurm/*.sbatch", "benchmarks/reported.yaml", "benchmarks/results/**/*.json")
+SHIPPED = (
+    "configs/**/*.yaml",
+    "tools/slurm/*.sbatch",
+    "tools/*/*.yaml",
+    "benchmarks/reported.yaml",
+    "benchmarks/results/**/*.json",
+)
 
 
 class BuildWithFiles(build_py):
@@ -66,6 +72,7 @@ setup(
         "gs": ["gcsfs>=2023.12"],
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
+        "completion": ["argcomplete>=3"],  # of command lines in a shell
         "docs": [*DOCS],
         # Experiment trackers: LOG.TRACKERS.
         "mlflow": ["mlflow>=2.14"],
@@ -84,6 +91,7 @@ setup(
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,
+            *("argcomplete>=3", "kubernetes-validate>=1.30"),  # kubernetes-validate holds the schemas of its files
         ],
     },
 )

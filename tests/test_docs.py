@@ -44,8 +44,8 @@ README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Programs in the pages that are not part of this repository.
 OTHER_PROGRAMS = (
-    *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit", "mkdocs"),
-    *("git", "mkdir", "cp", "tar", "unzip", "sha256sum", "export", "."),
+    *("pip", "tensorboard", "pytest", "ruff", "mypy", "pre-commit", "mkdocs", "docker", "kubectl", "sky"),
+    *("eval", "git", "mkdir", "cp", "tar", "unzip", "sha256sum", "export", "."),
 )
 SCRIPT = re.compile(r"(tools|benchmarks)/[\w/]+\.(py|sbatch)")
 

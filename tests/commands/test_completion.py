@@ -1,0 +1,29 @@
+"""Completion of command lines, as a shell asks for it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("line, expected, other", [
+    ("distribuuuu trai", ["train "], "test"),
+    ("distribuuuu train --dump", ["--dump-config "], "--cfg"),
+    ("distribuuuu train --cfg shapes/res", ["shapes/resnet14 "], "imagenet/resnet50"),
+    ("distribuuuu train --cfg shapes/resnet14 OPTIM.BASE", ["OPTIM.BASE_LR "], "OPTIM.MIN_LR"),
+    ("distribuuuu train OPTIM.BASE_LR 0.1 MODEL.COMPILE max", ["max-autotune "], "default"),
+    ("distribuuuu test exp/run OPTIM.LR_POLICY c", ["cos", "cos_after_warmup", "cos_timm"], "lin"),
+    ("distribuuuu test exp/run 'OPTIM.BASE_", ["OPTIM.BASE_LR"], "OPTIM.MIN_LR"),
+])  # fmt: skip
+def test_a_line_is_completed(line, expected, other, tmp_path):
+    pytest.importorskip("argcomplete")
+    found = tmp_path / "found"
+    environment = {
+        **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(found),
+    }  # fmt: skip
+    subprocess.run([sys.executable, "-m", "distribuuuu"], env=environment, timeout=60, check=False)
+    words = [word.strip("'") for word in found.read_text().splitlines()]
+    assert [word for word in expected if word in words] == expected, words
+    assert other not in [word.strip() for word in words]
