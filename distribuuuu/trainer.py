@@ -17,21 +17,13 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
+from distribuuuu.engine.last_epoch import is_evaluated, is_finished, may_be_last
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.run_description import describe_end
-from distribuuuu.engine.run_objects import (
-    Run,
-    begin_epoch,
-    expected_passes,
-    is_evaluated,
-    is_finished,
-    is_out_of_patience,
-    log_epoch,
-    stoppable_bar,
-)
+from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, log_epoch, stoppable_bar
 from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
@@ -174,8 +166,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         if cfg.MODEL.PRECISE_BN:
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, state.precision.autocast)
-        may_end = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH or is_out_of_patience(cfg, state, state.epoch)
-        is_last = may_end and kind == list(state.models)[-1]
+        is_last = may_be_last(cfg, state, kind)
         with recording(cfg, run.task, model, run.val_loader, kind, state.epoch + 1, is_last) as task:
             results[kind] = evaluate(task, model, run.val_loader, stoppable_bar(run))
     log_epoch(run)

@@ -15,7 +15,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run_objects import Run, is_finished
+from distribuuuu.engine.last_epoch import is_finished
+from distribuuuu.engine.run_objects import Run
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.models import count_parameters
 from distribuuuu.records import results

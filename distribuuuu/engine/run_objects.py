@@ -17,6 +17,7 @@ from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.last_epoch import is_evaluated
 from distribuuuu.engine.task_state import ChangeFinder, is_built_in
 from distribuuuu.engine.train_state import TrainState
 from distribuuuu.records.run_log import RunLog, evaluation_bar
@@ -95,22 +96,6 @@ def log_epoch(run: Run) -> None:
         with contextlib.nullcontext() if task.eval_gradients else inference(state.model):
             task.log_epoch(run.log, state.model, run.first_batch)
         run.first_batch = None
-
-
-def is_evaluated(cfg: Config, epoch: int) -> bool:
-    """Tell whether the model is evaluated after an epoch, from 0."""
-    return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
-
-
-def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
-    """Tell whether an epoch, from 0, is evaluated, and TRAIN.PATIENCE epochs or more after the best one."""
-    best = max(state.bests[kind].epoch for kind in state.models)
-    return best >= 0 and 0 < cfg.TRAIN.PATIENCE <= epoch - best and is_evaluated(cfg, epoch)
-
-
-def is_finished(cfg: Config, state: TrainState) -> bool:
-    """Tell whether no epoch is left to train: a function of the state, so that a resumed run ends at the same one."""
-    return state.epoch >= cfg.OPTIM.MAX_EPOCH or (state.step == 0 and is_out_of_patience(cfg, state, state.epoch - 1))
 
 
 def expected_passes(run: Run) -> Iterator[Pass]:
