@@ -17,9 +17,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import yaml
 import timm
 import torch
+import yaml
 from safetensors.torch import save_file
 from support.commands import is_deleted, list_deleted_paths
 from support.core_lines import count_core_lines

@@ -14,8 +14,10 @@ def is_evaluated(cfg: Config, epoch: int) -> bool:
 
 def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
     """Tell whether an epoch, from 0, is evaluated, and TRAIN.PATIENCE epochs or more after the best one."""
+    if not cfg.TRAIN.PATIENCE or not is_evaluated(cfg, epoch):
+        return False
     best = max(state.bests[kind].epoch for kind in state.models)
-    return best >= 0 and 0 < cfg.TRAIN.PATIENCE <= epoch - best and is_evaluated(cfg, epoch)
+    return best >= 0 and epoch - best >= cfg.TRAIN.PATIENCE
 
 
 def is_finished(cfg: Config, state: TrainState) -> bool:

@@ -71,7 +71,7 @@ def test_on_cuda_the_start_logs_the_options_of_speed_that_are_not_in_use(device,
     cfg = small_cfg(*words)
     train, val = build_loaders(cfg, Launch("test"), torch.device("cpu"))
     train.device = torch.device(device)
-    state = SimpleNamespace(model=torch.nn.Linear(2, 2), classes=train.images.classes, seed=0, epoch=0)
+    state = SimpleNamespace(model=torch.nn.Linear(2, 2), classes=train.images.classes, seed=0, epoch=0, step=0)
     with caplog.at_level("INFO", logger="distribuuuu"):
         describe_training(cfg, state, train, val)
     lines = [line for line in caplog.messages if line.startswith("speed:")]
