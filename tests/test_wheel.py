@@ -60,7 +60,8 @@ def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
     benchmarks = [ROOT / "benchmarks" / "reported.yaml", *(ROOT / "benchmarks" / "results").rglob("*.json")]
-    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir(), *benchmarks]
+    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir(),
+                *(ROOT / "tools").glob("*/*.yaml"), *benchmarks]  # fmt: skip
     assert shipped == {str(path.relative_to(ROOT)) for path in expected}
     code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
     found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]

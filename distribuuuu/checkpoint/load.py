@@ -123,13 +123,15 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Load the state and the learning rate of an optimizer; other settings (weight decay, ...) stay the config's.
+    """Load the state of an optimizer and what a schedule sets; other settings (momentum, ...) stay the config's.
 
     Raises:
         CheckpointError: the groups, their sizes or the shapes of the state differ.
     """
-    names = {*optimizer.defaults, "lr_scale"} - {"lr"}
-    settings = [{key: group[key] for key in group if key in names} for group in optimizer.param_groups]
+    settings = []
+    for group in optimizer.param_groups:
+        scheduled = {"lr", "weight_decay"} if "full_decay" in group else {"lr"}
+        settings.append({key: group[key] for key in group if key in {*optimizer.defaults, "lr_scale"} - scheduled})
     try:
         optimizer.load_state_dict(content)
         _match_strides(optimizer)

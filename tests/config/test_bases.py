@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from support.commands import command_module
 from support.errors import problems_of
 from support.runs import ROOT, small_options
 
 from distribuuuu.commands.arguments import dump_with_origins, parse_args
-from distribuuuu.commands.doctor.doctor import parse_args as parse_doctor
 from distribuuuu.commands.plan.tune import format_command
 from distribuuuu.commands.sweep.sweep import parse_args as parse_sweep
 from distribuuuu.commands.sweep.sweep import plan_sweep, read_files
@@ -57,8 +57,9 @@ def test_several_files_follow_one_flag(capsys):
         out = capsys.readouterr().out
         assert "RNG_SEED: 2" in out and "OUT_DIR: a " in out and "BASE_LR: 3.0" in out
     assert config_name(load_cfg(["a", "b"])).count("+") == 1
-    assert parse_doctor("", ["--cfg", "a.yaml", "b.yaml", "TRAIN.TOPK", "2"])[0].cfg == ("a.yaml", "b.yaml")
     assert format_command(("a", "b"), 1, [], []) == "distribuuuu train --cfg a b"
+    parse_doctor = command_module("doctor.doctor").parse_args
+    assert parse_doctor("", ["--cfg", "a.yaml", "b.yaml", "TRAIN.TOPK", "2"])[0].cfg == ("a.yaml", "b.yaml")
 
 
 @pytest.mark.parametrize("text, kwargs", [

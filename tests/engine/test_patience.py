@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.commands import command_module
 from support.errors import problems_of
 from support.processes import on_processes
 from support.runs import newest, train_and_kill
 
 from distribuuuu import trainer
-from distribuuuu.commands.sweep.sweep import parse_args
 from distribuuuu.records.run_groups import group_runs, read_runs
 from distribuuuu.trainer import train_model
 
@@ -89,4 +89,5 @@ def test_a_table_takes_such_a_run_for_finished_and_a_sweep_refuses_the_option(sm
     groups, notes = group_runs(read_runs([cfg.OUT_DIR], []))
     assert len(groups) == 1 and not notes
     words = ["OPTIM.BASE_LR=1,2", "TRAIN.DATASET", str(image_folder), "OUT_DIR", str(tmp_path / "sweep")]
+    parse_args = command_module("sweep.sweep").parse_args
     assert any("TRAIN.PATIENCE: got 3" in one for one in problems_of(parse_args, "", [*words, "TRAIN.PATIENCE", "3"]))
