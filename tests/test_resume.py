@@ -24,7 +24,7 @@ from support.tiers import slow
 
 from distribuuuu import trainer
 from distribuuuu.config import load_cfg
-from distribuuuu.launch.signals import RunStopped
+from distribuuuu.launch.signals import WRITER_NAME, RunStopped
 from distribuuuu.trainer import train_model
 
 EVERYTHING = (
@@ -127,7 +127,7 @@ def stop_run(cfg, way: str, place: tuple[int, int], monkeypatch) -> None:
         train_model(cfg)
     assert way == "evaluation" or stopped.value.status == 128 + signal.SIGTERM
     for thread in threading.enumerate():  # a save in progress, for which the interpreter waits before it exits
-        if not thread.daemon and thread is not threading.main_thread():
+        if thread.name == WRITER_NAME:
             thread.join()
 
 
