@@ -8,11 +8,6 @@ from support.errors import problems_of
 from support.runs import ROOT, small_options
 
 from distribuuuu.commands.arguments import dump_with_origins, parse_args
-from distribuuuu.commands.plan.tune import format_command
-from distribuuuu.commands.sweep.sweep import parse_args as parse_sweep
-from distribuuuu.commands.sweep.sweep import plan_sweep, read_files
-from distribuuuu.commands.sweep.trials import open_sweep
-from distribuuuu.commands.table.table import read_configs
 from distribuuuu.config import load_cfg
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import MAX_LEVELS
@@ -57,9 +52,14 @@ def test_several_files_follow_one_flag(capsys):
         out = capsys.readouterr().out
         assert "RNG_SEED: 2" in out and "OUT_DIR: a " in out and "BASE_LR: 3.0" in out
     assert config_name(load_cfg(["a", "b"])).count("+") == 1
-    assert format_command(("a", "b"), 1, [], []) == "distribuuuu train --cfg a b"
+
+
+def test_commands_take_several_files():
+    write(a="RNG_SEED: 1\n", b="RNG_SEED: 2\n")
     parse_doctor = command_module("doctor.doctor").parse_args
     assert parse_doctor("", ["--cfg", "a.yaml", "b.yaml", "TRAIN.TOPK", "2"])[0].cfg == ("a.yaml", "b.yaml")
+    format_command = command_module("plan.tune").format_command
+    assert format_command(("a", "b"), 1, [], []) == "distribuuuu train --cfg a b"
 
 
 @pytest.mark.parametrize("text, kwargs", [
@@ -115,10 +115,11 @@ def test_a_config_in_the_folder_of_a_run_names_no_base():
     write(config="_BASE_: secret.yaml\n", secret="RNG_SEED: 1\n")
     (problem,) = problems_of(load_cfg, FoundConfig("config.yaml"))
     assert problem.startswith("_BASE_ (config.yaml:1): got 'secret.yaml' in the folder of a run")
+    read_configs = command_module("table.table").read_configs
     assert read_configs(["config.yaml"], [])[0].RNG_SEED == 1, "a folder of configs, which the user names, may"
 
 
-def test_a_run_and_a_sweep_store_the_merged_config(image_folder, folder):
+def test_a_run_stores_the_merged_config(image_folder, folder):
     (folder / "configs").mkdir()
     write(
         **{"configs/base": "OPTIM: {BASE_LR: 0.01, MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"}
@@ -129,10 +130,17 @@ def test_a_run_and_a_sweep_store_the_merged_config(image_folder, folder):
     stored = (folder / "out" / "config.yaml").read_text()
     assert "_BASE_" not in stored and load_cfg(str(folder / "out" / "config.yaml")) == cfg
     assert json.loads((folder / "out" / "results.json").read_text())["config"] == "configs/top"
+
+
+def test_a_sweep_stores_the_files_and_their_bases(image_folder, folder):
+    sweep, trials = command_module("sweep.sweep"), command_module("sweep.trials")
+    (folder / "configs").mkdir()
+    write(**{"configs/base": "OPTIM: {MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"})
     (folder / "sweep").mkdir()
+    small = small_options(image_folder, folder / "out")
     words = ["--cfg", "configs/top.yaml", "OPTIM.NESTEROV=true,false", *small[:-2], "OUT_DIR", "sweep"]
-    plan = plan_sweep(*parse_sweep("sweep", words))
-    open_sweep(plan, read_files("configs/top.yaml")[1])
+    plan = sweep.plan_sweep(*sweep.parse_args("sweep", words))
+    trials.open_sweep(plan, sweep.read_files("configs/top.yaml")[1])
     copy = load_cfg("sweep/config/configs/top.yaml")
     assert (copy.OPTIM.MOMENTUM, copy.RNG_SEED, config_name(copy)) == (0.5, 3, "configs/top")
 
