@@ -69,7 +69,7 @@ def source(packed, tmp_path, monkeypatch):
 
 @pytest.fixture
 def open_pack(source, tmp_path):
-    def open_it(gb=1.0, timeout_s=5.0, split="train"):
+    def open_it(gb=1.0, timeout_s=30.0, split="train"):
         return Packed(source.url, split, None, str(tmp_path / "cache"), gb, timeout_s)
 
     return open_it
