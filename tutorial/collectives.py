@@ -50,9 +50,9 @@ def perform(name, row, n, rank, group):
             dist.reduce(out, dst=0, group=group)
             out *= rank == 0  # undefined on the other ranks
         case "reduce_scatter":
-            dist.reduce_scatter_tensor(out[:1], row, group=group)
+            getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out[:1], row, group=group)
         case "all_gather":
-            dist.all_gather_into_tensor(out, row[:1], group=group)
+            getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, row[:1], group=group)
         case "all_reduce":
             dist.all_reduce(out, group=group)
         case "all_to_all":

@@ -47,7 +47,7 @@ class Layer:
 
     def gather(self, *_):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
-        dist.all_gather_into_tensor(self.flat, self.shard)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(self.flat, self.shard)  # before torch 2.14
 
     def free(self, *_):
         self.flat.untyped_storage().resize_(0)  # the views are valid again after the next gather
@@ -58,7 +58,7 @@ class Layer:
             return
         grad = parameters_to_vector([param.grad for param in self.params]) / dist.get_world_size()
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, grad)
+        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(self.shard.grad, grad)
         for param in self.params:
             param.grad = None
         if self.stage == 3:

@@ -114,6 +114,12 @@ class _DifferentiableSum(torch.autograd.Function):
         return _DifferentiableSum.forward(ctx, grad)
 
 
+def all_gather_single(gathered: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> None:
+    """Write the tensors of all processes, of one shape, to `gathered`, one after the other; the group must exist."""
+    name = "all_gather_single" if hasattr(torch_dist, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.14
+    getattr(torch_dist, name)(gathered, tensor, group)
+
+
 def differentiable_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of `tensor` over the processes; gradients flow back to each of them."""
     return _DifferentiableSum.apply(tensor) if is_distributed() else tensor

@@ -90,7 +90,7 @@ class _FusedNorm(SyncBatchNorm):
         mean, invstd = torch.batch_norm_stats(images, eps)
         own = torch.cat([mean, invstd, mean.new_full((1,), images.numel() / images.shape[1])])
         gathered = own.new_empty(num_processes, len(own))
-        torch_dist.all_gather_into_tensor(gathered.view(-1), own, group)
+        dist.all_gather_single(gathered.view(-1), own, group)
         parts = gathered.split([len(mean), len(mean), 1], dim=1)
         means, invstds, counts = (part.contiguous() for part in parts)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(

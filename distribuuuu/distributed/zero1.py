@@ -127,7 +127,7 @@ def _exchange(shares: list[list[torch.Tensor]]) -> None:
         padding = like.new_zeros(most - sum(sizes[dist.rank()]))
         sent = torch.cat([*(parameter.flatten() for parameter in typed[dist.rank()]), padding])
         received = sent.new_empty(len(shares) * most)
-        torch_dist.all_gather_into_tensor(received, sent)
+        dist.all_gather_single(received, sent)
         for rank, (share, flat) in enumerate(zip(typed, received.split(most), strict=True)):
             if share and rank != dist.rank():
                 values = flat[: sum(sizes[rank])].split(sizes[rank])
