@@ -4,6 +4,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -440,7 +441,9 @@ def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
 
 
 def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
-    rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| ([\d.]*) ?\| (\d+) \| ([\d.]+) \| (.+) \|$", README, re.MULTILINE)
+    number = r"([\d.]+)"
+    pattern = rf"^\| (\w+/\w+) \| {number} \| ([\d.]*) ?\| {number} \| {number} \| (.+) \|$"
+    rows = re.findall(pattern, README, re.MULTILINE)
     reported = yaml.safe_load((ROOT / "benchmarks" / "reported.yaml").read_text())
     records = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").rglob("*.json")]
     runs = {record["config"]: record for record in records}
@@ -451,7 +454,7 @@ def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
         assert published == str(reported.get(name, {}).get("top1", ""))
         row = next(line for line in zoo.splitlines() if line.startswith((f"| {name} |", f"| {name}, ")))
         assert all(cell in row for cell in cells), name
-        assert int(cells[1]) == record["training"]["epochs_done"] and cells[3] == record["hardware"]
+        assert math.ceil(float(cells[1])) == record["training"]["epochs_done"] and cells[3] == record["hardware"]
 
 
 def test_the_speeds_of_the_readme_are_in_the_output_of_the_benchmarks():

@@ -1,12 +1,15 @@
 """Location of config files, and of the other files of the repository that a wheel contains."""
 
 import os
+import re
 from difflib import SequenceMatcher
 from pathlib import Path
 
 from distribuuuu.config.errors import near_matches
 
 _PACKAGE = Path(__file__).parents[1]
+# The folder and the name of a config in results, which may come from others.
+_CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
 
 
 def shipped_file(name: str) -> Path:
@@ -24,6 +27,16 @@ def find_config(path: str) -> str:
     roots = [] if name.startswith("..") else ["configs", str(shipped_file("configs"))]
     places = [path, *(os.path.join(root, name) for root in roots)]
     return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), path)
+
+
+def find_shipped(name: str) -> list[str]:
+    """Return the shipped config files of a name in results, e.g. 'shapes/resnet14'; several are joined with '+'.
+
+    Empty: one of them is not a shipped config.
+    """
+    parts, folder = name.split("+"), shipped_file("configs")
+    files = [str(folder / f"{part}.yaml") for part in parts if _CONFIG_NAME.fullmatch(part)]
+    return files if len(files) == len(parts) and all(map(os.path.isfile, files)) else []
 
 
 def find_base(name: str, folder: str) -> str | None:

@@ -11,6 +11,9 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.records.results import FILE_NAME, read_results
 
+# Digits of the hash of a config that are shown.
+DIGITS_OF_HASH = 8
+
 
 @dataclass(frozen=True)
 class Run:
@@ -72,7 +75,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
     notes: list[str] = []
     of_sweeps: Counter[Path] = Counter()
     for run in runs:
-        record, training, data = run.record, run.record["training"], run.record["data"]
+        record, training = run.record, run.record["training"]
         sweep = run.path.parent.parent.parent
         if not record["finished"] and (sweep / "sweep.json").exists():
             of_sweeps[sweep] += 1
@@ -81,7 +84,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
             done, planned = training["epochs_done"], training["epochs_planned"]
             notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
             continue
-        key = (record["config_hash"], training["global_batch"], data["num_train"], data["num_val"])
+        key = (record["config_hash"], training["global_batch"], *_count_images(record))
         group = groups.setdefault(key, [])
         same_seed = next((other for other in group if other.record["seed"] == record["seed"]), None)
         if same_seed:
@@ -91,7 +94,43 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
     notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
     for group in groups.values():
         notes += _find_differences(group)
+    notes += _find_split_configs(list(groups.values()))
     return list(groups.values()), notes
+
+
+def _find_split_configs(groups: Sequence[list[Run]]) -> Iterator[str]:
+    """Yield a message for each two groups of one name whose configs differ.
+
+    The hash covers the default of each option, so it moves when an option is added, and also when a default or a YAML
+    file is edited. Results do not tell one from the other, so such runs are not averaged.
+    """
+    first: dict[tuple, Run] = {}
+    for group in groups:
+        record, path = group[0].record, group[0].path
+        name = row_name(record, record["overrides"])
+        other = first.setdefault((name, record["training"]["global_batch"], *_count_images(record)), group[0])
+        if other.record["config_hash"] != record["config_hash"]:
+            yield (f"{name}: {path} and {other.path} are not in one row, for the hashes of their configs differ: an "
+                   "option was added, or a value changed between their commits")  # fmt: skip
+
+
+def _count_images(record: dict) -> tuple[int, int]:
+    return record["data"]["num_train"], record["data"]["num_val"]
+
+
+def name_groups(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return a name for each group, unique: equal ones get the folder, the hash of the config, the batch and data."""
+    firsts = [group[0] for group in groups]
+    names = [row_name(run.record, run.record["overrides"]) for run in firsts]
+    additions = (
+        [f" in {run.path.parent}" for run in firsts],
+        [f" (config {run.record['config_hash'][:DIGITS_OF_HASH]})" for run in firsts],
+        [f" (global batch {run.record['training']['global_batch']})" for run in firsts],
+        [f" ({' + '.join(map(str, _count_images(run.record)))} images)" for run in firsts],
+    )
+    for texts in additions:
+        names = [f"{name}{text}" if names.count(name) > 1 else name for name, text in zip(names, texts, strict=True)]
+    return names
 
 
 def _find_differences(group: list[Run]) -> Iterator[str]:

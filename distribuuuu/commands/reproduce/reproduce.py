@@ -17,12 +17,13 @@ from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
 from distribuuuu.commands.terminal import WIDTH, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.locate import shipped_file
+from distribuuuu.config.locate import find_shipped, shipped_file
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
+from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import start_command
 from distribuuuu.launch.signals import handled_by
 from distribuuuu.records.results import FILE_NAME, read_results
-from distribuuuu.records.run_groups import Run, group_runs, read_runs, row_name
+from distribuuuu.records.run_groups import Run, group_runs, name_groups, read_runs
 
 SUMMARY = "rerun a measured result, and compare the outcome"
 _DESCRIPTION = """Train a row of the measured results again, with its config and one of its
@@ -31,11 +32,11 @@ the row. The same command resumes a stopped run.
 
   %(prog)s --list
   %(prog)s shapes/resnet14
+  %(prog)s cifar10/airbench94 TRAIN.DATASET /data/cifar10
   %(prog)s clothing10/resnet14 TRAIN.DATASET /data/clothing10
 """
 # Options that change results, though they may differ between the seeds of one config.
 _FIXED = ("PLUGINS", "RNG_SEED", "TEST.LABELS")
-_CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
 
 
 def reproduce(prog: str, args: list[str]) -> int:
@@ -52,9 +53,9 @@ def _run(prog: str, args: list[str]) -> int:
     if flags.list:
         print_report("\n".join([format_rows(rows), *notes]))
         return 0
-    if name not in rows:
-        hint = did_you_mean(name, rows) or f"; fix: choose a row of {prog} --list"
-        raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {flags.results}{hint}"))
+    for note in notes:
+        print(printable(note), file=sys.stderr)
+    name = find_row(name, rows, flags.results, prog)
     row = sorted(rows[name], key=lambda run: run.record["seed"])
     seed = row[0].record["seed"] if flags.seed is None else flags.seed
     check_overrides(words, name)
@@ -88,20 +89,40 @@ def build_parser(prog: str | None = None) -> CommandParser:
 
 
 def read_rows(folder: str) -> tuple[dict[str, list[Run]], list[str]]:
-    """Return the rows of a folder of results by name, and notes about skipped runs.
+    """Return the rows of a folder of results by name, and notes about skipped runs and damaged files.
 
     Raises:
-        ConfigError: there are none, or a file is damaged.
+        ConfigError: there are none.
     """
     problems: list[str] = []
     groups, notes = group_runs(read_runs([folder], problems))
-    if problems:
+    if not groups and problems:
         raise ConfigError(problems)
-    names = [row_name(group[0].record, group[0].record["overrides"]) for group in groups]
-    rows = {}
-    for name, group in zip(names, groups, strict=True):
-        rows[f"{name} in {group[0].path.parent}" if names.count(name) > 1 else name] = group
-    return rows, notes
+    rows = dict(zip(name_groups(groups), groups, strict=True))
+    return rows, [*notes, *(f"{problem}; its run is left out" for problem in problems)]
+
+
+def find_row(name: str, rows: Mapping[str, Sequence[Run]], folder: str, prog: str) -> str:
+    """Return the row of a name: that of the row, of its config, or the beginning of either.
+
+    Raises:
+        ConfigError: there is no such row, or several ones.
+    """
+    if name in rows:
+        return name
+    found = [row for row, runs in rows.items() if runs[0].record["config"] == name]
+    if name and not found and find_shipped(name):
+        raise ConfigError(Problem("ROW", f"{name} is a config without a measured row in {folder}; fix: choose a row of "
+                                  f"{prog} --list, or train it: distribuuuu train --cfg {name}"))  # fmt: skip
+    found = found or [row for row in rows if name and row.startswith(name)]
+    if len(found) > 1:
+        shown = "; ".join(f"'{row}'" for row in sorted(found))
+        raise ConfigError(Problem("ROW", f"got {name}, which {len(found)} rows begin with; fix: choose one of {shown}"))
+    if not found:
+        configs = {runs[0].record["config"] or row: row for row, runs in rows.items()}
+        hint = did_you_mean(name, configs) or f"; fix: choose a row of {prog} --list"
+        raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {folder}{hint}"))
+    return found[0]
 
 
 def is_option(key: str) -> bool:
@@ -140,10 +161,8 @@ def build_command(record: Mapping[str, Any], seed: int, words: Sequence[str]) ->
         ConfigError: the recorded config is not a shipped one, or a recorded option is not one of a recipe.
     """
     name, changes = record["config"], record["overrides"]
-    folder, parts = shipped_file("configs"), str(name).split("+")
-    paths = [str(folder / f"{part}.yaml") for part in parts if _CONFIG_NAME.fullmatch(part)]
-    if len(paths) < len(parts) or not all(map(os.path.isfile, paths)):
-        raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {folder}"))
+    if not (paths := find_shipped(str(name))):
+        raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {shipped_file('configs')}"))
     if wrong := [key for key in changes if not (is_option(key) and option_of(key).hashed)]:
         raise ConfigError(Problem("overrides", f"got {wrong[0]!r} in the row; expected options of a recipe"))
     values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in changes.items()]

@@ -35,7 +35,8 @@ results. Unfinished runs are omitted.
   %(prog)s 'exp/*/resnet*' --epoch best
   %(prog)s exp --readme README.md --name small
 """
-REPORTED_KEYS = ("params", "global_batch", "top1", "top5", "source")
+REPORTED_KEYS = ("params", "global_batch", "top1", "top5", "source", "same_images")
+_TEXTS = ("source", "same_images")
 _END = "<!-- /table -->"
 
 
@@ -129,8 +130,10 @@ def read_reported(path: Path, problems: list[str]) -> dict[str, dict]:
     reported = {}
     for name, entry in content.items() if isinstance(content, dict) else [("", content)]:
         if not isinstance(entry, dict) or not set(entry) <= set(REPORTED_KEYS) or "source" not in entry:
-            problems.append(f"{path}: {name}: expected `source` and any of {', '.join(REPORTED_KEYS[:-1])}")
-        elif wrong := [key for key, value in entry.items() if key != "source" and not _is_number(value)]:
+            problems.append(f"{path}: {name}: expected `source` and any of {', '.join(REPORTED_KEYS[:4])}, same_images")
+        elif not isinstance(entry.get("same_images", {}), dict):
+            problems.append(f"{path}: {name}: same_images: expected options and their values")
+        elif wrong := [key for key, value in entry.items() if key not in _TEXTS and not _is_number(value)]:
             problems.append(f"{path}: {name}: {wrong[0]}: got {reprlib.repr(entry[wrong[0]])}; expected a number")
         else:
             reported[name] = entry

@@ -1,5 +1,6 @@
 """Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
 
+import contextlib
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -7,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW
-from distribuuuu.config import Config
+from distribuuuu.config import Config, ConfigError, load_cfg
+from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
-from distribuuuu.records.run_groups import Run, row_name
+from distribuuuu.records.run_groups import DIGITS_OF_HASH, Run, row_name
 from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
@@ -23,7 +25,6 @@ _PLAN_COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported",
 _COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
 # Columns of metrics whose title is not their display name.
 _METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
-_DIGITS_OF_HASH = 8
 # Mark of a result that does not differ significantly from the best one on the same data.
 _AS_GOOD = " ≈"
 
@@ -69,11 +70,16 @@ class Row:
 
 
 def _list_changes(record: dict, published: dict) -> dict:
-    """Return the changed options; those of the batch count only if the global batch is not the reported one."""
-    global_batch = record["training"]["global_batch"]
+    """Return the changed options.
+
+    Those of the batch count only if the global batch is not the reported one; those of the data do not count where they
+    are known to name the same images.
+    """
+    global_batch, same = record["training"]["global_batch"], published.get("same_images", {})
+    changes = {key: value for key, value in record["overrides"].items() if key not in same or same[key] != value}
     if "global_batch" not in published:
-        return record["overrides"]
-    changes = {key: value for key, value in record["overrides"].items() if key not in _BATCH_KEYS}
+        return changes
+    changes = {key: value for key, value in changes.items() if key not in _BATCH_KEYS}
     return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
 
 
@@ -84,7 +90,8 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
         group: one or more runs.
         by: name of the row: "config" or "arch".
         epoch: the evaluation to show: "last" or "best".
-        reported: published results by config: params, global_batch, top1, top5, source.
+        reported: published results by config: params, global_batch, top1, top5, source, and the options of
+            `same_images`.
     """
     records = [run.record for run in group]
     first, training = records[0], [record["training"] for record in records]
@@ -99,7 +106,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
     cells = {
         "params (M)": f"{first['model']['params_m']:.3f}",
         "px": _image_sizes(plan["px"], first["evaluation"]),
-        "epochs": str(plan["epochs_planned"]),
+        "epochs": _format_epochs(plan["epochs_planned"], _find_last_epoch(first)),
         "global batch": str(plan["global_batch"]),
         **_reported_cells(published),
         **_measured_cells(first, evaluations, count),
@@ -129,7 +136,7 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     cells = {
         "params (M)": params,
         "px": _image_sizes(train.IM_SIZE, describe_evaluation(cfg)),
-        "epochs": f"{round(optim.MAX_EPOCH - 1 + optim.LAST_EPOCH, 1):g}",
+        "epochs": _format_epochs(optim.MAX_EPOCH, optim.LAST_EPOCH),
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
         _METRIC_COLUMNS["map" if dataset_class(cfg).targets == "labels" else "top1"]: "not measured",
@@ -137,6 +144,24 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
     label = name if by == "config" and name else cfg.MODEL.ARCH
     return Row(label, name, order, hash_config(cfg), cells)
+
+
+def _format_epochs(num_epochs: int, last: float) -> str:
+    return f"{round(num_epochs - 1 + last, 1):g}"
+
+
+def _find_last_epoch(record: dict) -> float:
+    """Return OPTIM.LAST_EPOCH of a run: of its command line, of the shipped config with as many epochs, or 1."""
+    given = record["overrides"].get("OPTIM.LAST_EPOCH")
+    if isinstance(given, (int, float)) and 0 < given <= 1:
+        return given
+    files = find_shipped(record["config"] or "")
+    with contextlib.suppress(ConfigError):
+        optim = load_cfg(files[0]).OPTIM if len(files) == 1 else None
+        num_epochs = record["overrides"].get("OPTIM.MAX_EPOCH", optim.MAX_EPOCH) if optim else None
+        if optim and num_epochs == record["training"]["epochs_planned"]:
+            return optim.LAST_EPOCH
+    return 1.0
 
 
 def _reported_cells(published: dict) -> dict[str, str]:
@@ -289,7 +314,7 @@ def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]],
         columns.remove("reported by")
     lines = [[by, *columns]]
     for row in rows:
-        name = f"{row.name} (config {row.config_hash[:_DIGITS_OF_HASH]})" if row.name in duplicates else row.name
+        name = f"{row.name} (config {row.config_hash[:DIGITS_OF_HASH]})" if row.name in duplicates else row.name
         lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):

@@ -54,7 +54,8 @@ def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
     assert status == 0 and max(map(len, out.splitlines())) <= 80
     line = next(line for line in out.splitlines() if line.startswith("shapes/resnet14"))
     cells = (ROOT / "docs" / "MODEL_ZOO.md").read_text().partition("| shapes/resnet14 |")[2].split(" | ")
-    interval = cells[4][cells[4].index("[") : cells[4].index("]") + 1]
+    cell = next(cell for cell in cells if "[" in cell)
+    interval = cell[cell.index("[") : cell.index("]") + 1]
     assert interval in line and line.split()[1] == "3" and line.endswith("no")
 
 
@@ -74,6 +75,61 @@ def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
 def test_mistakes_are_named_before_a_training_starts(args, message, call):
     status, _, error = call(*args)
     assert status == 2 and message in error
+
+
+def test_a_row_is_found_by_its_config_or_the_beginning_of_its_name(call, tmp_path):
+    changes = {"a": {"TEST.SPLIT": "test"}, "b": {"OPTIM.BASE_LR": 0.1}}
+    for name, config, overrides in (("a", "d/one", changes["a"]), ("b", "d/two", {}), ("c", "d/two", changes["b"]),
+                                    ("d", "shapes/resnet14_x", {})):  # fmt: skip
+        record = change(RECORD, config=config, overrides=overrides, config_hash=name)
+        (tmp_path / f"seed_{name}.json").write_text(json.dumps(record))
+    rows, notes = command.read_rows(str(tmp_path))
+    assert notes == []
+    names = {word: command.find_row(word, rows, "F", "reproduce") for word in ("d/one", "d/on", "d/two", "d/two, O")}
+    assert names == {"d/one": "d/one, TEST.SPLIT test", "d/on": "d/one, TEST.SPLIT test", "d/two": "d/two",
+                     "d/two, O": "d/two, OPTIM.BASE_LR 0.1"}  # fmt: skip
+    for words, message in ((["d/"], "got d/, which 3 rows begin with; fix: choose one of 'd/one, TEST.SPLIT test'; "),
+                           (["d/owe"], "got d/owe; expected a row of"), (["d/owe"], "did you mean d/one"),
+                           (["shapes/resnet14"], "shapes/resnet14 is a config without a measured row in")):  # fmt: skip
+        status, _, error = call(*words, "--results", tmp_path)
+        assert status == 2 and message in error
+
+
+def test_the_row_of_the_readme_is_found_by_its_config():
+    readme = (ROOT / "README.md").read_text().partition("| config | top-1")[2].partition("\n\n")[0]
+    rows, _ = command.read_rows(str(ROWS))
+    configs = [line.split(" | ")[0].strip("| ") for line in readme.splitlines()[2:]]
+    assert len(configs) >= 6
+    for config in configs:
+        assert rows[command.find_row(config, rows, "F", "reproduce")][0].record["config"] == config
+
+
+def test_groups_of_one_name_have_a_row_each(call, tmp_path):
+    records = {"a/seed_0": {}, "a/seed_1": {"config_hash": "e" * 64}, "b/seed_0": {"config_hash": "f" * 64},
+               "a/seed_2": {"config_hash": "f" * 64, "training__global_batch": 7},
+               "a/seed_3": {"config_hash": "f" * 64, "data__num_train": 7}}  # fmt: skip
+    for name, changes in records.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.json").write_text(json.dumps(change(RECORD, seed=int(name[-1]), **changes)))
+    rows, _ = command.read_rows(str(tmp_path))
+    assert sorted(run.path.relative_to(tmp_path).with_suffix("").as_posix()
+                  for row in rows.values() for run in row) == sorted(records)  # fmt: skip
+    assert len(rows) == 5
+    status, out, _ = call("--list", "--results", tmp_path)
+    assert status == 0 and sum(line.split()[-1:] == ["no"] for line in out.splitlines()) == 5
+    assert "are not in one row, for the hashes of their configs differ" in " ".join(out.split())
+
+
+def test_a_damaged_file_is_named_and_the_other_rows_stay(call, tmp_path):
+    (tmp_path / "seed_0.json").write_text(json.dumps(RECORD))
+    (tmp_path / "seed_1.json").write_text('{"schema"')
+    status, out, _ = call("--list", "--results", tmp_path)
+    assert status == 0 and "shapes/resnet14 " in out and f"{tmp_path}/seed_1.json" in out and "left out" in out
+    status, _, error = call("shapes/resnet14", "RNG_SEED", 1, "--results", tmp_path)
+    assert status == 2 and "seed_1.json" in error and "fix: use --seed" in error
+    (tmp_path / "seed_0.json").unlink()
+    status, _, error = call("--list", "--results", tmp_path)
+    assert status == 2 and "seed_1.json" in error
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,38 @@ def test_what_was_reported_stands_beside_what_was_measured(make, tmp_path, repor
     assert changed["top-1 reported"] == "–", "another recipe than the one that was reported"
 
 
+def test_what_was_reported_stands_beside_a_run_on_the_same_images_in_another_form(make, tmp_path, reported):
+    text = 'fashion_mnist/resnet14: {top1: "93.10", source: x, same_images: {DATA.NAME: imagefolder}}'
+    flags = reported(text, "fashion_mnist/resnet14")
+    same = {"DATA.NAME": "imagefolder"}
+    save(tmp_path / "a" / "results.json", overrides=same)
+    save(tmp_path / "b" / "results.json", config_hash="b", overrides={"DATA.NAME": "list"})
+    save(tmp_path / "c" / "results.json", config_hash="c", overrides={**same, "TEST.SPLIT": "train"})
+    rows = {row["config"]: row["top-1 reported"] for row in make(tmp_path, *flags)[1]}
+    assert rows == {"fashion_mnist/resnet14": "93.10", "fashion_mnist/resnet14, DATA.NAME list": "–",
+                    "fashion_mnist/resnet14, TEST.SPLIT train": "–"}  # fmt: skip
+
+
+def test_the_epochs_of_a_run_are_those_of_its_config(make, tmp_path):
+    def epochs(config, planned, **overrides):
+        path = save(tmp_path / "a.json", config=config, training__epochs_planned=planned, overrides=overrides)
+        return make(path)[1][0]["epochs"]
+
+    assert epochs("cifar10/airbench94", 10) == "9.9"
+    assert epochs("cifar10/airbench94", 11) == "11", "the shipped config is not that of the run"
+    assert epochs("cifar10/airbench94", 11, **{"OPTIM.MAX_EPOCH": 11}) == "10.9"
+    assert epochs("cifar10/airbench94", 10, **{"OPTIM.LAST_EPOCH": 0.5}) == "9.5"
+    assert epochs("no/config", 10) == epochs("../configs/cifar10/airbench94", 10) == epochs(None, 10) == "10"
+
+
+def test_two_rows_of_one_name_are_explained(make, tmp_path):
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", seed=1, config_hash="b" * 64)
+    status, rows, err = make(tmp_path)
+    assert status == 0 and len(rows) == 2
+    assert "are not in one row, for the hashes of their configs differ" in err
+
+
 def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path, reported):
     text = "imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}"
     args = (tmp_path, *reported(text, "imagenet/resnet50"))
