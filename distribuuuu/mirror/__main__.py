@@ -30,6 +30,12 @@ SCAN_S, LONGEST_PAUSE_S, START_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 30.0, 10.0
 
 
 class _Child:
+    """The mirror of one folder, with its messages to the run.
+
+    Args:
+        folder: OUT_DIR.
+    """
+
     def __init__(self, folder: Path):
         self.folder, self.end, self._warned_at = folder, threading.Event(), float("-inf")
         self._output = threading.Lock()
@@ -39,6 +45,7 @@ class _Child:
         self.conflict = ""
 
     def say(self, **content: Any) -> None:
+        """Write a line to the run."""
         with self._output:
             print(json.dumps(content), flush=True)
 
@@ -57,6 +64,7 @@ class _Child:
             pass
 
     def warn_sometimes(self, problem: str) -> None:
+        """Write a warning unless the last one is younger than WARN_S."""
         if time.monotonic() - self._warned_at >= WARN_S:
             self._warned_at = time.monotonic()
             self.warn(f"{problem}; the run is not affected, and it is tried again")

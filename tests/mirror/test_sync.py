@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.processes import wait_for  # noqa: F401
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
