@@ -4,7 +4,7 @@
     python benchmarks/mirror_kills.py --kills 20
 
 In turn, the run is killed, the run is killed and its local folder deleted, and the server is down for some seconds.
-Then the same command is started again. The server is moto's, in this process; its objects survive. It needs distribuuuu[test].
+Then the same command is started again. The server is moto's, in this process; its objects survive.
 """
 
 import argparse
