@@ -21,6 +21,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.explain import explain_options
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.run_files import local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
@@ -159,6 +160,7 @@ def expand_run(words: list[str]) -> list[str]:
     Raises:
         ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one.
     """
+    words = [local_run(words[i]) if i == 0 or words[i - 1] == "OUT_DIR" else words[i] for i in range(len(words))]
     is_path = words and os.path.exists(words[0])
     is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0])
     if not is_path and (is_key or len(words) % 2 == 0):

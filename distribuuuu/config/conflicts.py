@@ -18,7 +18,7 @@ from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mea
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.run_files import find_name_problem, find_path_problem
+from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
@@ -336,6 +336,8 @@ def _check_paths(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_batch(cfg: Config) -> Iterator[Problem]:
+    if cfg.TRAIN.BATCH_SIZE == AUTO and url_of(cfg.OUT_DIR):  # it is resolved before the run is downloaded
+        yield Problem("TRAIN.BATCH_SIZE", "got auto with OUT_DIR at a URL; expected a number; fix: set it to one")
     if cfg.TRAIN.BATCH_SIZE == AUTO and not cfg.TRAIN.GLOBAL_BATCH_SIZE:
         fix = "fix: set TRAIN.GLOBAL_BATCH_SIZE, the images per step, e.g. 256; or set a number of images"
         yield Problem("TRAIN.BATCH_SIZE", f"got auto without TRAIN.GLOBAL_BATCH_SIZE; {fix}")

@@ -23,6 +23,7 @@ from distribuuuu.config.foreign_names import describe_missing, suggest_keys
 from distribuuuu.config.locate import find_base, find_config, suggest_configs
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig, ListedConfig, import_plugins, resolve_plugins
+from distribuuuu.config.run_files import local_folder
 from distribuuuu.config.settings import SETTINGS
 from distribuuuu.config.values import CliValue, coerce, frozen, parse
 
@@ -73,6 +74,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     _merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
     _inherit_test_dataset(cfg, of_file.TRAIN.DATASET, cfg.origins.get("TEST.DATASET") == COMMAND_LINE)
+    cfg.OUT_DIR = local_folder(cfg.OUT_DIR)
     failures = _find_plugin_problems(cfg, cfg_file)
     problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
     # An unknown name may be that of a plug-in that is missing.

@@ -1,12 +1,17 @@
 """Names of the files of a run, and checks of the paths to which runs and commands write."""
 
+import functools
+import importlib
+import importlib.util
 import os
 import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from distribuuuu.config.errors import ConfigError
+from distribuuuu.config.model_names import cache_folder
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
@@ -31,6 +36,51 @@ _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 _MAX_NAME_BYTES, _MAX_PART_BYTES = 200, 255
 # A scheme, as in s3://bucket or file:/folder, or a host, as in host:/folder; a single letter is a drive of Windows.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:[/\\]")
+
+# Protocols of runs in object storage; the package that mirrors them can be deleted.
+_MIRRORED, _MIRROR = ("s3", "gs", "file"), "distribuuuu.mirror"
+
+
+@functools.cache
+def has_mirror() -> bool:
+    """Tell whether runs in object storage are supported."""
+    return importlib.util.find_spec(_MIRROR) is not None
+
+
+def local_folder(path: str | os.PathLike) -> str:
+    """Return the local folder of a run at a URL, below the user's cache folder; other paths as they are.
+
+    It depends on the URL alone, and `url_of` is its inverse.
+    """
+    text = os.fspath(path)
+    protocol, mark, rest = text.partition("://")
+    parts = [part for part in rest.split("/") if part]
+    is_plain = parts and text.isprintable() and not {".", ".."} & {*parts} and not re.search("[?#]", text)
+    has_credentials = parts and "@" in parts[0]
+    if not (mark and has_mirror() and protocol in _MIRRORED and is_plain) or has_credentials:
+        return text
+    return str(cache_folder().absolute().joinpath("runs", protocol, *(quote(part, safe="") for part in parts)))
+
+
+def url_of(folder: str | os.PathLike) -> str | None:
+    """Return the URL of a folder that `local_folder` has named; None for other folders."""
+    try:
+        protocol, *parts = Path(folder).relative_to(cache_folder().absolute() / "runs").parts
+    except ValueError:
+        return None
+    if not (has_mirror() and protocol in _MIRRORED and parts):
+        return None
+    return f"{protocol}://{'/' * (protocol == 'file')}{'/'.join(map(unquote, parts))}"
+
+
+def local_run(run: str | os.PathLike) -> str:
+    """Return the path of a run, or of a file below it, after a download if it is a URL; others as they are.
+
+    Raises:
+        ConfigError: it cannot be downloaded.
+    """
+    path = local_folder(run)
+    return path if path == os.fspath(run) else importlib.import_module(f"{_MIRROR}.client").fetch(Path(path))
 
 
 def is_run_file(name: str) -> bool:
@@ -60,6 +110,8 @@ def find_path_problem(path: str | os.PathLike) -> str | None:
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         return f"got {text!r}; expected a path without control characters"
     if _REMOTE.match(text) or "://" in text:
+        if re.search("://[^/]*@", text):
+            return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
         return f"got {text}; a URL or a host; expected a local path; fix: use a local folder, and copy it later"
     if text.split(os.sep)[0].startswith("~"):
         return f"got {text}; expected a path without ~, which is not expanded here; fix: {os.path.expanduser(text)}"

@@ -1,6 +1,7 @@
 """Set-up of a run: processes, OUT_DIR, model, state and checkpoints."""
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -16,12 +17,12 @@ from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read
 from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
 from distribuuuu.config import ConfigError
-from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER
+from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
@@ -36,7 +37,7 @@ from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
-from distribuuuu.engine.run_lock import lock_out_dir
+from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.engine.run_objects import Run, Training
 from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
@@ -85,11 +86,15 @@ def open_run(
     group = process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
     )
+    url = url_of(cfg.OUT_DIR) if locks else None
     try:
-        with group:
+        # The mirror of a run at a URL ends last: other processes do not wait for it.
+        with open_mirror(cfg.OUT_DIR) if url and launch.rank == 0 else contextlib.nullcontext() as mirror, group:
             start = time.perf_counter()
             make_out_dir(cfg.OUT_DIR)
             with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext(lambda: None) as find_loss:
+                if url:
+                    start_mirror(mirror, launch)
                 has_log = bool(log_name)
                 with logging_to(cfg.OUT_DIR, log_name):
                     describe_machine(launch, device)
@@ -101,6 +106,26 @@ def open_run(
         if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
             append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
+
+
+def open_mirror(out_dir: str) -> Any:
+    """Return the mirror of a run at a URL; the package can be deleted, and URLs are then refused."""
+    return importlib.import_module("distribuuuu.mirror.client").MirrorClient(out_dir)
+
+
+def start_mirror(mirror: Any, launch: Launch) -> None:
+    """Restore OUT_DIR from its URL and start to mirror it, on the main process.
+
+    Raises:
+        ConfigError: it cannot be restored, or another run uses the URL; on every process.
+    """
+    problem = None
+    if launch.world_size > launch.local_world_size:
+        problem = "OUT_DIR: got a URL with several nodes; expected one node; fix: set a folder that all nodes share"
+    elif mirror:
+        problem = mirror.start()
+    if problem := dist.broadcast_object(problem):
+        raise OutDirLocked(problem)
 
 
 def set_backends(cfg, device: torch.device) -> None:
@@ -138,7 +163,8 @@ def write_config(cfg) -> None:
         path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
         try:
             with replacing(path, "w", encoding="utf-8", newline="") as file:
-                file.write(cfg.dump())
+                # Of a run at a URL it can be read on any machine.
+                file.write(changed(cfg, {"OUT_DIR": url_of(cfg.OUT_DIR) or cfg.OUT_DIR}).dump())
         except OSError as error:
             raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 

@@ -27,7 +27,7 @@ from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.config.run_files import CHECKPOINTS
+from distribuuuu.config.run_files import CHECKPOINTS, local_run
 from distribuuuu.data.datasets.base import ImageDataset, first_few
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
@@ -68,7 +68,8 @@ def load_run(
 
 def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> LoadedRun:
     """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
-    name, path = os.fspath(run), Path(run).expanduser()
+    run = local_run(run)
+    name, path = run, Path(run).expanduser()
     if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
         return _open_checkpoint(path, None, cfg_file, overrides)
     folder = path.parent if path.is_file() else path

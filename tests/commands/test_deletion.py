@@ -40,6 +40,8 @@ def run(root: Path, *words: str) -> subprocess.CompletedProcess:
 
 def find_tests(root: Path, words) -> list[str]:
     """Return the test files that import a module of one of the commands; only they can need what is deleted."""
+    if not words:
+        return []
     pattern = re.compile(rf"""commands\.({"|".join(words)})\b|command_module\("({"|".join(words)})\b""")
     files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.name != "test_deletion.py"]
     return [str(path.relative_to(root)) for path in files if pattern.search(path.read_text())]
@@ -68,3 +70,11 @@ def test_all_optional_commands_can_be_deleted(tmp_path):
     root = copy_project(tmp_path / "copy")
     delete(root, [path for paths in OPTIONAL_COMMANDS.values() for path in paths] + SHARED)
     check_rest(root, list(OPTIONAL_COMMANDS), "tests/test_docs.py")
+
+
+def test_the_mirror_of_runs_can_be_deleted(tmp_path):
+    root = copy_project(tmp_path / "copy")
+    delete(root, ["distribuuuu/mirror", "tests/mirror"])
+    refused = run(root, "-m", "distribuuuu", "train", "OUT_DIR", "s3://bucket/run")
+    assert refused.returncode == 2 and "OUT_DIR" in refused.stderr and "expected a local path" in refused.stderr
+    check_rest(root, [], "tests/config/test_reader.py", "tests/inference/test_load_run.py")

@@ -99,7 +99,7 @@ def test_a_parent_of_a_missing_folder_is_no_path_and_no_command_creates_the_fold
 def test_a_wrong_path_is_reported_without_torch(tmp_path):
     code = (
         "import sys; from distribuuuu.commands.main import dispatch; "
-        "words = ['OUT_DIR', 's3://b/x', 'CFG_DEST', 'Best.pth.tar', 'MODEL.DUMMY_INPUT', 'True']; "
+        "words = ['OUT_DIR', 'hf://b/x', 'CFG_DEST', 'Best.pth.tar', 'MODEL.DUMMY_INPUT', 'True']; "
         "status = dispatch('d', ['train', *words]); "
         "print(status, 'torch' in sys.modules)"
     )

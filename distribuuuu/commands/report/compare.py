@@ -7,7 +7,7 @@ from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.run_files import check_out
+from distribuuuu.config.run_files import check_out, local_run
 from distribuuuu.files.untrusted import printable
 
 SUMMARY = "compare runs on the same images: is one better?"
@@ -64,7 +64,7 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
     Raises:
         ConfigError: a pattern matches no run, or there are fewer than two sides.
     """
-    problems, sides = [], {}
+    patterns, problems, sides = [local_run(pattern) for pattern in patterns], [], {}
     for pattern in patterns:
         folders = [Path(pattern)] if Path(pattern).is_dir() else sorted(Path().glob(pattern.lstrip("/")))
         if pattern.startswith("/") and not Path(pattern).is_dir():

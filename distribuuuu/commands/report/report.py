@@ -6,7 +6,7 @@ from pathlib import Path
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.config import ConfigError
-from distribuuuu.config.run_files import check_out
+from distribuuuu.config.run_files import check_out, local_run
 from distribuuuu.files.untrusted import printable
 
 SUMMARY = "make an HTML page about a run"
@@ -27,6 +27,7 @@ def report(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
+    flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
     if flags.out:
         check_out("--out", out)

@@ -19,6 +19,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped, shipped_file
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
+from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import start_command
 from distribuuuu.launch.signals import handled_by
@@ -61,6 +62,8 @@ def _run(prog: str, args: list[str]) -> int:
     check_overrides(words, name)
     default = Path("exp", "reproduce", re.sub(r"[^\w.]+", "_", name)[:80], f"seed_{seed}")
     out_dir = dict(zip(words[::2], words[1::2], strict=True)).get("OUT_DIR", str(default))
+    if problem := find_path_problem(out_dir):
+        raise ConfigError(Problem("OUT_DIR", problem))
     command = build_command(row[0].record, seed, [*words, "OUT_DIR", out_dir])
     shown = f"distribuuuu {shlex.join(command)}"
     print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))

@@ -1,8 +1,6 @@
 """Packed data on servers of the S3 and the Google Cloud protocol: written by the packer, read bitwise, clear errors."""
 
 import contextlib
-import functools
-import logging
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
 from support.errors import message_of
 from support.images import draw_folder
+from support.object_store import object_store
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
 
@@ -28,46 +27,12 @@ pytestmark = pytest.mark.slow
 pack_command = command_module("pack.pack").pack
 
 URL = "s3://bucket/sets/small"
-CREDENTIALS = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
-
-
-class ObjectStore:
-    """A server of the S3 protocol in threads of this process; its objects survive `stop`.
-
-    Attributes:
-        refusal: (status, code of S3) that all requests are answered with, or None.
-    """
-
-    def __init__(self, server_type):
-        self.port, self.refusal, self._type = free_port(), None, server_type
-        self.start()
-
-    def start(self) -> None:
-        self._server = self._type("127.0.0.1", self.port, verbose=False)
-        self._server.start()
-        self._server._server.app = functools.partial(self._answer, self._server._server.app)
-
-    def stop(self) -> None:
-        self._server.stop()
-        self._server._server.server_close()
-
-    def _answer(self, app, environ, start_response):
-        if self.refusal is None:
-            return app(environ, start_response)
-        status, code = self.refusal
-        body = f"<Error><Code>{code}</Code><Message>refused: {code}</Message></Error>".encode()
-        start_response(f"{status} Refused", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-        return [body * (environ["REQUEST_METHOD"] != "HEAD")]
 
 
 @pytest.fixture(scope="module")
 def server():
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    store = ObjectStore(moto.ThreadedMotoServer)
-    yield store
-    store.stop()
+    with object_store() as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +53,8 @@ def pack_words(out, root: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture
 def store(server, packed, tmp_path, monkeypatch):
     """The server, with the pack at URL; blocks have a few images, and retries come at once."""
-    for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{server.port}", **CREDENTIALS}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(pack, "MEMORY_S", 0)  # failures before the pack was written

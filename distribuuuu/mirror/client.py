@@ -1,0 +1,118 @@
+"""The run's side of its mirror: a child process that uploads, so that the training has no thread and no connection."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import distribuuuu
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import CHECKPOINTS, url_of
+from distribuuuu.launch.processes import start_command
+
+# Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
+NO_PROGRESS_S, STOP_S = 600.0, 20.0
+
+
+class MirrorIncomplete(ConfigError):
+    """The run has finished, and its mirror lacks files that OUT_DIR has."""
+
+    one_process = True
+    status = 74  # EX_IOERR of sysexits.h
+
+
+class MirrorClient:
+    """The mirror of a run, open for the length of a block; its end waits for the uploads.
+
+    Args:
+        folder: OUT_DIR, of which `url_of` knows the URL.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self._folder, self._url = Path(folder), url_of(folder)
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> str | None:
+        """Start the child process, which restores the folder; return why the run cannot start, or None."""
+        self._process = _start(self._folder, "train")
+        answer = _read_line(self._process, None)
+        if answer.get("ready"):
+            return None
+        self._process.wait()
+        self._process = None
+        return f"OUT_DIR: {answer.get('problem', 'the process of the mirror has ended')}"
+
+    def __enter__(self) -> "MirrorClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (process := self._process) is None:
+            return
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"end\n")  # type: ignore[union-attr]  # it is a pipe
+            process.stdin.flush()  # type: ignore[union-attr]
+        answer = _wait(process, stop_s=STOP_S if kind else float("inf"))
+        process.kill()
+        process.wait()
+        if answer.get("done"):
+            size = f"{answer['bytes'] / 1e6:,.1f} MB"
+            print(f"mirror {self._url} is complete: {counted(answer['files'], 'file')}, {size}", file=sys.stderr)
+            return
+        reason = answer.get("reason", "the store does not answer in time")
+        problem = f"mirror {self._url} is NOT complete: {reason}; all files are in {self._folder}; fix: run the same "
+        problem += "command again, which uploads the rest"
+        if kind is None:
+            raise MirrorIncomplete(problem)
+        print(problem, file=sys.stderr)
+
+
+def fetch(path: Path) -> str:
+    """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path.
+
+    Raises:
+        ConfigError: it cannot be downloaded.
+    """
+    folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
+    process = _start(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else []))
+    answer = _read_line(process, None)
+    process.wait()
+    if not answer.get("ready"):
+        raise ConfigError(f"RUN: {answer.get('problem', f'{url_of(folder)} cannot be read')}")
+    print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
+    return str(path)
+
+
+def _start(folder: Path, *words: str) -> subprocess.Popen:
+    root = str(Path(distribuuuu.__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", __package__, str(folder), *words]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return start_command(command, "mirror", {"PYTHONPATH": paths}, bufsize=0, **streams)
+
+
+def _read_line(process: subprocess.Popen, timeout_s: float | None) -> dict[str, Any]:
+    """Return the next line of the child, {} after its end; raises TimeoutError."""
+    assert process.stdout
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        raise TimeoutError
+    line = process.stdout.readline()
+    return json.loads(line) if line else {}
+
+
+def _wait(process: subprocess.Popen, stop_s: float) -> dict[str, Any]:
+    """Return the last answer of the child; {} if it makes no progress for NO_PROGRESS_S, or has `stop_s` in all."""
+    deadline = time.monotonic() + stop_s
+    with contextlib.suppress(TimeoutError):
+        while "progress" in (answer := _read_line(process, max(0.0, min(NO_PROGRESS_S, deadline - time.monotonic())))):
+            pass
+        return answer or {"reason": "the process of the mirror has ended"}
+    return {}

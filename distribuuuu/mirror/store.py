@@ -1,0 +1,220 @@
+"""Objects of a mirrored run: verified uploads and downloads, and the index that names a complete state.
+
+    URL/mirror.json         the index: name -> SHA-256 and size of each file
+    URL/objects/SHA256      the content of a file; never overwritten with another one
+    URL/owner.json          the run that writes there, renewed every few seconds
+
+A store is not trusted: the index has limits, its names are files of a run, and content is used after its hash matches.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsspec.callbacks import Callback
+
+from distribuuuu.config.run_files import is_run_file
+from distribuuuu.data.packed.transport import MISSING, RemoteError, call_filesystem
+from distribuuuu.files.untrusted import parse_json
+
+INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
+# Limits of an index: its bytes, files, levels of folders, and the bytes of a file.
+MAX_INDEX, MAX_FILES, MAX_LEVELS, MAX_SIZE = 1 << 22, 10_000, 5, 1 << 44
+# Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
+PART = 1 << 23
+_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Entry(NamedTuple):
+    """Content of a file: its SHA-256 and its size in bytes."""
+
+    sha256: str
+    size: int
+
+
+class Index(NamedTuple):
+    """State of a run: an identifier, which changes with every write, a number of writes, and the files by name."""
+
+    id: str
+    generation: int
+    files: dict[str, Entry]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the object."""
+        files = {name: entry._asdict() for name, entry in self.files.items()}
+        return {"format": 1, "id": self.id, "generation": self.generation, "files": files}
+
+
+class DamagedError(Exception):
+    """An object or an index that is not what it should be; retries cannot help."""
+
+
+def is_mirrored(name: str) -> bool:
+    """Tell whether a file is mirrored, by its path relative to OUT_DIR with `/`: those of a run, no hidden ones."""
+    parts = name.split("/")
+    is_plain = len(parts) <= MAX_LEVELS and all(_PART_NAME.fullmatch(part) for part in parts)
+    is_config = len(parts) == 1 and name.endswith((".yaml", ".yml"))
+    return is_plain and not name.endswith((".tmp", ".partial", ".broken")) and (is_run_file(parts[0]) or is_config)
+
+
+def parse_index(data: bytes) -> Index:
+    """Return the index in a JSON text.
+
+    Raises:
+        DamagedError: it is none, or exceeds a limit, or names a file outside of a run.
+    """
+    try:
+        content = parse_json(data)
+        if content["format"] != 1:
+            raise DamagedError(f"{INDEX} has another format; fix: use a newer version of distribuuuu")
+        files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
+        index = Index(content["id"], content["generation"], files)
+        is_valid = _SHA256.fullmatch(index.id) and type(index.generation) is int and len(files) <= MAX_FILES
+        sizes = [type(entry.size) is int and 0 <= entry.size < MAX_SIZE for entry in files.values()]
+        if not (is_valid and all(sizes) and all(_SHA256.fullmatch(entry.sha256) for entry in files.values())):
+            raise DamagedError(f"{INDEX} has an invalid entry")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{INDEX} is not an index of a run: {type(error).__name__}") from error
+    if others := [name for name in files if not is_mirrored(name)]:
+        raise DamagedError(f"{INDEX} names {others[0]!r}, which is no file of a run")
+    return index
+
+
+class Store:
+    """The objects of a run below a URL.
+
+    Args:
+        url: the URL, without a slash at its end.
+        temporary: a local folder for temporary files.
+        on_progress: called with the bytes of each part that was sent or received.
+    """
+
+    def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
+        self.url, self._temporary, self._on_progress = url, temporary, on_progress
+
+    def read(self, name: str, most: int = MAX_INDEX) -> bytes | None:
+        """Return a small object; None if there is none.
+
+        Raises:
+            DamagedError: it is larger than `most` bytes.
+            OSError, RemoteError: it cannot be read.
+        """
+        try:
+            size, _ = call_filesystem(f"{self.url}/{name}", "info")
+            if size > most:
+                raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
+            return call_filesystem(f"{self.url}/{name}", "cat_file", start=0, end=size) if size else b""
+        except RemoteError as error:
+            if str(error).endswith(MISSING):
+                return None
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object and read it back; raises OSError if it differs."""
+        with tempfile.NamedTemporaryFile(dir=self._temporary) as file:
+            file.write(data)
+            file.flush()
+            self._put(file.name, name)
+        if self.read(name) != data:
+            raise OSError(f"{name} differs after its upload")
+
+    def _put(self, path: str, name: str, **options: Any) -> None:
+        target = f"{self.url}/{name}"
+        if not self.url.startswith("file:"):
+            return call_filesystem(target, "put_file", path, **options)
+        # A folder has no atomic uploads.
+        call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
+        call_filesystem(f"{target}.partial", "put_file", path)
+        return call_filesystem(target, "mv", f"{target}.partial")
+
+    def upload(self, path: Path, entry: Entry) -> None:
+        """Upload a file and verify it: by the MD5 in the ETag if the store has one, else it is read back.
+
+        Raises:
+            OSError, RemoteError: it cannot be uploaded, or is not what was sent.
+        """
+        name, part = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000)
+        options = {"chunksize": part, "max_concurrency": 2} if self.url.startswith("s3:") else {}
+        self._put(str(path), name, callback=_Progress(self._on_progress), **options)
+        size, version = call_filesystem(f"{self.url}/{name}", "info")
+        if size != entry.size:
+            raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
+        if version.strip('"') not in _checksums(path, part) and self.hash(entry) != entry.sha256:
+            raise OSError(f"{name} differs after its upload")
+
+    def hash(self, entry: Entry, write: Callable[[bytes], Any] = lambda data: None) -> str:
+        """Read an object in parts, pass each to `write`, and return the SHA-256.
+
+        Raises:
+            DamagedError: it is missing or has another size.
+        """
+        url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
+        try:
+            size, _ = call_filesystem(url, "info")
+        except RemoteError as error:
+            if str(error).endswith(MISSING):
+                raise DamagedError("its object is missing") from error
+            raise
+        if size != entry.size:
+            raise DamagedError(f"its object has {size:,} bytes, expected {entry.size:,}")
+        for start in range(0, size, PART):
+            data = call_filesystem(url, "cat_file", start=start, end=min(start + PART, size))
+            hashed.update(data)
+            write(data)
+            self._on_progress(len(data))
+        return hashed.hexdigest()
+
+    def delete_others(self, kept: set[str]) -> None:
+        """Delete the objects whose hash is not in `kept`."""
+        try:
+            found = call_filesystem(f"{self.url}/{OBJECTS}", "find")
+        except RemoteError as error:
+            if str(error).endswith(MISSING):
+                return
+            raise
+        for name in {os.path.basename(path) for path in found}:
+            if _SHA256.fullmatch(name) and name not in kept:
+                self.delete(f"{OBJECTS}/{name}")
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        call_filesystem(f"{self.url}/{name}", "rm_file")
+
+
+class _Progress(Callback):
+    """Callback of fsspec for each part of an upload."""
+
+    def __init__(self, on_progress: Callable[[int], None]):
+        super().__init__()
+        self._on_progress = on_progress
+
+    def relative_update(self, inc: int = 1) -> None:
+        """Report the bytes of a part."""
+        self._on_progress(inc)
+
+
+def hash_file(path: Path) -> Entry:
+    """Return SHA-256 and size of a file, read in parts."""
+    hashed, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while data := file.read(PART):
+            hashed.update(data)
+            size += len(data)
+    return Entry(hashed.hexdigest(), size)
+
+
+def _checksums(path: Path, part: int) -> set[str]:
+    """Return the texts by which stores name the content: MD5, and that of the MD5 of all parts."""
+    whole, parts = hashlib.md5(usedforsecurity=False), []
+    with open(path, "rb") as file:
+        while data := file.read(part):
+            whole.update(data)
+            parts.append(hashlib.md5(data, usedforsecurity=False).digest())
+    multipart = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return {whole.hexdigest(), base64.b64encode(whole.digest()).decode(), f"{multipart}-{len(parts)}"}

@@ -1,0 +1,329 @@
+"""Synchronization of a run's folder with its mirror: restoring at the start, uploading, and the owner of a URL."""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST_LOG, TRAIN_LOG
+from distribuuuu.files import locks
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
+from distribuuuu.mirror.store import INDEX, OWNER, PART, DamagedError, Entry, Index, Store, hash_file, is_mirrored
+from distribuuuu.mirror.store import parse_index as parse
+
+# Private files of the mirror in the folder of the run, and what they hold: the last index of this folder.
+PRIVATE, STATE = ".mirror", "state.json"
+# Seconds between two renewals of the owner, and of watching a foreign one until it counts as dead.
+HEARTBEAT_S, OBSERVE_S = 10.0, 25.0
+# Seconds between two uploads of files that only grow, unless another file is new.
+LOGS_EVERY_S = 30.0
+_GROWING = (TRAIN_LOG, TEST_LOG, METRICS)
+_MAX_OWNER = 4096
+
+
+class ConflictError(Exception):
+    """Another run has written to the URL, or is writing there."""
+
+
+def new_id() -> str:
+    """Return a random identifier of an index or an owner."""
+    return os.urandom(32).hex()
+
+
+class Owner:
+    """The process that writes to a URL, as an object that it renews; stores have no locks.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: Store):
+        self._store, self._id, self._count = store, new_id(), 0
+
+    def claim(self, previous: str) -> str:
+        """Write the object unless another living process owns it; return the own identifier.
+
+        Args:
+            previous: the identifier of the process that last used this folder, which has ended.
+
+        Raises:
+            ConflictError: another process renews the object.
+        """
+        found, deadline = self._read(), time.monotonic() + OBSERVE_S
+        first = found
+        while found and found["id"] != previous and not self._has_died_here(found):
+            if found["machine"] == _machine() or found != first:
+                raise ConflictError(self._describe(found))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(1)
+            found = self._read()
+        self._write()
+        time.sleep(0.2)
+        self.check()  # of two that start at once, the last one keeps it
+        return self._id
+
+    def renew(self) -> None:
+        """Write the object again; raises ConflictError if another process has replaced it."""
+        self.check()
+        self._write()
+
+    def check(self) -> None:
+        """Raise ConflictError if another process owns the URL."""
+        if (found := self._read()) and found["id"] != self._id:
+            raise ConflictError(self._describe(found))
+
+    def release(self) -> None:
+        """Delete the object."""
+        self.check()
+        self._store.delete(OWNER)
+
+    def _write(self) -> None:
+        self._count += 1
+        content = {**locks.describe_process(), "machine": _machine(), "id": self._id, "count": self._count}
+        self._store.write(OWNER, json.dumps(content).encode())
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the content of the object; None if it is missing or damaged."""
+        with contextlib.suppress(ValueError, LookupError, TypeError, DamagedError):
+            content = parse_json(self._store.read(OWNER, _MAX_OWNER) or b"null")
+            types = {"id": str, "machine": str, "host": str, "started": str, "pid": int, "count": int}
+            if all(type(content[key]) is kind for key, kind in types.items()):
+                return content
+        return None
+
+    def _has_died_here(self, found: dict[str, Any]) -> bool:
+        return found["machine"] == _machine() and not locks.is_running_here(found)
+
+    def _describe(self, found: dict[str, Any]) -> str:
+        who = printable(f"host {found['host'][:80]}, pid {found['pid']}, started {found['started'][:40]}")
+        return f"{self._store.url} is in use by another run ({who}); fix: set another OUT_DIR, or stop that run"
+
+
+def _machine() -> str:
+    """Return an identifier of this start of the machine and of the namespace of its process ids; empty: unknown."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return f"{locks.describe_process()['host']}"
+
+
+class Mirror:
+    """The folder of a run and its mirror.
+
+    Args:
+        folder: OUT_DIR.
+        store: the store of its URL.
+        warn: called with a problem that does not end the mirror.
+    """
+
+    def __init__(self, folder: Path, store: Store, warn: Callable[[str], None]):
+        self.folder, self.store, self._warn = folder, store, warn
+        self._private = folder / PRIVATE
+        self.state: dict[str, Any] = {"ids": [], "owner": "", "is_restoring": False, "files": {}}
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            found = parse_json(read_regular(self._private / STATE, MAX_JSON))
+            if {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in self.state.items()}:
+                self.state = found
+        # The newest known index, the objects that are there, and (size, time, inode) of hashed files.
+        self.index, self._stored = Index("", 0, {}), set[str]()
+        self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}
+        self._logs_at = float("-inf")
+
+    def save_state(self, **changes: Any) -> None:
+        """Change the state and write it to the folder."""
+        self.state = {**self.state, **changes}
+        with replacing(self._private / STATE, "w", encoding="utf-8") as file:
+            json.dump(self.state, file)
+
+    # --------------------------------------------------------------------------------------- restoring
+
+    def read_index(self) -> Index | None:
+        """Return the index at the URL; None if there is none; raises DamagedError, OSError or RemoteError."""
+        data = self.store.read(INDEX)
+        return None if data is None else parse(data)
+
+    def reconcile(self) -> None:
+        """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.
+
+        Raises:
+            ConflictError: both have changed.
+        """
+        if (found := self.read_index()) is None:
+            return
+        self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
+        own, remote = self._newest(self.list_files()), self._newest(found.files)
+        is_known = found.id in self.state["ids"] and not self.state["is_restoring"]
+        if is_known and own >= remote:
+            return
+        if not is_known and not self.state["is_restoring"] and own and self._has_changed():
+            raise ConflictError(
+                f"{self.store.url} was continued by another machine, and {self.folder} has other checkpoints; fix: "
+                f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
+            )
+        self.restore(found)
+
+    def _has_changed(self) -> bool:
+        """Tell whether the folder has a checkpoint that the last known index does not name."""
+        known, names = self.state["files"], [name for name in self.list_files() if _is_checkpoint(name)]
+        return any(known.get(name) != hash_file(self.folder / name).sha256 for name in names)
+
+    @staticmethod
+    def _newest(names: Any) -> str:
+        """Return the name of the newest checkpoint; empty if there is none."""
+        return max(filter(_is_checkpoint, names), key=_position, default="")
+
+    def restore(self, index: Index, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Download the files of an index, the newest checkpoint first; damaged ones are skipped with a warning.
+
+        Raises:
+            ConflictError: it names checkpoints, but all are damaged, or the disk has no space.
+        """
+        self.save_state(is_restoring=True, ids=[index.id])
+        for name in filter(_is_checkpoint, self.list_files()):
+            if name not in index.files and name in self.state["files"]:  # of an older state of the mirror
+                (self.folder / name).unlink()
+        names = sorted(filter(is_wanted, index.files), key=lambda name: (_is_checkpoint(name), _position(name)))
+        missing = [name for name in reversed(names) if not self._has(name, index.files[name])]
+        needed, free = sum(index.files[name].size for name in missing), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ConflictError(f"{self.folder}: {needed:,} bytes are to be downloaded, {free:,} are free; fix: free "
+                                "some space")  # fmt: skip
+        damaged = {name for name in missing if not self._download(name, index.files[name])}
+        checkpoints = {*filter(_is_checkpoint, names)}
+        if checkpoints and checkpoints <= damaged:
+            raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
+        self._stored -= {index.files[name].sha256 for name in damaged}
+        if {*names} == {*index.files}:
+            files = {name: entry.sha256 for name, entry in index.files.items()}
+            self.save_state(is_restoring=False, files=files)
+
+    def _has(self, name: str, entry: Entry) -> bool:
+        path = self.folder / name
+        return path.is_file() and path.stat().st_size == entry.size and hash_file(path) == entry
+
+    def _download(self, name: str, entry: Entry) -> bool:
+        """Download a file; return False after a warning if it is damaged."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise DamagedError("its folder is a link")
+            with replacing(path) as file:
+                if self.store.hash(entry, file.write) != entry.sha256:
+                    raise DamagedError("its object has another content")
+        except DamagedError as error:
+            self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
+            return False
+        return True
+
+    # --------------------------------------------------------------------------------------- uploading
+
+    def list_files(self) -> list[str]:
+        """Return the names of the files to mirror: checkpoints first, so that no other file is older than they are."""
+        found = []
+        for root, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            relative = Path(root).relative_to(self.folder)
+            found += [(relative / name).as_posix() for name in names if not (Path(root) / name).is_symlink()]
+        return sorted(filter(is_mirrored, found), key=lambda name: (not _is_checkpoint(name), name))
+
+    def upload_changes(self, with_logs: bool = False) -> bool:
+        """Upload what has changed, then the index; return whether anything was written.
+
+        Raises:
+            ConflictError: another machine has written the index.
+            OSError, RemoteError: the store cannot be written to.
+        """
+        copies = self._copy_changes()
+        try:
+            new = {name: copy[1] for name, copy in copies.items()}
+            growing = {name for name in new if _is_growing(name)}
+            is_new = {k: v for k, v in new.items() if k not in growing} != {
+                k: v for k, v in self.index.files.items() if not _is_growing(k)
+            }
+            is_due = with_logs or time.monotonic() - self._logs_at >= LOGS_EVERY_S
+            if new == self.index.files or not (is_new or is_due):
+                return False
+            for path, entry in copies.values():
+                if entry.sha256 not in self._stored:
+                    self.store.upload(path, entry)
+                    self._stored.add(entry.sha256)
+            self._write_index(new)
+            self._logs_at = time.monotonic()
+        finally:
+            for path, _ in copies.values():
+                if path.parent == self._private:
+                    path.unlink(missing_ok=True)
+        return True
+
+    def _copy_changes(self) -> dict[str, tuple[Path, Entry]]:
+        """Return a file with unchanging content, and its hash, for each name; links are made before any is hashed."""
+        copies: dict[str, tuple[Path, tuple[int, int, int] | None]] = {}
+        for name in self.list_files():
+            source, copy = self.folder / name, self._private / f"{os.urandom(8).hex()}.copy"
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                status = source.stat()
+                known = (status.st_size, status.st_mtime_ns, status.st_ino)
+                if name in self._hashed and self._hashed[name][0] == known:
+                    copies[name] = (source, None)
+                    if self._hashed[name][1].sha256 in self._stored:
+                        continue
+                _copy(source, copy, status.st_size if _is_growing(name) else None)
+                copies[name] = (copy, known)
+        found = {}
+        for name, (path, version) in copies.items():
+            if version is not None:
+                self._hashed[name] = (version, hash_file(path))
+            found[name] = (path, self._hashed[name][1])
+        return found
+
+    def _write_index(self, files: dict[str, Entry]) -> None:
+        remote = self.read_index()
+        if (remote.id if remote else "") not in {self.index.id, *self.state["ids"]} and remote:
+            raise ConflictError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
+                                "keeps this one; fix: set another OUT_DIR")  # fmt: skip
+        index = Index(new_id(), self.index.generation + 1, files)
+        self.save_state(ids=[self.index.id, index.id])  # a kill in between: this folder has written either
+        self.store.write(INDEX, json.dumps(index.to_dict()).encode())
+        self.index = index
+        self.save_state(ids=[index.id], files={name: entry.sha256 for name, entry in files.items()})
+        self.store.delete_others(named := {entry.sha256 for entry in files.values()})
+        self._stored &= named
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith(f"{CHECKPOINTS}/")
+
+
+def _position(name: str) -> tuple[int, ...]:
+    """Return the numbers in the name of a checkpoint: its epoch and step; (0,) for other files."""
+    parts = name.rpartition("/")[2].partition(".")[0].split("_")
+    return tuple(int(part) for part in parts if part.isdecimal() and len(part) < 19) or (0,)
+
+
+def _is_growing(name: str) -> bool:
+    return name in _GROWING or name.startswith(f"{TENSORBOARD}/")
+
+
+def _copy(source: Path, copy: Path, size: int | None) -> None:
+    """Link a file that is replaced atomically; copy up to `size` bytes of one that grows, of a log whole lines."""
+    if size is None:
+        try:
+            os.link(source, copy)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links
+            shutil.copyfile(source, copy)
+        return
+    end = size
+    with open(source, "rb") as file, open(copy, "wb") as out:
+        while data := file.read(min(PART, size - file.tell())):
+            out.write(data)
+            end = out.tell() - len(data) + data.rfind(b"\n") + 1 if b"\n" in data else end
+        if source.name in _GROWING:
+            out.truncate(end)

@@ -1,0 +1,147 @@
+"""Runs at a URL: kills of the run and of the server, a slow store, one that is down, and commands that read them."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from support.images import draw_folder
+from support.object_store import object_store
+from support.processes import wait_for
+from support.runs import ROOT, assert_same_run, run_python, small_options
+
+from distribuuuu.config.run_files import local_folder
+
+pytestmark = pytest.mark.slow
+
+URL = "s3://bucket/runs/small"
+MORE = ("OPTIM.MAX_EPOCH", 6, "CHECKPOINT.EVERY_STEPS", 2)
+# Limits of the wait at the end of a run, for a store that stays down.
+IMPATIENT = "from distribuuuu.mirror import client; client.NO_PROGRESS_S = 3.0; "
+START = "import sys; from distribuuuu.commands.main import dispatch; sys.exit(dispatch('distribuuuu', sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    draw_folder(root, "train", {"ant": 20, "bee": 20, "cat": 20})
+    draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(images, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "plain"
+    assert run_python("-c", START, "train", *small_options(images, out, *MORE)).returncode == 0
+    return out
+
+
+@pytest.fixture
+def store(server, tmp_path, monkeypatch):
+    for name, value in {
+        **server.environment,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    server.refusal, server.delay_s = None, 0.0
+    bucket = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    if bucket.exists("bucket"):
+        bucket.rm("bucket", recursive=True)
+    bucket.mkdir("bucket")
+    return server
+
+
+def start(images, *words, before="") -> subprocess.Popen:
+    command = [sys.executable, "-c", before + START, "train", *small_options(images, URL, *MORE, *words)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Return the last line of a run whose mirror is complete."""
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert f"mirror {URL} is complete: " in (last := said.splitlines()[-1])
+    return last
+
+
+def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, images, undisturbed):
+    folder, rng = local_folder(URL), random.Random(0)
+    for _ in range(3):
+        process = start(images)
+        wait_for(lambda: os.path.exists(f"{folder}/train.log"), timeout_s=60)
+        time.sleep(rng.uniform(0, 8))
+        process.kill()
+        process.communicate()
+        shutil.rmtree(folder)
+    finish(start(images))
+    assert_same_run(undisturbed, folder)
+    shutil.rmtree(folder)
+    done = run_python("-c", START, "test", URL)
+    assert done.returncode == 0 and "best.pth.tar" in done.stderr, done
+    assert not os.path.exists(f"{folder}/checkpoints")
+    finish(start(images))  # restores the checkpoints; nothing is left to train
+    assert_same_run(undisturbed, folder)
+
+
+def test_a_store_that_is_down_for_a_while_changes_nothing(store, images, undisturbed):
+    process = start(images)
+    folder = local_folder(URL)
+    wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
+    store.stop()
+    time.sleep(8)
+    store.start()
+    finish(process)
+    assert_same_run(undisturbed, folder)
+    shutil.rmtree(folder)
+    finish(start(images))
+    assert_same_run(undisturbed, folder)
+
+
+def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, images, undisturbed):
+    process, folder = start(images, before=IMPATIENT), local_folder(URL)
+    wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
+    store.stop()
+    try:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 74 and "is NOT complete: " in said.splitlines()[-1], said
+        assert_same_run(undisturbed, folder)
+    finally:
+        store.start()
+    finish(start(images))
+
+
+def test_a_slow_store_does_not_delay_the_steps(store, images, undisturbed):
+    process, folder = start(images), local_folder(URL)
+    wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
+    store.delay_s = 2.0
+    begin = time.monotonic()
+    wait_for(lambda: "finished in" in Path(folder, "train.log").read_text(), process, timeout_s=60)
+    assert time.monotonic() - begin < 30  # 30 steps, with a call of the store for each one it would be a minute
+    store.delay_s = 0.0
+    finish(process)
+    assert_same_run(undisturbed, folder)
+
+
+def test_a_second_living_run_is_refused(store, images, tmp_path):
+    process = start(images, "OPTIM.MAX_EPOCH", 200)
+    wait_for(lambda: os.path.exists(f"{local_folder(URL)}/checkpoints"), timeout_s=60)
+    words = [str(word) for word in small_options(images, URL, *MORE)]
+    other = run_python("-c", START, "train", *words, XDG_CACHE_HOME=str(tmp_path / "other"))
+    assert other.returncode == 2 and f"{URL} is in use by another run (host " in other.stderr, other
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "is complete: " in said.splitlines()[-1], said

@@ -1,0 +1,157 @@
+"""The index of a mirror, restoring a folder, diverged runs, hostile stores, and the owner of a URL."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
+from distribuuuu.mirror import sync
+from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
+from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, Owner
+
+FILES = {"checkpoints/ckpt_ep_001.pth.tar": b"one", "checkpoints/ckpt_ep_002.pth.tar": b"two", "best.pth.tar": b"best",
+         "config.yaml": b"OUT_DIR: x", "metrics.jsonl": b"{}\n"}  # fmt: skip
+HASH = "0" * 64
+
+
+def mirror_of(folder: Path, root: Path, warnings: list | None = None) -> Mirror:
+    (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
+    return Mirror(folder, Store(f"file://{root}", folder / PRIVATE), [].append if warnings is None else warnings.append)
+
+
+def write(folder: Path, files=FILES) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and PRIVATE not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(tmp_path):
+    one = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    assert one.upload_changes(with_logs=True) and not one.upload_changes(with_logs=True)
+    other = mirror_of(tmp_path / "other", tmp_path / "store")
+    other.reconcile()
+    assert read(tmp_path / "other") == FILES
+    assert not other.upload_changes(with_logs=True)
+    (tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").unlink()
+    write(tmp_path / "one", {"best.pth.tar": b"better", "metrics.jsonl": b"{}\n{"})
+    assert one.upload_changes(with_logs=True)
+    names = {entry.sha256 for entry in one.index.files.values()}
+    assert {path.name for path in (tmp_path / "store/objects").iterdir()} == names and len(names) == 4
+    assert one.index.files["metrics.jsonl"].size == 3  # whole lines
+
+
+def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
+    one, other = mirror_of(write(tmp_path / "one"), tmp_path / "store"), mirror_of(tmp_path / "b", tmp_path / "store")
+    one.upload_changes()
+    other.reconcile()
+    write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    mirror_of(tmp_path / "b", tmp_path / "store").reconcile()  # killed before the upload: the folder wins
+    assert len(read(tmp_path / "b")) == 6
+    other = mirror_of(tmp_path / "b", tmp_path / "store")
+    other.reconcile()
+    assert other.upload_changes()
+    with pytest.raises(ConflictError, match="another machine has continued this run"):
+        write(tmp_path / "one", {"best.pth.tar": b"mine"})
+        one.upload_changes()
+    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()  # no new checkpoint: the mirror wins
+    assert read(tmp_path / "one")["best.pth.tar"] == b"best" and len(read(tmp_path / "one")) == 6
+    write(tmp_path / "b", {"checkpoints/ckpt_ep_004.pth.tar": b"four"})
+    other.upload_changes()
+    write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"mine"})
+    with pytest.raises(ConflictError, match=r"continued by another machine, .*; fix: delete"):
+        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+
+
+def test_a_deleted_checkpoint_folder_is_restored(tmp_path):
+    one = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    one.upload_changes()
+    for path in (tmp_path / "one/checkpoints").iterdir():
+        path.unlink()
+    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    assert read(tmp_path / "one") == FILES
+
+
+def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_path):
+    mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
+    newest = tmp_path / "store/objects" / hash_file(tmp_path / "one/checkpoints/ckpt_ep_002.pth.tar").sha256
+    for data in (b"owt", b"longer", None):
+        newest.write_bytes(data) if data else newest.unlink()
+        warnings, folder = [], tmp_path / f"restored {data!r}"
+        mirror_of(folder, tmp_path / "store", warnings).reconcile()
+        assert {*FILES} - {*read(folder)} == {"checkpoints/ckpt_ep_002.pth.tar"} and "is damaged" in warnings[0]
+    previous = tmp_path / "store/objects" / hash_file(tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").sha256
+    previous.unlink()
+    with pytest.raises(ConflictError, match="all checkpoints are damaged"):
+        mirror_of(tmp_path / "none", tmp_path / "store").reconcile()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc/x", "checkpoints/../../x", "checkpoints/..", ".lock", ".mirror/state.json", "x.py", "a\\b",
+     "checkpoints//x", "checkpoints/.x", "checkpoints/a/b/c/d/e", "checkpoints/x.tmp", "", "checkpoints/" + 300 * "x"],
+)  # fmt: skip
+def test_only_files_of_a_run_are_mirrored(name):
+    assert not is_mirrored(name)
+    content = {"format": 1, "id": HASH, "generation": 1, "files": {name: {"sha256": HASH, "size": 1}}}
+    with pytest.raises(DamagedError):
+        parse_index(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 2}, {"id": "x"}, {"generation": "1"}, {"files": []}, {"files": {"best.pth.tar": {"sha256": HASH}}},
+     *({"files": {"best.pth.tar": {"sha256": sha, "size": size}}}
+       for sha, size in ((HASH, -1), (HASH, 1 << 60), (HASH, True), (HASH, "1"), ("../x", 1), (5, 1))),
+     {"files": {f"checkpoints/{number}": {"sha256": HASH, "size": 1} for number in range(10_001)}}],
+)  # fmt: skip
+def test_an_invalid_index_is_refused(change):
+    content = {"format": 1, "id": HASH, "generation": 1, "files": {}, **change}
+    with pytest.raises(DamagedError):
+        parse_index(json.dumps(content).encode())
+
+
+def test_an_index_of_other_sizes_downloads_nothing(tmp_path):
+    mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
+    path = tmp_path / "store/mirror.json"
+    content = json.loads(path.read_text())
+    content["files"]["best.pth.tar"]["size"] = 1 << 43
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConflictError, match="bytes are to be downloaded"):
+        mirror_of(tmp_path / "two", tmp_path / "store").reconcile()
+    path.write_bytes(b" " * (1 << 23))
+    with pytest.raises(DamagedError, match="more than"):
+        mirror_of(tmp_path / "two", tmp_path / "store").reconcile()
+    assert read(tmp_path / "two") == {}
+
+
+def test_a_living_owner_is_refused_and_a_dead_one_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync, "OBSERVE_S", 0.5)
+    store = mirror_of(tmp_path / "one", tmp_path / "store").store
+    first = Owner(store)
+    first.claim("")
+    monkeypatch.setattr(sync, "_machine", lambda: "another")
+    second = Owner(store)
+    second.claim("")  # it was not renewed
+    with pytest.raises(ConflictError, match="in use by another run"):
+        first.renew()
+    second.release()
+    assert not (tmp_path / "store/owner.json").exists()
+
+
+def test_the_local_folder_is_a_function_of_the_url_and_back():
+    for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a"):
+        assert url_of(local_folder(url)) == url and find_path_problem(local_folder(url)) is None
+    for url in ("hf://me/run", "http://host/run", "s3://user:secret@host/run", "s3://b/../run", "s3://", "exp/run"):
+        assert local_folder(url) == url and local_run(url) == url and url_of(url) is None
+    for word, found in (("s3://user:secret@bucket/run", "with credentials"), ("hf://me/run", "expected a local path")):
+        with pytest.raises(ConfigError, match=found) as error:
+            load_cfg(None, ["OUT_DIR", word])
+        assert "secret" not in str(error.value)
