@@ -38,6 +38,7 @@ from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.run_objects import Run, Training
+from distribuuuu.engine.task_state import gather_state
 from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
@@ -162,6 +163,7 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     task.state = state
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     state.task = task
+    gather_state(task)  # a state that a checkpoint cannot hold is reported before the first step
     state.load_task()
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code

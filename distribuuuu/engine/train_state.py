@@ -117,7 +117,7 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
         if self.changes:
-            self.changes.warn_once()
+            self.changes.look(is_evaluated=self.evaluated_at is not None)
         return {
             "epoch": self.epoch - 1,
             "best_metric": self.best_metric,
