@@ -20,6 +20,7 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
+from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER
 from distribuuuu.data.datasets.imagenet_labels import read_classes
@@ -212,6 +213,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         precision=precision,
         averages=averages,
         config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
+        plugins=hash_plugins(cfg.PLUGINS),
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
         higher_is_better=higher_is_better,
@@ -323,6 +325,9 @@ def resume(state: TrainState, latest: Path) -> None:
     logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
+    hashes = content.get("plugins", {})
+    if edited := [name for name, value in state.plugins.items() if hashes.get(name, value) != value]:
+        logger.warning("PLUGINS: edited since the checkpoint: %s", ", ".join(edited))
     # A program that reads the results would take them for those of the options that it has passed.
     others = [change for change in changes if not option_of(change.split()[0]).neutral]
     if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():

@@ -67,11 +67,8 @@ def gather_state(task: Task | None) -> dict[str, Any]:
     gathered = dist.gather_objects((problem, digests))
     if problem := next((text for text, _ in gathered if text), ""):
         raise ConfigError(Problem("TASK.NAME", f"{type(task).__name__}.state_dict: {problem}"))
-    if not dist.is_distributed():
-        return {"shared": own, "by_rank": []}
     first = gathered[0][1]
-    differs = {name for _, of_rank in gathered for name in own if of_rank.get(name) != first.get(name)}
-    differs = set(dist.broadcast_object(sorted(differs)))
+    differs = {name for _, other in gathered for name in {**first, **other} if other.get(name) != first.get(name)}
     by_rank = dist.gather_objects({name: own[name] for name in own if name in differs}) if differs else []
     return {"shared": {name: own[name] for name in own if name not in differs}, "by_rank": by_rank}
 
@@ -86,13 +83,12 @@ def _find_unsavable(value: Any, name: str = "") -> Iterator[str]:
     elif type(value) in _CONTAINERS:
         for number, part in enumerate(value):
             yield from _find_unsavable(part, f"{name}[{number}]")
-    elif isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized:
-            yield f"{name} is a tensor that is sparse or quantized; expected a dense one; fix: save its parts"
+    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        return
     elif type(value) not in _PLAIN and not (isinstance(value, np.generic) and value.dtype.kind in "biuf"):
         fix = next((text for kind, text in _FIXES.items() if isinstance(value, kind)), "save what it consists of")
-        yield (f"{name or 'its result'} is a {type(value).__name__}, which a checkpoint cannot hold; expected tensors,"
-               f" numbers, texts, and dicts, lists and tuples of them; fix: {fix}")  # fmt: skip
+        yield (f"{name or 'its result'} is a {type(value).__name__}, which a checkpoint cannot hold; expected dense"
+               f" tensors, numbers, texts, and dicts, lists and tuples of them; fix: {fix}")  # fmt: skip
 
 
 def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any) -> str | None:
@@ -106,9 +102,9 @@ def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any)
         return None
     if saved is None:  # of an older version, or of the 2021 distribuuuu
         return f"{path} has no state of the task; it starts anew: {', '.join(own)}"
-    if not isinstance(saved, Mapping) or {type(part) for part in _saved_parts(saved)} != {dict}:
+    by_rank, problem = saved.get("by_rank", []) if isinstance(saved, Mapping) else None, None
+    if not isinstance(by_rank, list) or {type(part) for part in [saved.get("shared"), *by_rank]} != {dict}:
         raise CheckpointError(f"{path}: the entry task is damaged; expected dicts; fix: {WEIGHTS_ONLY}")
-    by_rank, problem = saved.get("by_rank") or [], None
     state = dict(saved["shared"])
     if len(by_rank) == dist.world_size():
         state |= by_rank[dist.rank()]
@@ -126,12 +122,6 @@ def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any)
         raise CheckpointError(f"{path}: {type(task).__name__}.load_state_dict does not restore {', '.join(lost)}, which"
                               " its state_dict has saved; fix: restore each entry in load_state_dict")  # fmt: skip
     return problem
-
-
-def _saved_parts(saved: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a saved state: what the processes share, then those of each; None for a wrong container."""
-    by_rank = saved.get("by_rank", [])
-    return [saved.get("shared"), *(by_rank if isinstance(by_rank, list) else [None])]
 
 
 def find_mismatches(own: Any, saved: Any, name: str = "") -> Iterator[str]:
@@ -170,18 +160,12 @@ def _kind_of(value: Any) -> str:
 
 def is_built_in(task: Task) -> bool:
     """Tell whether a task and its loss are of this package, and save all that they change."""
-    loss = type(getattr(task, "criterion", None)).__module__
-    return type(task).__module__ in ("distribuuuu.tasks.classification", "distribuuuu.tasks.distillation") and (
-        loss in ("distribuuuu.tasks.losses", "builtins")
-    )
+    modules = {type(task).__module__, type(getattr(task, "criterion", None)).__module__}
+    return modules <= {f"distribuuuu.tasks.{name}" for name in ("classification", "distillation", "losses")}
 
 
 class ChangeFinder:
-    """Find the attributes of a task that change in training, but are not in its state.
-
-    Args:
-        task: the task before `begin_epoch`.
-    """
+    """Find the attributes of a task that change in training, but are not in its state; built before `begin_epoch`."""
 
     def __init__(self, task: Task):
         self._task, self._num_looks = task, 0
