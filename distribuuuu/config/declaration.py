@@ -86,7 +86,8 @@ class Option:
         words = value if isinstance(value, tuple) else (value,)
         for word in words:
             if word not in allowed:
-                hint = did_you_mean(word, allowed)
+                own = "; fix: name the file of an entry of your own in PLUGINS" if self.names else ""
+                hint = did_you_mean(word, allowed) or own
                 yield f"got {word!r}; expected one of {', '.join(filter(None, allowed))}{hint}"
         if len(set(words)) < len(words):
             yield f"got {list(words)}; expected each name once"

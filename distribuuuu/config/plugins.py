@@ -55,7 +55,7 @@ def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
     Raises:
         ConfigError: with each plug-in that is missing, fails, or is not known to be the user's.
     """
-    waiting = [entry for entry in entries if not _is_imported(entry)]
+    waiting = [entry for entry in dict.fromkeys(entries) if not _is_imported(entry)]
     unknown = [entry for entry in waiting if found_in and not _is_known(entry)]
     if unknown:
         run, words = shlex.quote(os.path.dirname(found_in) or "."), shlex.quote(",".join(entries))
@@ -69,14 +69,17 @@ def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
         _record(entry)
 
 
-def hash_plugins(entries: Iterable[str]) -> dict[str, str | None]:
+def hash_plugins(entries: Sequence[str]) -> dict[str, str | None]:
     """Return by the name of its file or module the SHA-256 of each imported plug-in; None: its file cannot be read."""
     hashes: dict[str, str | None] = {}
     for entry in entries:
         path = entry if is_file(entry) else getattr(sys.modules.get(entry), "__file__", None)
-        hashes[os.path.basename(entry)] = None
+        name = os.path.basename(entry)
+        same = {other for other in entries if os.path.basename(other) == name}  # named from their common folder
+        name = Path(os.path.relpath(entry, os.path.commonpath(same))).as_posix() if len(same) > 1 else name
+        hashes[name] = None
         with contextlib.suppress(OSError):
-            hashes[os.path.basename(entry)] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+            hashes[name] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
     return hashes
 
 
@@ -93,7 +96,7 @@ def _import(entry: str) -> str | None:
     if is_file(entry) and not os.path.isfile(entry):
         if os.path.exists(entry):
             return f"{entry} is not a regular file"
-        beside = [path.name for path in Path(entry).parent.glob("*.py")]
+        beside = [path.name for path in Path(entry).parent.glob("*.py") if path.is_file()]
         return f"no such file: {entry}{did_you_mean(os.path.basename(entry), beside)}"
     if not is_file(entry) and not _MODULE.fullmatch(entry):
         return f"got {entry!r}; expected the name of a module, e.g. my_lab.tasks, or the path of a .py file"

@@ -314,6 +314,9 @@ def build_extra(cfg, launch: Launch, device: torch.device, plan: BatchPlan) -> d
     """
     found = {}
     for name, options in task_class(cfg).extra_loaders(cfg).items():
+        if name == MAIN:
+            message = f"extra_loaders has a loader {MAIN}, the name of that of the config; fix: choose another name"
+            raise ConfigError(Problem("TASK.NAME", message), cfg.origins)
         own = override(cfg, options, f"loader {name}", _OF_LOADER)
         problems = dataset_class(own).find_problems(own, train=True)
         if wrong := [Problem(key, text, own.origins) for key, text in problems if key != "MODEL.NUM_CLASSES"]:

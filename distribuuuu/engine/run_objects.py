@@ -59,11 +59,13 @@ class Run(Training):
 def begin_epoch(run: Run) -> None:
     """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
     task, state = run.task, run.state
-    stages = [task.begin_epoch(state.epoch), describe_augmentation(run.cfg, task, state.epoch)]
+    is_checked = not state.changes and not is_built_in(task)
+    if is_checked:
+        state.changes = ChangeFinder(task)
+    stage = state.changes.begin_epoch(state.epoch) if is_checked and state.changes else task.begin_epoch(state.epoch)
+    stages = [stage, describe_augmentation(run.cfg, task, state.epoch)]
     run.log.set_stage(state.epoch, "; ".join(filter(None, stages)) or None)
     task.train_mode(run.model)
-    if not state.changes and not is_built_in(task):
-        state.changes = ChangeFinder(task)
 
 
 def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:

@@ -21,6 +21,7 @@ from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
+from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
@@ -39,6 +40,7 @@ from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.engine.run_objects import Run, Training
+from distribuuuu.engine.task_state import gather_state
 from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
@@ -188,6 +190,7 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     task.state = state
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     state.task = task
+    gather_state(task)  # a state that a checkpoint cannot hold is reported before the first step
     state.load_task()
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
@@ -236,6 +239,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         precision=precision,
         averages=averages,
         config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
+        plugins=hash_plugins(cfg.PLUGINS),
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
         higher_is_better=higher_is_better,
@@ -347,6 +351,9 @@ def resume(state: TrainState, latest: Path) -> None:
     logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
+    hashes = content.get("plugins", {})
+    if edited := [name for name, value in state.plugins.items() if hashes.get(name, value) != value]:
+        logger.warning("PLUGINS: edited since the checkpoint: %s", ", ".join(edited))
     # A program that reads the results would take them for those of the options that it has passed.
     others = [change for change in changes if not option_of(change.split()[0]).neutral]
     if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():

@@ -8,8 +8,8 @@ A checkpoint is a dict:
 - `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
 - `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
 - `scaler`: state of the gradient scaler; empty without one.
-- `config`: every option, DATA.MEAN and DATA.STD as used; also `seed`, `num_rollbacks`, `classes`, `arch`,
-  `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
+- `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`,
+  `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
@@ -55,7 +55,7 @@ class TrainState:
         meter: loss and metrics of the training steps since the last row of metrics.
         epoch: number of finished epochs.
         step: number of steps since.
-        config: every option by its key, e.g. "MODEL.ARCH".
+        config: every option by its key, e.g. "MODEL.ARCH". plugins: the SHA-256 of each plug-in, see `hash_plugins`.
         averages: averages of the weights by kind, e.g. "ema".
         task: the task, whose state is saved; None: none.
         evaluated_at: the epoch and the step of the last evaluation; None before the first one.
@@ -76,6 +76,7 @@ class TrainState:
     precision: Precision = field(default_factory=Precision)
     averages: dict[str, Ema] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    plugins: dict[str, str | None] = field(default_factory=dict)
     timing: StepTiming = field(default_factory=StepTiming)
     evaluated_at: tuple[int, int] | None = None
     best_metric: str = "top1"
@@ -117,7 +118,7 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
         if self.changes:
-            self.changes.warn_once()
+            self.changes.look(is_evaluated=self.evaluated_at is not None)
         return {
             "epoch": self.epoch - 1,
             "best_metric": self.best_metric,
@@ -126,6 +127,7 @@ class TrainState:
             "classes": list(self.classes),
             "arch": self.arch,
             "config": self.config,
+            "plugins": self.plugins,
             "global_batch": self.global_batch,
             **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
             **{KINDS[kind].value: self.bests[kind].value for kind in self.models},

@@ -224,11 +224,11 @@ class Task:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the model: tensors, numbers and texts by name, also in containers."""
+        """Return what a resumed run needs beside the model: tensors, numbers, texts; dicts, lists, tuples of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the names and the shapes are the same."""
+        """Restore what `state_dict` returned; the names and the shapes are the same. Afterwards, both must be equal."""
         if state:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
 

@@ -171,6 +171,29 @@ def test_the_source_of_each_plug_in_is_recorded():
     assert hash_plugins([str(own), "no_such_lab", "/no/gone.py"]) == expected
 
 
+def test_files_of_the_same_name_have_hashes_of_their_own():
+    one, other = write("lab/a/p.py", "x = 1\n"), write("lab/b/p.py", "x = 2\n")
+    expected = {f"{path.parent.name}/p.py": hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, other)}
+    assert hash_plugins([str(one), str(other)]) == expected
+
+
+def test_a_missing_plugin_is_reported_once_and_does_not_suggest_itself(tmp_path):
+    (tmp_path / "broken.py").symlink_to("gone.py")
+    (problem,) = problems_of("PLUGINS", "broken.py,broken.py")
+    assert problem == f"PLUGINS (command line): no such file: {tmp_path / 'broken.py'}"
+
+
+def test_an_edited_plugin_is_named_on_a_resume(image_folder, tmp_path):
+    own, out_dir = write("own.py", LOSS), tmp_path / "out"
+    words = small_options(image_folder, out_dir, "PLUGINS", own, "LOSS.NAME", "own_loss")
+    train_model(load_cfg(None, words), stop_epoch=1)
+    own.write_text(LOSS + "# edited\n")
+    train_model(load_cfg(None, words))
+    assert (out_dir / "train.log").read_text().count("PLUGINS: edited since the checkpoint: own.py") == 1
+    train_model(load_cfg(None, words))
+    assert (out_dir / "train.log").read_text().count("PLUGINS: edited") == 1
+
+
 def test_a_failed_plug_in_can_be_corrected_and_one_that_is_imported_is_not_imported_again():
     own = write("own.py", "undefined")
     assert problems_of("PLUGINS", "own.py")

@@ -117,6 +117,8 @@ def test_each_mistake_is_reported_with_its_origin(section, key, value, message, 
 def test_settings_reach_the_task_the_loss_and_the_data(entries, small_cfg, monkeypatch):
     seen = []
     monkeypatch.setattr(Classification, "prepare_training", lambda self, *args: seen.append(self.settings))
+    monkeypatch.setattr(Classification, "state_dict", lambda self: {})
+    monkeypatch.setattr(Classification, "state_dict", lambda self: {})
     own = ("TASK.KWARGS.rho", "0.5", "LOSS.KWARGS.rho", "2", "DATA.KWARGS.steps", "3")
     cfg = small_cfg(*OWN, *own, "OPTIM.MAX_EPOCH", 0)
     train_model(cfg)
@@ -159,3 +161,26 @@ def test_settings_of_the_package_are_checked_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "3 False\n", done
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [(float, "abc"), (int, 0.5), (int, True), (str, 3), (bool, 1), (float | None, "abc"), (tuple[float, ...], ("a",))],
+)
+def test_a_default_of_another_type_is_refused(kind, default):
+    class Wrong:
+        __annotations__ = {"rho": kind}
+        rho = setting(default)
+
+    settings, (problem,) = read_settings("TASK.KWARGS", dataclass(Wrong), {})
+    assert (
+        settings is None
+        and f"is invalid: rho: got {default!r}; expected {'float' if 'float' in str(kind) else ''}" in str(problem)
+    )
+
+
+def test_an_unknown_name_without_a_similar_one_mentions_plugins():
+    _, (problem,) = read_cfg(None, ["TASK.NAME", "sam"])
+    assert "got 'sam'; expected one of " in str(
+        problem
+    ) and "; fix: name the file of an entry of your own in PLUGINS" in str(problem)

@@ -154,3 +154,9 @@ def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, mon
     assert len({*multiprocessing.active_children()} - before) <= 2
     log = (tmp_path / "alone" / "train.log").read_text()
     assert "loader unlabelled: 20 images, 8 per step; view 1: random resized crop" in log
+
+
+def test_a_loader_of_the_name_train_is_refused(small_cfg, monkeypatch):
+    words = own_task(monkeypatch, extra=lambda cfg: {"train": {}})
+    with pytest.raises(ConfigError, match="extra_loaders has a loader train, the name of that of the config; fix: "):
+        batches_of(small_cfg(*words))

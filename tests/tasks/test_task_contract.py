@@ -1,6 +1,8 @@
 """Tasks of a user: state, gradients in parts, stages, any outputs, and scores for predictions."""
 
 import copy
+import random
+from collections import Counter, deque
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from distribuuuu import load_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import LOSSES, TASKS
 from distribuuuu.distributed import comm
-from distribuuuu.engine.task_state import digest
+from distribuuuu.engine.task_state import digest, find_mismatches
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import CrossEntropy
@@ -122,10 +124,21 @@ def test_entries_that_differ_between_processes_are_saved_for_each(register, smal
     assert "written by 2 processes; all continue with the state of the first one: " in log_of(tmp_path / "out")
 
 
+def named_in(out_dir: Path) -> list[str]:
+    """Return the attributes that the warnings of a run name, in their order."""
+    warnings = [line for line in log_of(out_dir).splitlines() if "is not in the state" in line]
+    return [name for line in warnings
+            for name in line.partition("TASK.NAME: ")[2].partition(" changes")[0].split(", ")]  # fmt: skip
+
+
 def test_attributes_that_change_and_are_not_saved_are_named(register, small_cfg, tmp_path):
     class Queue:
         def __init__(self):
             self.rows = [0]
+
+    class Calling(Queue):
+        def __call__(self):
+            self.rows.append(1)
 
     class Forgetful(Centered):
         transient = ("last_loss",)
@@ -133,26 +146,170 @@ def test_attributes_that_change_and_are_not_saved_are_named(register, small_cfg,
         def prepare_training(self, *args):
             super().prepare_training(*args)
             self.num_steps_done, self.queue, self.noise, self.constant = 0, Queue(), np.random.default_rng(1), [1]
-            self.teacher, self.last_loss = nn.Linear(2, 2), None
+            self.teacher, self.last_loss, self.call = nn.Linear(2, 2), None, Calling()
+            self.by_name, self.listed = {"a": Queue(), "b": nn.Linear(1, 1)}, [{"c": Queue()}, 3]
+            self.python_noise, self.old_noise, self.seen = random.Random(1), np.random.RandomState(1), Counter()
+            self.num_evaluated = self.num_logged = self.num_epochs = self.of_stage = 0
+            self.body = self.state.model.fc  # a part of the model, which is saved
 
         def begin_epoch(self, epoch):
-            self.margin = 0.5 * epoch
+            self.margin = 0.5 * epoch  # a function of the epoch
+            self.of_stage = {"weights": torch.ones(2)}
+            self.num_epochs += 1
 
         def train_step(self, model, batch, key):
             output = super().train_step(model, batch, key)
             self.num_steps_done += 1
-            self.queue.rows.append(key.step)
-            self.noise.random()
+            for queue in (self.queue, self.by_name["a"], self.listed[0]["c"]):
+                queue.rows.append(key.step)
+            self.call()
+            self.noise.random(), self.python_noise.random(), self.old_noise.rand()
+            self.seen.update(batch.targets.tolist())
             self.last_loss = output.loss.detach()
             with torch.no_grad():
                 self.teacher.bias.add_(1)
+                self.by_name["b"].weight.add_(1)
             return output
+
+        def eval_step(self, model, batch):
+            self.num_evaluated += 1
+            return super().eval_step(model, batch)
+
+        def log_epoch(self, log, model, batch):
+            self.num_logged += 1
 
     register(Forgetful)
     train_model(small_cfg("TASK.NAME", "Forgetful", "CHECKPOINT.EVERY_STEPS", 2))
-    (warning,) = (line for line in log_of(tmp_path / "out").splitlines() if "is not in the state" in line)
-    named = warning.partition("TASK.NAME: ")[2].partition(" changes")[0].split(", ")
-    assert sorted(named) == ["noise", "num_steps_done", "queue.rows", "teacher.bias"]
+    named = named_in(tmp_path / "out")
+    assert sorted(named[:-2]) == [
+        "by_name.a.rows", "by_name.b.weight", "call.rows", "listed.0.c.rows", "noise", "num_epochs", "num_steps_done",
+        "old_noise", "python_noise", "queue.rows", "seen", "teacher.bias",
+    ]  # fmt: skip
+    assert named[-2:] == ["num_evaluated", "num_logged"]
+
+
+def test_what_is_saved_under_another_name_is_not_named(register, small_cfg, tmp_path):
+    class Renaming(Classification):
+        def prepare_training(self, *args):
+            super().prepare_training(*args)
+            self.count, self.other, self.bank, self.rows = 0, 0, {"a": torch.zeros(2)}, deque()
+            self.python_noise = random.Random(1)
+
+        def begin_epoch(self, epoch):
+            self.margin = epoch
+
+        def train_step(self, model, batch, key):
+            self.count, self.other = self.count + 1, self.other + 2
+            self.bank["a"] += 1
+            self.rows.append(key.step)
+            self.python_noise.random()
+            return super().train_step(model, batch, key)
+
+        def state_dict(self):
+            own = {"num_steps": self.count, "memory": self.bank, "last": list(self.rows)}
+            return {**super().state_dict(), **own, "rng": self.python_noise.getstate()}
+
+        def load_state_dict(self, state):
+            self.count, self.bank, self.rows = state["num_steps"], state["memory"], deque(state["last"])
+            self.python_noise.setstate(state["rng"])
+
+    register(Renaming)
+    words = ("TASK.NAME", "Renaming", "TRAIN.EVAL_PERIOD", 2)  # the stage of epoch 2 begins before the evaluation
+    train_model(small_cfg(*words), stop_epoch=1)
+    train_model(small_cfg(*words, "OPTIM.MAX_EPOCH", 3))
+    assert named_in(tmp_path / "out") == ["other", "other"]  # of two starts
+
+
+def test_a_loss_of_a_plug_in_is_searched_too(register, small_cfg, tmp_path):
+    class Counting(CrossEntropy):
+        num_calls = 0
+
+        def forward(self, logits, targets):
+            self.num_calls += 1
+            return super().forward(logits, targets)
+
+    register(Counting)
+    train_model(small_cfg("LOSS.NAME", "Counting", "OPTIM.MAX_EPOCH", 1))
+    assert named_in(tmp_path / "out") == ["criterion.num_calls"]
+
+
+class Holding(Classification):
+    """Saves a value, which `value_at` returns."""
+
+    value_at = staticmethod(lambda step: step)
+
+    def state_dict(self):
+        return {"held": {"rows": [self.value_at(self.state.epoch * 4 + self.state.step)]}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(("value", "kind"), [
+    (np.zeros(3), r"ndarray, .*; fix: save torch.from_numpy\(array\)"), (deque([1]), r"deque, .*; fix: save list\("),
+    (object(), "object, .*; fix: save what it consists of"), ({3}, r"set, .*; fix: save sorted\("),
+    (nn.Linear(1, 1), "Linear, "), (torch.eye(2).to_sparse(), "Tensor, .*; expected dense tensors"),
+])  # fmt: skip
+@pytest.mark.parametrize("from_step", [0, 6])
+def test_a_value_that_a_checkpoint_cannot_hold_is_refused(
+    register, small_cfg, tmp_path, monkeypatch, value, kind, from_step
+):
+    register(Holding)
+    monkeypatch.setattr(Holding, "value_at", staticmethod(lambda step: value if step >= from_step else 0))
+    words = ("TASK.NAME", "Holding", "CHECKPOINT.EVERY_STEPS", 2)
+    with pytest.raises(ConfigError, match=rf"^TASK.NAME: Holding.state_dict: held.rows\[0\] is a {kind}"):
+        train_model(small_cfg(*words))
+    if from_step:
+        assert newest(tmp_path / "out")["epoch"] == 0  # of the steps before
+    else:
+        assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def hold_on_second(cfg):
+    Holding.value_at = staticmethod(lambda step: np.zeros(1) if comm.rank() and step >= 2 else 0)
+    train_model(cfg)
+
+
+def test_a_value_on_one_process_ends_all(register, small_cfg):
+    register(Holding)
+    with pytest.raises(
+        AssertionError, match=r"ConfigError: TASK.NAME: Holding.state_dict: held.rows\[0\] is a ndarray"
+    ):
+        on_processes(2, hold_on_second, small_cfg("TASK.NAME", "Holding", "TRAIN.BATCH_SIZE", 6))
+
+
+def test_a_state_that_is_not_restored_is_refused(register, small_cfg):
+    class Half(Classification):
+        num_seen, center = 0, torch.zeros(2)
+
+        def train_step(self, model, batch, key):
+            self.num_seen, self.center = self.num_seen + 1, self.center + 1
+            return super().train_step(model, batch, key)
+
+        def state_dict(self):
+            return {**super().state_dict(), "num_seen": self.num_seen, "center": self.center, "constant": 3}
+
+    register(Half)
+    train_model(small_cfg("TASK.NAME", "Half"), stop_epoch=1)
+    with pytest.raises(ConfigError, match="Half.load_state_dict does not restore num_seen, center, which .*; fix: "):
+        train_model(small_cfg("TASK.NAME", "Half"))
+
+
+@pytest.mark.parametrize(("own", "saved", "message"), [
+    ({"a": [torch.zeros(2)]}, {"a": [torch.zeros(3)]}, r"a[0] has shape (3,); expected (2,)"),
+    ({"a": (1, {"b": torch.zeros(2)})}, {"a": (1, {"b": torch.zeros(1)})}, r"a[1].b has shape (1,); expected (2,)"),
+    ({"a": (1, 2)}, {"a": (1,)}, "a has 1 values; expected 2"),
+    ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}, "a has type torch.float64; expected torch.float32"),
+    ({"a": 3}, {"a": "three"}, "a is a text; expected a number"),
+    ({"a": "three"}, {"a": torch.zeros(())}, "a is a tensor; expected a text"),
+    ({"a": [1]}, {"a": {"b": 1}}, "a is a dict; expected a list"),
+    ({"a": {"b": 1}}, {"a": {"c": 1}}, "a.b is missing"),
+    ({}, {"a": 1}, "a is unknown"),
+    ({"a": [], "b": None, "c": {}, "d": 1}, {"a": [1], "b": torch.zeros(1), "c": {"x": 1}, "d": 0.5}, None),
+    ({"a": [1, 2], "b": torch.zeros(1)}, {"a": [1], "b": None}, None),
+])  # fmt: skip
+def test_mismatches_are_found_at_any_depth(own, saved, message):
+    assert next(find_mismatches(own, saved), None) == message
 
 
 class Sam(Classification):

@@ -147,7 +147,10 @@ def _add_saliency(
         target = torch.tensor([targets[index]], device=run.device)
         maps = compute_saliency(run.model, crop[None].to(run.device), target)
         if maps is None:
-            pictures.notes.append("No saliency maps: no layer of the model has a grid of regions.")
+            reason = (
+                "no layer of the model has a grid of regions, or its output is not one row of scores for each image"
+            )
+            pictures.notes.append(f"No saliency maps: {reason}.")
             return
         pixels = _show(crop, run)
         pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))

@@ -45,7 +45,7 @@ def compute_saliency(model: nn.Module, images: torch.Tensor, targets: torch.Tens
         targets: the class of each image, int64 (N,).
 
     Returns:
-        None if no layer has such activations.
+        None if no layer has such activations, or the output is not one row of scores for each image, e.g. a dict.
     """
     found = find_activations(model, images, targets)
     if found is None:
@@ -78,6 +78,8 @@ def find_activations(
     try:
         with torch.enable_grad():
             logits = model(images.detach().requires_grad_())
+            if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+                return None
             score = logits.float().gather(1, targets[:, None]).sum()
             gradients = torch.autograd.grad(score, kept, allow_unused=True) if kept else ()
     finally:

@@ -75,6 +75,21 @@ def test_models_without_regions_that_change_their_input_in_place_or_are_frozen(b
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "output", [lambda logits: {"shape": logits}, lambda logits: (logits, logits), torch.Tensor.sum]
+)
+def test_an_output_that_is_not_one_row_of_scores_has_no_map(batch, output):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Conv2d(3, 5, 3)
+
+        def forward(self, images):
+            return output(self.body(images).mean((2, 3)))
+
+    assert compute_saliency(Other().eval(), *batch) is None
+
+
 def test_which_activations_have_regions():
     for shape, found in (((2, 8, 7, 5), (2, 8, 7, 5)), ((2, 7, 7, 96), (2, 96, 7, 7)), ((2, 50, 96), (2, 96, 7, 7))):
         assert as_map(torch.zeros(shape)).shape == found
