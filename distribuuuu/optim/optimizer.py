@@ -106,11 +106,12 @@ def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
         return ""
     if kind is int and parameter.annotation not in (int, "int"):
         kind = float  # torch writes 0 for a number
-    expected = {bool: (bool, "a bool"), int: (int, "an int"), float: ((int, float), "a number"),
-                tuple: ((tuple, list), "a tuple")}.get(kind)  # fmt: skip
-    if expected is None or (isinstance(value, expected[0]) and isinstance(value, bool) == (kind is bool)):
-        return ""
-    return expected[1]
+    accepted: dict[type, tuple[tuple[type, ...], str]] = {
+        bool: ((bool,), "a bool"), int: ((int,), "an int"), float: ((int, float), "a number"),
+        tuple: ((tuple, list), "a tuple"),
+    }  # fmt: skip
+    types, expected = accepted.get(kind, ((type(value),), ""))
+    return "" if type(value) in types else expected
 
 
 def _build_registered(cfg, registered: Callable, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
