@@ -25,6 +25,14 @@ def environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def test_each_page_is_once_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"[\w./-]+\.md", nav)
+    assert sorted(listed) == sorted(set(listed))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(listed), pages - set(listed)
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path, environment, monkeypatch):
     pytest.importorskip("material")

@@ -76,6 +76,9 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     assert run(programs / "python", "-m", "distribuuuu", cwd=tmp_path).stdout == listed.replace(
         "distribuuuu COMMAND", "python -m distribuuuu COMMAND"
     )
+    dumped = run(command, "train", "--cfg", "imagenet/deit_base", "--dump-config", cwd=tmp_path).stdout
+    assert "deit_small.yaml" in dumped and "base of" in dumped
+    assert run(command, "track", "--help", cwd=tmp_path).stdout.startswith("usage: distribuuuu track")
     wrong = run(command, "train", "--cfg", "shapes/resnet41", cwd=tmp_path, check=False)
     assert wrong.returncode == 2 and "did you mean shapes/resnet14.yaml" in wrong.stderr
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}

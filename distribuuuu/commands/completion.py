@@ -1,6 +1,7 @@
 """Completion of command lines in a shell, by argcomplete: `eval "$(register-python-argcomplete distribuuuu)"`.
 
-Completed are commands, flags, the names of shipped configs after --cfg, option names, and their words.
+Completed are commands, flags, shipped configs and local files after --cfg, formats after --to, option names, and their
+values: words, and the names of models and optimizers that an earlier command has cached.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 
 from distribuuuu.commands.arguments import build_parser
 from distribuuuu.config.locate import shipped_file
+from distribuuuu.config.model_names import SOURCES, load_table
 from distribuuuu.config.options import OPTIONS
 
 
@@ -38,6 +40,8 @@ def parser_of_line(line: str, modules: Mapping[str, str]) -> argparse.ArgumentPa
         for action in own._actions:
             if action.dest == "cfg":
                 action.completer = list_configs  # type: ignore[attr-defined]
+            elif action.dest == "to" and "|" in str(action.metavar):
+                action.completer = lambda metavar=action.metavar, **_: metavar.split("|")  # type: ignore[attr-defined]
         own.add_argument("words", nargs="*").completer = list_words  # type: ignore[attr-defined]
     return parser
 
@@ -51,9 +55,12 @@ def split_line(line: str) -> list[str]:
 
 
 def list_configs(prefix: str, **_) -> list[str]:
-    """Return the names of the shipped configs, as --cfg takes them."""
+    """Return the names of the shipped configs, as --cfg takes them, and local YAML files."""
+    from argcomplete.completers import FilesCompleter
+
     folder = shipped_file("configs")
-    return [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
+    shipped = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
+    return [*shipped, *FilesCompleter(("yaml",))(prefix)]
 
 
 def list_words(prefix: str, parsed_args: argparse.Namespace, **_) -> list[str]:
@@ -63,4 +70,7 @@ def list_words(prefix: str, parsed_args: argparse.Namespace, **_) -> list[str]:
     if option is None:
         return list(OPTIONS)
     values = [*(option.choices or ()), *(option.names.names() if option.names else ())]
+    for source in {"MODEL.ARCH": SOURCES, "OPTIM.NAME": ("optimizers",)}.get(words[-1], ()):
+        table = load_table(source)
+        values += table.names if table else ()
     return [str(value) for value in values] or (["True", "False"] if isinstance(option.default, bool) else [])

@@ -78,7 +78,9 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     failures = _find_plugin_problems(cfg, cfg_file)
     problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
     # An unknown name may be that of a plug-in that is missing.
-    problems += [problem for problem in find_problems(cfg) if not (failures and _names_entry(problem.key))]
+    found = [problem for problem in find_problems(cfg) if not (failures and _names_entry(problem.key))]
+    refused = {problem.key for problem in problems}  # an option whose value was refused has its default
+    problems += [problem for problem in found if problem.key not in refused]
     cfg.freeze()
     return cfg, problems
 
@@ -201,6 +203,8 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
         return f"got {name!r}; expected the path of a YAML file, or a list of paths"
     files = [user.rpartition(":")[0] for user in chain]
     shown = " -> ".join([*files, base or name])
+    if base is None and name.startswith("~"):
+        return f"no such file: {shown}; `~` is not expanded; fix: write a whole path or a relative one"
     if base is None:
         return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
     if os.path.realpath(base) in map(os.path.realpath, files):

@@ -81,9 +81,12 @@ def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
 
     Raises:
-        ConfigError: with each name that is not a parameter of it.
+        ConfigError: with each name that is not a parameter of it, and each value of another type.
     """
     known = inspect.signature(constructor).parameters
+    for name, value in cfg.OPTIM.KWARGS.items():
+        if name in known and (expected := _find_wrong_type(value, known[name])):
+            raise ConfigError(Problem(f"OPTIM.KWARGS.{name}", f"got {value!r}; expected {expected}"), cfg.origins)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
         problems = [
@@ -94,6 +97,21 @@ def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
         if problems:
             raise ConfigError(problems, cfg.origins)
     return dict(cfg.OPTIM.KWARGS)
+
+
+def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
+    """Return the type that a parameter expects, by its default, if a value is not of it; else an empty string."""
+    kind, annotation = type(parameter.default), str(parameter.annotation)
+    if value is None and ("None" in annotation or "Optional" in annotation):
+        return ""
+    if kind is int and parameter.annotation not in (int, "int"):
+        kind = float  # torch writes 0 for a number
+    accepted: dict[type, tuple[tuple[type, ...], str]] = {
+        bool: ((bool,), "a bool"), int: ((int,), "an int"), float: ((int, float), "a number"),
+        tuple: ((tuple, list), "a tuple"),
+    }  # fmt: skip
+    types, expected = accepted.get(kind, ((type(value),), ""))
+    return "" if type(value) in types else expected
 
 
 def _build_registered(cfg, registered: Callable, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

@@ -93,7 +93,7 @@ def test_wrong_bases_name_the_chain():
         **{f"deep{n}": f"_BASE_: deep{n + 1}.yaml\n" for n in range(MAX_LEVELS + 1)}, deep11="RNG_SEED: 1\n",
         one="_BASE_: two.yaml\n", two="_BASE_: one.yaml\n", own="_BASE_: own.yaml\n", gone="_BASE_: twoo.yaml\n",
         user="RNG_SEED: 1\n_BASE_: gone.yaml\n", number="_BASE_: 3\n", empty="_BASE_: []\n", map="_BASE_: {a: 1}\n",
-        broken="_BASE_: bad.yaml\n", bad="OPTIM: {BASE_LRR: 1}\n", folder="_BASE_: .\n",
+        broken="_BASE_: bad.yaml\n", bad="OPTIM: {BASE_LRR: 1}\n", folder="_BASE_: .\n", home="_BASE_: ~/root\n",
     )  # fmt: skip
     for name, said in {
         "one": "_BASE_ (two.yaml:1): got a file that is its own base: one.yaml -> two.yaml -> one.yaml; fix: remove",
@@ -104,6 +104,7 @@ def test_wrong_bases_name_the_chain():
         "map": "_BASE_.a (map.yaml:1): no such key",
         "broken": "OPTIM.BASE_LRR (bad.yaml:1, base of broken.yaml:1): no such key; did you mean OPTIM.BASE_LR",
         "folder": "_BASE_ (folder.yaml:1): no such file: folder.yaml -> .",
+        "home": "_BASE_ (home.yaml:1): no such file: home.yaml -> ~/root; `~` is not expanded; fix: write",
         "deep0": "_BASE_ (deep10.yaml:1): got more than 10 levels of bases: deep0.yaml -> deep1.yaml -> ",
     }.items():
         (problem,) = problems_of(load_cfg, f"{name}.yaml")

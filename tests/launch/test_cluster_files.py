@@ -1,4 +1,4 @@
-"""The files for Kubernetes and SkyPilot: their schemas, and two nodes started by their commands."""
+"""The files for Kubernetes and SkyPilot: the schemas of Kubernetes, and two nodes started by their commands."""
 
 import os
 import subprocess

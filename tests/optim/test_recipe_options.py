@@ -84,6 +84,7 @@ def test_arguments_of_a_registered_optimizer_reach_it(monkeypatch):
     ("OPTIM.KWARGS.state_path /etc/passwd", "names a file or an address"),
     ("OPTIM.CLIP agc", "OPTIM.CLIP_LIMIT: got 0; OPTIM.CLIP agc expects a number above 0, e.g. 0.01"),
     ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT 1 OPTIM.CLIP_NORM 2", "OPTIM.CLIP_NORM (command line): got 2, the limit of"),
+    ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT nan", "OPTIM.CLIP_LIMIT (command line): got nan; expected a finite number"),
     ("OPTIM.CLIP vlaue", "did you mean value"),
     ("OPTIM.WEIGHT_DECAY 0 OPTIM.WEIGHT_DECAY_END 0.1", "OPTIM.WEIGHT_DECAY_END (command line): got 0.1 with"),
 ])  # fmt: skip
@@ -99,6 +100,25 @@ def test_an_unknown_argument_is_refused_with_the_nearest():
             build_optimizer, make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{given}", 1), nn.Linear(2, 2)
         )
         assert said in problem and "no such argument" in problem
+
+
+@pytest.mark.parametrize(("name", "key", "value", "said"), [
+    ("adamw", "amsgrad", "banana", "got 'banana'; expected a bool"), ("sgd", "maximize", 1, "got 1; expected a bool"),
+    ("lamb", "max_grad_norm", "banana", "got 'banana'; expected a number"),
+    ("lamb", "max_grad_norm", True, "got True; expected a number"),
+    ("muon", "ns_steps", 2.5, "got 2.5; expected an int"),
+])  # fmt: skip
+def test_a_value_of_another_type_is_refused(name, key, value, said):
+    cfg = make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value)
+    (problem,) = problems_of(build_optimizer, cfg, nn.Linear(2, 2))
+    assert problem == f"OPTIM.KWARGS.{key} (command line): {said}"
+
+
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("lamb", "max_grad_norm", "None"), ("lamb", "max_grad_norm", 1), ("adagrad", "lr_decay", 0.1),
+])  # fmt: skip
+def test_none_and_numbers_are_accepted_where_the_optimizer_takes_them(name, key, value):
+    build_optimizer(make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value), nn.Linear(2, 2))
 
 
 # -------------------------------------------------------------------------------------------------- clipping

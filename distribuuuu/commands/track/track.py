@@ -48,6 +48,7 @@ def _run(prog: str, args: list[str]) -> int:
     with lock_out_dir(folder) as find_loss:
         for name in names:
             tracker = TRACKERS.get(name)(TrackedRun(folder, dict(iter_options(cfg)), 0, find_loss))
+            print(f"{name}: connecting", flush=True)  # which may take a while, if its address is dead
             try:
                 tracker.send_missing()
             except Exception as error:  # of any service: the others are still sent

@@ -88,11 +88,11 @@ class Tracker(ABC):
         self._wake.set()
 
     def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Write an image to the spool and wake the thread; a full disk loses it."""
-        array = (pixels * 255).clamp(0, 255).byte() if pixels.is_floating_point() else pixels
+        """Write an image to the spool and wake the thread; one that cannot be written is lost."""
         try:
+            array = (pixels * 255).clamp(0, 255).byte() if pixels.is_floating_point() else pixels
             self.spool.save_image(tag, array.cpu().numpy(), step)
-        except OSError as error:
+        except Exception as error:  # of the disk or of Pillow: a tracker never ends a run
             self._warn(f"an image is lost: {error}")
         self._wake.set()
 

@@ -24,6 +24,8 @@ class MLflow(Tracker):
         """Open the run; a new one gets the options as parameters."""
         from mlflow import MlflowClient
 
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, and the thread repeats
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         logging.getLogger("urllib3").addHandler(logging.NullHandler())  # otherwise its retries are printed
         self._client: Any = MlflowClient()

@@ -7,6 +7,7 @@ OUT_DIR/trackers/NAME.json, holds the identifier of its run and the last row of 
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -18,8 +19,8 @@ from distribuuuu.records.metric_writers import TrackedRun, curves_of, parse_reco
 
 # Rows that are sent at once.
 MAX_ROWS = 200
-# Bytes of a file that is sent, and characters of the tag of an image.
-_MAX_FILE, _MAX_TAG = 1 << 26, 60
+# Bytes of a file that is sent, and of the quoted tag in the name of an image.
+_MAX_FILE, _MAX_TAG = 1 << 26, 180
 
 
 class Row(NamedTuple):
@@ -129,7 +130,7 @@ class Spool:
         """Write an image, uint8 (3, H, W), to the folder of images, unless it is there."""
         from PIL import Image
 
-        path = self._folder / "images" / f"{step:09d}_{quote(tag[:_MAX_TAG], safe='')}.png"
+        path = self._folder / "images" / f"{step:09d}_{_file_name(tag)}.png"
         if path.exists():
             return
         if loss := self._run.find_loss():
@@ -156,3 +157,12 @@ class Spool:
         """Note that the tracker has an image or a file."""
         self._state["files"][path.name] = digest
         self._save()
+
+
+def _file_name(tag: str) -> str:
+    """Return a tag, quoted; a long one is cut between its characters and ends with a hash."""
+    quoted = quote(tag, safe="")
+    if len(quoted) <= _MAX_TAG:
+        return quoted
+    cut = re.sub("%.?$", "", quoted[: _MAX_TAG - 9])
+    return f"{quote(unquote(cut, errors='ignore'), safe='')}_{hashlib.sha256(tag.encode()).hexdigest()[:8]}"

@@ -50,9 +50,9 @@ def track(monkeypatch):
 def test_a_run_without_trackers_is_sent_once(copied_run, track, capsys):
     assert track(copied_run, "LOG.TRACKERS", "store") == 0
     assert SENT == ["1", "2", "3", "4", "4", "5", "6", "7", "8", "8", "config.yaml", "results.json", "finish"]
-    assert capsys.readouterr().out == "store: sent 10 rows, 0 images, 2 files\n"
+    assert capsys.readouterr().out == "store: connecting\nstore: sent 10 rows, 0 images, 2 files\n"
     assert track(copied_run, "LOG.TRACKERS", "store") == 0
-    assert capsys.readouterr().out == "store: sent 0 rows, 0 images, 0 files\n"
+    assert capsys.readouterr().out == "store: connecting\nstore: sent 0 rows, 0 images, 0 files\n"
     assert json.loads((copied_run / "trackers" / "store.json").read_text())["num_steps"] == 4
 
 

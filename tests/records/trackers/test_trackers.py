@@ -291,6 +291,23 @@ def test_an_image_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
     assert len(lines) == 1 and "fake: an image is lost: [Errno 17]" in lines[0]
 
 
+@pytest.mark.parametrize("pixels", [torch.zeros(5, 4, 4, dtype=torch.uint8), torch.zeros(3, 4, 4, dtype=torch.int16)])
+def test_an_image_that_pillow_refuses_does_not_end_the_run(tmp_path, monkeypatch, pixels):
+    lines: list[str] = []
+    monkeypatch.setattr(base.logger, "warning", lambda text, *words: lines.append(text % words))
+    Fake(TrackedRun(tmp_path, {"CFG_DEST": "c"}, 4)).image("a", pixels, 1)
+    assert len(lines) == 1 and "fake: an image is lost: Cannot handle this data type" in lines[0]
+
+
+def test_images_with_long_tags_have_short_names_of_their_own(tmp_path):
+    one = make_spool(tmp_path)
+    for tag in ("\u00fc" * 60 + "a", "\u00fc" * 60 + "b", "short/tag"):
+        one.save_image(tag, torch.zeros(3, 4, 4, dtype=torch.uint8).numpy(), 1)
+    images = one.next_images()
+    assert len(images) == 3 and all(len(path.name) < 255 for path, _, _ in images)
+    assert sorted(tag[:10] for _, tag, _ in images) == ["short/tag", "\u00fc" * 10, "\u00fc" * 10]
+
+
 def test_the_plug_in_of_the_page(small_cfg, tmp_path):
     page = (ROOT / "docs" / "trackers.md").read_text()
     (tmp_path / "csv_tracker.py").write_text(page.split("```python\n")[1].split("```")[0])
