@@ -166,9 +166,14 @@ def expand_run(words: list[str]) -> list[str]:
     if not is_path and (is_key or len(words) % 2 == 0):
         return words
     run, name = Path(words[0]), get_cfg().CFG_DEST
-    folder = next((folder for folder in (run, *run.parents[:2]) if (folder / name).is_file()), None)
+    # A relative path need not name the folders above it.
+    folder = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / name).is_file()), None)
     if folder is None or not (run == folder or run.is_file()):
-        found = f"{run / name} does not exist" if run.is_dir() else f"no such file or folder: {run}"
+        found = f"no such file or folder: {run}"
+        if run.is_dir():
+            found = f"{run / name} does not exist"
+        elif run.is_file():
+            found = f"no {name} beside {run} or in the folder above"
         raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
     weights = [] if run == folder else ["MODEL.WEIGHTS", str(run)]
     return ["OUT_DIR", str(folder), *weights, *words[1:]]

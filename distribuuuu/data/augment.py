@@ -311,8 +311,8 @@ def _check_timm_settings(name: str, settings: Sequence[str]) -> None:
             if setting[1:] not in TIMM_OPERATION_SETS:
                 raise ValueError(f"names no operations that timm knows: t{', t'.join(TIMM_OPERATION_SETS)}")
         elif key not in known or key == setting:
-            allowed = ", ".join([f"{word}NUMBER" for word in known] + ["tNAME"] * (name == "rand"))
-            raise ValueError(f"has a setting that timm does not know, {setting!r}; {name} takes {allowed}")
+            allowed = [f"{word}NUMBER" for word in known] + (["tNAME"] if name == "rand" else [])
+            raise ValueError(f"has a setting that timm does not know, {setting!r}; {name} takes {', '.join(allowed)}")
 
 
 def _posterize(image: Image.Image, bits: int, **options) -> Image.Image:

@@ -113,6 +113,7 @@ def expected_passes(run: Run) -> Iterator[Pass]:
             if epoch > epochs[0]:
                 yield Pass(samples, steps)
             precise = [Pass(samples, steps, num_precise)] if num_precise else []
-            yield from [*precise, evaluation] * len(kinds) * is_evaluated(cfg, epoch)
+            if is_evaluated(cfg, epoch):
+                yield from [*precise, evaluation] * len(kinds)
 
     return passes()

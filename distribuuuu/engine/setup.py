@@ -376,7 +376,7 @@ def load_weights(cfg, state: TrainState) -> None:
 
 def build_trackers(cfg, options: dict[str, Any], num_steps: int, find_loss: FindLoss) -> list[RunTracker]:
     """Return the trackers of LOG.TENSORBOARD and LOG.TRACKERS; none on processes other than the main one."""
-    names = dict.fromkeys(("tensorboard",) * cfg.LOG.TENSORBOARD + cfg.LOG.TRACKERS)
+    names = dict.fromkeys((*(["tensorboard"] if cfg.LOG.TENSORBOARD else []), *cfg.LOG.TRACKERS))
     run = TrackedRun(Path(cfg.OUT_DIR), options, num_steps, find_loss)
     return [TRACKERS.get(name)(run) for name in names] if dist.is_main() else []
 

@@ -188,7 +188,7 @@ def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path
     assert "ARCH: resnet18\n" in capsys.readouterr().out
 
 
-def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, image_folder):
+def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, image_folder, monkeypatch):
     run = tmp_path / "exp" / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
@@ -199,7 +199,16 @@ def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, 
         cfg, _ = parse_args("", [str(word) for word in words], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH) == (str(run), "resnet8")
         assert (cfg.MODEL.WEIGHTS or "").rpartition("/")[2] == (weights or "")
-    for word, said in ((tmp_path / "exp", "config.yaml does not exist"), (tmp_path / "none", "no such file or folder")):
+    for folder, file in ((run, "best.pth.tar"), (run / "checkpoints", "ckpt_ep_001.pth.tar")):
+        monkeypatch.chdir(folder)
+        cfg, _ = parse_args("", [file], train=False)
+        assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (str(run), "resnet8", file)
+    (foreign := tmp_path / "exp" / "foreign.pth").touch()
+    for word, said in (
+        (tmp_path / "exp", "config.yaml does not exist"),
+        (tmp_path / "none", "no such file or folder"),
+        (foreign, "no config.yaml beside .*foreign.pth or in the folder above"),
+    ):
         with pytest.raises(ConfigError, match=f"^RUN: .*{said}.*; expected the OUT_DIR of a run"):
             parse_args("", [str(word)], train=False)
     with pytest.raises(ConfigError, match="'TEST.BATCH_SIZE' has no value"):  # named, not the run

@@ -191,5 +191,5 @@ def describe_marks(history: History) -> str:
         if places:
             where = ", ".join(f"epoch {epoch}, step {step}" for epoch, step in places[:8])
             more = f" and {len(places) - 8} more" if len(places) > 8 else ""
-            parts.append(f"{len(places)} {name}{'s' * (len(places) > 1)} ({where}{more})")
+            parts.append(f"{counted(len(places), name)} ({where}{more})")
     return f"Dashed lines: {'; '.join(parts)}." if parts else ""

@@ -20,6 +20,7 @@ from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_f
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
+from distribuuuu.config.options import option_of
 from distribuuuu.config.reader import CfgFiles
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.table_file import csv_line
@@ -31,11 +32,6 @@ from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, c
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progress
-
-# Options on which the rows depend.
-_SETTINGS = ("MODEL.", "TASK.", "DATA.DECODER", "DATA.EXIF", "DATA.MAX", "DATA.MEAN", "DATA.STD", "TEST.BATCH",
-             "TEST.CROP", "TEST.FLIP", "TEST.IM", "TEST.INTER", "TEST.SHIFT", "TRAIN.AMP", "TRAIN.IM_SIZE",
-             "TRAIN.TOPK")  # fmt: skip
 
 # The rows of a chunk as text, and [path, cause] of each broken image.
 Rows = tuple[str, list[list[str]]]
@@ -119,7 +115,7 @@ def predict_files(job: PredictJob) -> int:
 
 def describe_job(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
     """Return what the rows of a job depend on, for messages and comparisons; long values as a hash."""
-    settings = [option for option in iter_options(run.cfg) if option[0].startswith(_SETTINGS)]
+    settings = [(key, value) for key, value in iter_options(run.cfg) if changes_rows(key)]
     name = run.source if run.state_dict is None else ""
     tensors = (part.contiguous().reshape(-1).view(torch.uint8).numpy() for part in (run.state_dict or {}).values())
     return {
@@ -130,6 +126,12 @@ def describe_job(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[
         "--threshold": selection.threshold,
         "torch or device": f"{torch.__version__}, {'cuda' if torch.cuda.is_available() else 'cpu'}",
     }
+
+
+def changes_rows(key: str) -> bool:
+    """Tell whether rows may depend on an option: one that may change results, or the batch of a forward pass."""
+    option = option_of(key)
+    return key == "TEST.BATCH_SIZE" or (option.hashed and not option.neutral)
 
 
 def _hash(texts: Iterable[str], arrays: Iterable[Any] = ()) -> str:

@@ -54,7 +54,7 @@ def _run(prog: str, args: list[str]) -> int:
             except Exception as error:  # of any service: the others are still sent
                 problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 failures.append(f"LOG.TRACKERS: {name}: {problem}; fix: see docs/trackers.md, and run this again")
-            print(f"{name}: sent {', '.join(counted(number, what[:-1]) for what, number in tracker.sent.items())}")
+            print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in tracker.sent.items())}")
     if failures:
         raise ConfigError(failures)
     return 0

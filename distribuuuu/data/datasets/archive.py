@@ -194,8 +194,9 @@ def _no_archive(name: str, root: Path, split: str) -> tuple[str, str]:
     if archives := list_archives(names):
         fix = f"fix: set {name}.SPLIT {split_of_archive(archives[0])}"
         return f"{name}.SPLIT", f"{expected}; it has {first_few(archives)}; {fix}"
-    is_folder = (root / split).is_dir()
-    return f"{name}.SPLIT", expected + (f"; fix: {root / split} is a folder: set DATA.NAME imagefolder" * is_folder)
+    if (root / split).is_dir():
+        expected += f"; fix: {root / split} is a folder: set DATA.NAME imagefolder"
+    return f"{name}.SPLIT", expected
 
 
 def _expand(key: str, pattern: str) -> tuple[str, ...]:

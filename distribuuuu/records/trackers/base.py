@@ -39,7 +39,7 @@ class Tracker(ABC):
     def __init__(self, run: TrackedRun):
         self.run = run
         self.spool = Spool(run, self.name)
-        self.sent = {"rows": 0, "images": 0, "files": 0}  # numbers of this process
+        self.sent = {"row": 0, "image": 0, "file": 0}  # numbers of this process
         self._wake, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._is_connected = self._has_warned = self._is_late = False
@@ -137,19 +137,19 @@ class Tracker(ABC):
         try:
             while not self._is_late and (rows := self.spool.next_rows()):
                 self.send_rows(rows)
-                self.sent["rows"] += len(rows)
+                self.sent["row"] += len(rows)
                 self.spool.note_rows()
         except BaseException:
             self.spool.forget_read()
             raise
         for path, tag, step in self.spool.next_images() if not self._is_late else ():
             self.send_image(path, tag, step)
-            self.sent["images"] += 1
+            self.sent["image"] += 1
             self.spool.note_file(path)
         if with_files and not self._is_late:
             for path, digest in self.spool.next_files():
                 self.send_file(path)
-                self.sent["files"] += 1
+                self.sent["file"] += 1
                 self.spool.note_file(path, digest)
             self.finish()
             self._is_connected = False
