@@ -144,6 +144,16 @@ def test_no_small_file_serves_one_other_file_alone():
 
 
 @pytest.mark.house
+def test_the_docstring_of_a_package_names_its_files():
+    for package in PACKAGE.glob("*/__init__.py"):
+        text = ast.get_docstring(ast.parse(package.read_text())) or ""
+        for path in package.parent.iterdir():
+            is_package = (path / "__init__.py").exists()
+            if is_package or path.suffix == ".py" and path.name != "__init__.py":
+                assert f"{path.name}{'/' if is_package else ''}" in text, f"{package} does not name {path.name}"
+
+
+@pytest.mark.house
 def test_no_room_for_leftovers():
     names = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     assert not names & {"utils", "helpers", "common", "misc"}

@@ -3,10 +3,10 @@
 - train.py, test.py: the commands of the trainer, which the rest of the package needs.
 - Every other command is a file, or a folder with the file of its name, and can be deleted with its tests and its page:
   doctor/, export/, pack/, plan/, predict/, probe/, report/ (report and compare), reproduce/, split/, sweep/, table/,
-  time/.
+  time/, track/.
 - Shared by several commands: html/ (pages and charts), scan/ (the images of a data set), measure/ (speed of a run).
 - main.py finds and starts commands; arguments.py: command lines with a config, errors and exit statuses;
-  flag_hints.py: unknown flags; terminal.py: output.
+  flag_hints.py: unknown flags; terminal.py: output; completion.py: completion of command lines in a shell.
 
 To add a command, add a file with `SUMMARY`, its line in the list, and a function of the name of the file,
 (prog, args) -> exit status: `prog` is the name in the usage text, `args` are the arguments after the name of the

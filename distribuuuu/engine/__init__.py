@@ -6,8 +6,9 @@
 - dry_run.py: one training step and one evaluation batch before training, to fail early.
 - micro_batch.py: TRAIN.BATCH_SIZE auto, the largest micro-batch that fits into memory.
 - out_of_memory.py: out-of-memory errors that name the options to change.
-- train_state.py: what a checkpoint stores, and how training resumes from it.
+- train_state.py: what a checkpoint stores, and how training resumes from it; task_state.py: the part of the task.
 - evaluator.py: evaluation of every image exactly once; precise_bn.py: exact batch-norm statistics before it.
+- last_epoch.py: the epochs after which a model is evaluated, and the one after which a run ends.
 - run_description.py: log lines at the start and the end of a run; results_content.py: the content of results.json and
   test_results.json.
 - graceful_stop.py: the stop on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or after CHECKPOINT.MAX_HOURS, at the same step on

@@ -6,11 +6,11 @@
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
-- blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: one family per file.
+- airbench.py, blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: a family
+  per file.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
-its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE, and
-`in_channels` DATA.CHANNELS.
+its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE, and `in_channels` DATA.CHANNELS.
 """
 
 from distribuuuu.models.build import build_model, check_model, count_parameters
