@@ -15,6 +15,9 @@ varies less.
 With --trackers our loop also sends its rows to these trackers, whose addresses are environment variables; compare the
 ratio with that of the same call without them.
 
+With --layer-norms one more loop runs: `train_epoch` with LOG.LAYER_NORMS, on a model and an optimizer of its own; its
+cost is relative to our loop without them. It grows with the number of layers.
+
 With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
 the bare loop uses the functions of torch directly.
 """
@@ -41,6 +44,7 @@ from torch import nn
 
 from distribuuuu import trainer
 from distribuuuu.config import load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
@@ -52,7 +56,7 @@ from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
-from distribuuuu.records.run_log import RunLog, close_logging, set_up_logging
+from distribuuuu.records.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch
@@ -122,8 +126,17 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     return load_cfg(None, [*overrides.split(), *trackers])
 
 
-def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]], RunLog]:
-    """Return the loops by name, each a function that runs STEPS steps, and the log of ours."""
+def build_loops(
+    cfg, device: torch.device, stack: contextlib.ExitStack, layer_norms: bool
+) -> dict[str, Callable[[], None]]:
+    """Return the loops by name, each a function that runs STEPS steps; their logs are opened on the stack.
+
+    Args:
+        cfg: the config.
+        device: this process's device.
+        stack: closes the logs.
+        layer_norms: build the loop with LOG.LAYER_NORMS too.
+    """
     size, batch_size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.arange(batch_size, device=device) % CLASSES
@@ -132,6 +145,7 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
     run, criterion = build_memory_run(cfg, loader), build_loss(cfg)
     model, state = run.model, run.state
     average = copy.deepcopy(state.model)
+    stack.enter_context(run.log)
 
     def ours() -> None:
         state.step = 0
@@ -151,7 +165,17 @@ def build_loops(cfg, device: torch.device) -> tuple[dict[str, Callable[[], None]
         with replaced(step_of(run)):
             ours()
 
-    return {"bare": bare, "ours": ours, "control": bare, "empty": empty, "idle": idle}, run.log
+    loops = {"bare": bare, "ours": ours, "control": bare, "empty": empty, "idle": idle}
+    if layer_norms:
+        with_norms = build_memory_run(changed(cfg, {"LOG.LAYER_NORMS": True}), loader)
+        stack.enter_context(with_norms.log)
+
+        def norms() -> None:
+            with_norms.state.step = 0
+            train_epoch(with_norms)
+
+        loops["norms"] = norms
+    return loops
 
 
 def nothing(*args, **kwargs) -> None:
@@ -179,7 +203,7 @@ def parts_of(run: Run) -> list[tuple[Any, str, Callable]]:
         (run.state.meter, "read", lambda: {"loss": 0.0}),
         (run.log, "train", nothing),
         (run.log, "show_step", nothing),
-        (run.log, "steps", lambda epoch, first_step: range(first_step, STEPS)),
+        (run.log, "steps", lambda epoch, first_step, end: range(first_step, end)),
         (run.stop, "check", nothing),
         (trainer, "derive_seed", nothing),
         (trainer, "seed_step", nothing),
@@ -280,10 +304,10 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
         with process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
-            loops, log = build_loops(make_cfg(args, folder), device)
-            if not args.parts:
-                del loops["empty"], loops["idle"]
-            with log:
+            with contextlib.ExitStack() as stack:
+                loops = build_loops(make_cfg(args, folder), device, stack, args.layer_norms)
+                if not args.parts:
+                    del loops["empty"], loops["idle"]
                 seconds = time_blocks(loops, args.blocks, device)
             close_logging()
         sys.stderr = sys.__stderr__
@@ -295,8 +319,9 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
     columns = "launch   bare ms   ours ms   ratio   control" + "   without parts   loop us" * args.parts
+    columns += "   norms / ours" * args.layer_norms
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
-    ratios, controls, empties = [], [], []
+    ratios, controls, empties, norms = [], [], [], []
     for number in range(args.launches):
         args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -308,11 +333,16 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         if args.parts:
             empties.append(step_ms["empty"] / step_ms["bare"])
             row += f" {empties[-1]:>15.3f} {1e3 * step_ms['idle']:>9.1f}"
+        if args.layer_norms:
+            norms.append(step_ms["norms"] / step_ms["ours"])
+            row += f" {norms[-1]:>14.3f}"
         print(f"{number + 1:>6} {row}", flush=True)
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
     if args.parts:
         print(f"without metrics, log, seeding and stop requests / bare: {show_spread(empties)}")
+    if args.layer_norms:
+        print(f"with LOG.LAYER_NORMS / ours: {show_spread(norms)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
     if abs(statistics.median(controls) - 1) > MAX_DEVIATION:
         print(f"the control deviates by more than {MAX_DEVIATION}: measure again on a quiet machine")
@@ -331,6 +361,7 @@ def main() -> None:
     trackers = "LOG.TRACKERS of ours, e.g. mlflow trackio; the bare loop has none"
     parser.add_argument("--trackers", nargs="+", default=[], help=trackers)
     parser.add_argument("--parts", action="store_true", help="measure the loop without metrics, log and the like, too")
+    parser.add_argument("--layer-norms", action="store_true", help="measure the loop with LOG.LAYER_NORMS, too")
     parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     args = parser.parse_args()

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import signal
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from distribuuuu import trainer
 from distribuuuu.commands.main import dispatch
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
 
 EXAMPLES = ROOT / "docs" / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script of its own
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script, not a plug-in
 MAX_LINES = 90
 NUM_IMAGES, NUM_STEPS = 320, 16
 # The quantities that an example records: in training, and in the evaluation.
@@ -31,6 +32,8 @@ QUANTITIES = {
     "fixmatch": ({"used", "unlabelled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
     "test_time_adaptation": (set(), {"entropy"}), "two_heads": ({"group_right"}, {"group_right"}),
 }  # fmt: skip
+# Options that let a small run do what an example is about: switch the loss, use pseudo-labels.
+OPTIONS = {"ldam_drw": ["LOSS.KWARGS.from_epoch", "1"], "fixmatch": ["TASK.KWARGS.threshold", "0.2"]}
 # Options that make the runs small and, with group norm, independent of the division into processes.
 SMALL = {
     "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 0, "OPTIM.BASE_LR": 0.001, "TRAIN.WORKERS": 0, "TRAIN.PRINT_FREQ": 5,
@@ -58,6 +61,7 @@ def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
         write_parquet(root)
         words += ["TRAIN.DATASET", str(root), "TEST.DATASET", str(root)]
     words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []
+    words += OPTIONS.get(name, [])
     return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])
 
 
@@ -121,12 +125,58 @@ def check_quantities(name: str, out_dir: Path) -> None:
         assert all(f" {quantity} " in log and f"{kind}/{quantity}" in tags for quantity in (*names, "loss"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "soup"])
 def test_an_example_is_short_and_has_a_config(name):
     source = (EXAMPLES / f"{name}.py").read_text()
     assert len(source.splitlines()) <= MAX_LINES
-    assert "arXiv" in ast.get_docstring(ast.parse(source)) or name in ("layer_norms", "parquet_set")
-    assert f"./{name}.py" in (EXAMPLES / f"{name}.yaml").read_text()
+    described = ast.get_docstring(ast.parse(source))
+    assert "arXiv" in described or name == "parquet_set"
+    assert described.split("\n\n")[-1].startswith(("Measured", "Not measured yet"))
+    assert f"({name}.py)" in (EXAMPLES / "README.md").read_text()
+    assert f"./{name}.py" in (EXAMPLES / f"{name}.yaml").read_text() or name == "soup"
+
+
+def problem_of(name: str, root: Path, out_dir: Path, *words: str) -> str:
+    """Return the message of the ConfigError that ends a small run of an example."""
+    with pytest.raises(ConfigError) as caught:
+        run(name, [*words_of(name, root, out_dir), *words])
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+@pytest.mark.parametrize(("name", "words", "message"), [
+    ("dino", "EMA.HALF_LIFE 0", "EMA.HALF_LIFE: got 0; dino expects an average, its teacher; fix: "),
+    ("ldam_drw", "AUG.MIXUP 0.5", "LOSS.NAME: ldam_drw expects labels; fix: set AUG.MIXUP and AUG.CUTMIX to 0"),
+    ("parquet_set", "DATA.KWARGS.image picture", "train.parquet has no column picture; expected one of image, label; "),
+    ("parquet_set", "DATA.KWARGS.label class", "train.parquet has no column class; expected one of image, label"),
+    ("distillation_token", "MODEL.ARCH resnet8 MODEL.KWARGS {}", "got resnet8; expected a model of timm that ends"),
+])  # fmt: skip
+def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "train_step", trainer.train_step)
+    monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)
+    assert message in problem_of(name, root, tmp_path / "out", *words.split())
+
+
+@pytest.mark.slow
+def test_images_in_a_parquet_file_train_as_those_in_class_folders(root, tmp_path):
+    words = words_of("parquet_set", root, tmp_path / "parquet")
+    on_processes(1, run, "parquet_set", words)
+    folders = ["DATA.NAME", "imagefolder", "TRAIN.DATASET", str(root / "shapes"), "TEST.DATASET", str(root / "shapes")]
+    on_processes(1, run, "parquet_set", [*words, *folders, "OUT_DIR", str(tmp_path / "folders")])
+    assert_equal(newest(tmp_path / "parquet"), newest(tmp_path / "folders"))
+
+
+@pytest.mark.slow
+def test_a_masked_autoencoder_is_fine_tuned(root, tmp_path):
+    on_processes(1, run, "mae", words_of("mae", root, tmp_path / "mae"))
+    described = ast.get_docstring(ast.parse((EXAMPLES / "mae.py").read_text()))
+    command = described.partition("train --cfg docs/examples/mae.yaml PLUGINS")[2].split("\n\n")[0].replace("\\", "")
+    words = ["PLUGINS", *shlex.split(command.replace("exp/mae/best", str(tmp_path / "mae" / "best")))]
+    on_processes(1, run, "mae", [*words_of("mae", root, tmp_path / "out"), *words, "OUT_DIR", str(tmp_path / "tuned")])
+    log = (tmp_path / "tuned" / "train.log").read_text()
+    assert "blocks.3.mlp.fc2.weight" in newest(tmp_path / "tuned")["state_dict"] and "top1" in log
+    one, other = (newest(tmp_path / name)["state_dict"] for name in ("mae", "tuned"))
+    assert "backbone.patch_embed.proj.weight" in one and "head.weight" in other
 
 
 @pytest.mark.slow
@@ -136,6 +186,11 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     on_processes(1, run, name, whole)
     expected = newest(tmp_path / "whole")
     check_quantities(name, tmp_path / "whole")
+    rows = [row for row in records(tmp_path / "whole") if row["kind"] == "train"]
+    if name == "ldam_drw":
+        assert [row["stage"] for row in rows[:: len(rows) - 1]] == ["no class weights", "class weights"]
+    if name == "fixmatch":
+        assert all(0 < row["used"] <= 1 for row in rows)
     for seed in range(3):  # a start takes at most a third of the steps
         run_killed(name, killed, random.Random(f"{name} {seed}").randrange(1, NUM_STEPS // 3))
     on_processes(1, run, name, killed)

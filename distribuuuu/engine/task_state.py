@@ -245,15 +245,15 @@ def _objects_of_the_run(task: Task) -> dict[int, Any]:
     """Return the objects that the run saves or builds, with the trained model and its parts, by their `id`."""
     found = [value for name, value in vars(task).items() if name in _OF_THE_RUN]
     for model in task.state.models.values() if task.state else ():
-        found += model.modules()
+        found += [*model.modules(), *model.parameters()]
     return {id(value): value for value in found}
 
 
 def _list_parts(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, str]]:
     parts = _parts_of(value)
-    if parts is None:
+    if parts is None and id(value) not in seen:
         yield name, digest(value)
-    elif id(value) not in seen and depth < _MAX_DEPTH:
+    elif parts and id(value) not in seen and depth < _MAX_DEPTH:
         seen.add(id(value))
         for key, part in parts.items():
             yield from _list_parts(part, f"{name}.{key}", seen, depth + 1)
@@ -269,8 +269,8 @@ def _parts_of(value: Any) -> dict[Any, Any] | None:
         return parts | dict(value.named_parameters()) | dict(value.named_buffers())
     if isinstance(value, (Mapping, list, tuple, deque)):
         parts = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
-        has_objects = any(type(part) not in _PLAIN and _parts_of(part) is not None for part in parts.values())
-        return parts if has_objects else None
+        objects = (part for part in parts.values() if type(part) not in _PLAIN)
+        return parts if any(isinstance(part, nn.Parameter) or _parts_of(part) is not None for part in objects) else None
     return vars(value) if hasattr(value, "__dict__") and not isinstance(value, _LEAVES) else None
 
 

@@ -1,4 +1,7 @@
-"""FixMatch (Sohn et al., arXiv 2001.07685): learn from 100 labels and many unlabelled images."""
+"""FixMatch (Sohn et al., arXiv 2001.07685): learn from 100 labels and many unlabelled images.
+
+Not measured yet.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from distribuuuu.tasks.metrics import StepOutput
 
 @DATASETS.register("few_shapes")
 class FewShapes(ImageDataset):
-    """The first ten of the 200 training images of each shape, as often as needed for the steps of an epoch."""
+    """The first ten training images of each shape, as often as needed for the steps of an epoch."""
 
     num_classes, has_splits = 10, False
 
@@ -33,7 +36,8 @@ class FewShapes(ImageDataset):
         images = DATASETS.get("shapes").from_cfg(cfg, train)
         if not train:
             return images
-        return cls(images, [row - row % 200 + row % 10 for row in range(len(images))])
+        num = len(images) // 10  # images of a class, which follow each other
+        return cls(images, [row - row % num + row % 10 for row in range(len(images))])
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of an image."""

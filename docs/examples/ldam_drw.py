@@ -1,4 +1,7 @@
-"""LDAM-DRW (Cao et al., arXiv 1906.07413): margins for rare classes, and class weights for the last epochs."""
+"""LDAM-DRW (Cao et al., arXiv 1906.07413): margins for rare classes, and class weights for the last epochs.
+
+Not measured yet.
+"""
 
 from dataclasses import dataclass
 
@@ -7,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
@@ -29,11 +33,9 @@ class LongTailedShapes(ImageDataset):
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> ImageDataset:
-        """Return the training or the evaluation set."""
         return cls(DATASETS.get("shapes").from_cfg(cfg, train), train)
 
     def read(self, index: int) -> bytearray:
-        """Return the bytes of an image."""
         return self.images.read(self.rows[index])
 
 
@@ -45,7 +47,6 @@ class CosineHead(nn.Module):
         self.weight = layer.weight
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the cosines (N, classes) of features (N, dim)."""
         return F.linear(F.normalize(features), F.normalize(self.weight))
 
 
@@ -54,7 +55,6 @@ class CosineClassification(Classification):
     """Classification by a network whose last layer, `fc`, is replaced by a cosine layer."""
 
     def adapt_model(self, model: nn.Module) -> nn.Module:
-        """Return the model with the cosine layer."""
         model.fc = CosineHead(model.fc)
         return model
 
@@ -78,12 +78,12 @@ class LdamDrw(Loss):
         self.late_weights = (weights / weights.mean()).float()
 
     def begin_epoch(self, epoch: int) -> str:
-        """Turn the class weights on from the epoch of the settings."""
         self.weights = self.late_weights if epoch >= self.settings.from_epoch else None
         return "no class weights" if self.weights is None else "class weights"
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss () of cosines (N, classes) and labels (N,)."""
+        if targets.is_floating_point():
+            raise ConfigError("LOSS.NAME: ldam_drw expects labels; fix: set AUG.MIXUP and AUG.CUTMIX to 0")
         margins = self.margins.to(logits.device) * F.one_hot(targets, logits.shape[1])
         logits = self.settings.scale * (self.upcast(logits) - margins)
         weights = None if self.weights is None else self.weights.to(logits.device)

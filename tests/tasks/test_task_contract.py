@@ -1,6 +1,7 @@
 """Tasks of a user: state, gradients in parts, stages, any outputs, and scores for predictions."""
 
 import copy
+import importlib.util
 import random
 from collections import Counter, deque
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import on_processes
-from support.runs import GROUP_NORM, assert_close, assert_same_run, newest, records
+from support.runs import GROUP_NORM, ROOT, assert_close, assert_same_run, newest, records
 from torch import nn
 
 from distribuuuu import load_run
@@ -312,45 +313,56 @@ def test_mismatches_are_found_at_any_depth(own, saved, message):
     assert next(find_mismatches(own, saved), None) == message
 
 
-class Sam(Classification):
-    """Sharpness-aware minimization (Foret et al., arXiv 2010.01412)."""
-
-    gradient_passes = 2
-
-    def update(self, compute_gradients, apply_gradients):
-        compute_gradients()
-        weights = [weight for weight in self.state.model.parameters() if weight.grad is not None]
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
-        before = [weight.detach().clone() for weight in weights]
-        with torch.no_grad():
-            torch._foreach_add_(weights, [weight.grad * (0.05 / norm) for weight in weights])
-        compute_gradients(in_metrics=False)
-        with torch.no_grad():
-            torch._foreach_copy_(weights, before)
-        apply_gradients()
+@pytest.fixture
+def sam(register) -> type[Task]:
+    """The task of docs/examples/sam.py."""
+    spec = importlib.util.spec_from_file_location("example_sam", ROOT / "docs" / "examples" / "sam.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Sam
 
 
-def sam_by_hand(model: nn.Module, images: torch.Tensor, targets: torch.Tensor, lr: float) -> None:
-    """One step as in the authors' rule: w - lr * gradient at w + rho * g / |g|."""
-    weights = list(model.parameters())
-    grads = torch.autograd.grad(F.cross_entropy(model(images), targets), weights)
-    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+def sam_by_hand(model, images, targets, lr: float, clip: float, amp: bool) -> None:
+    """One step as in the authors' rule: w - lr * gradient at w + rho * g / |g|, clipped; each batch is a list."""
+
+    def gradients(model):
+        totals = [torch.zeros_like(weight) for weight in model.parameters()]
+        for part, labels in zip(images, targets, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                logits = model(part)
+            loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels) / len(images)
+            for total, grad in zip(totals, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                total += grad
+        return totals, torch.stack([grad.square().sum() for grad in totals]).sum().sqrt()
+
+    grads, norm = gradients(model)
     moved = copy.deepcopy(model)
     with torch.no_grad():
         for weight, grad in zip(moved.parameters(), grads, strict=True):
             weight += 0.05 * grad / norm
-    grads = torch.autograd.grad(F.cross_entropy(moved(images), targets), list(moved.parameters()))
+    grads, norm = gradients(moved)
+    scale = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
     with torch.no_grad():
-        for weight, grad in zip(weights, grads, strict=True):
-            weight -= lr * grad
+        for weight, grad in zip(model.parameters(), grads, strict=True):
+            weight -= lr * scale * grad
 
 
-@pytest.mark.parametrize("num, accum, aug", [(1, 1, ()), (1, 3, ()), (2, 1, ()), (1, 1, ("AUG.MIXUP", 0.5))])
-def test_two_passes_over_a_batch_give_sharpness_aware_minimization(register, small_cfg, tmp_path, num, accum, aug):
-    seen = {}
+CLIP, AMP = ("OPTIM.CLIP_NORM", 0.3), ("TRAIN.AMP", "bf16")
 
-    class Recorded(Sam):
+
+@pytest.mark.parametrize("num, accum, options", [
+    (1, 1, ()), (1, 3, ()), (2, 1, ()), (1, 1, ("AUG.MIXUP", 0.5)), (1, 1, CLIP), (1, 3, CLIP), (1, 1, AMP),
+    (1, 3, AMP + CLIP), (2, 1, CLIP),
+])  # fmt: skip
+def test_the_example_of_sharpness_aware_minimization_follows_the_authors(
+    register, sam, small_cfg, tmp_path, num, accum, options
+):
+    seen, amp = {}, AMP[0] in options
+
+    class Recorded(sam):
         def adapt_model(self, model):
+            if amp:
+                return model
             model.register_forward_pre_hook(lambda module, args: (args[0].double(),))
             return model.double()
 
@@ -366,17 +378,23 @@ def test_two_passes_over_a_batch_give_sharpness_aware_minimization(register, sma
     register(Recorded)
     words = ("TASK.NAME", "Recorded", *GROUP_NORM, "OPTIM.MOMENTUM", 0, "OPTIM.WEIGHT_DECAY", 0, "OPTIM.MAX_EPOCH", 1,
              "OPTIM.WARMUP_EPOCHS", 0, "OPTIM.NESTEROV", False, "TRAIN.BATCH_SIZE", 12 // num // accum,
-             "TRAIN.GLOBAL_BATCH_SIZE", 12, *aug)  # fmt: skip
+             "TRAIN.GLOBAL_BATCH_SIZE", 12, *options)  # fmt: skip
     cfg = small_cfg(*words)
     if num == 1:
         train_model(cfg)
-        reference = seen.pop("initial").train()
+        initial, reference = seen["initial"], copy.deepcopy(seen.pop("initial")).train()
         for step in range(4):
-            images, targets = (torch.cat(parts) for parts in zip(*seen[step], strict=True))
-            sam_by_hand(reference, images.double(), targets, 0.1)
-        torch.testing.assert_close(
-            newest(tmp_path / "out")["state_dict"], reference.state_dict(), rtol=1e-9, atol=1e-12
-        )
+            images, targets = zip(*seen[step], strict=True)
+            images = [part if amp else part.double() for part in images]
+            sam_by_hand(reference, images, targets, 0.1, CLIP[1] * (CLIP[0] in options), amp)
+        found, expected = newest(tmp_path / "out")["state_dict"], reference.state_dict()
+        if amp:  # rounding of bfloat16
+            moves = [sum((one[name] - value).square().sum() for name, value in initial.state_dict().items()).sqrt()
+                     for one in (found, expected)]  # fmt: skip
+            error = sum((found[name] - value).square().sum() for name, value in expected.items()).sqrt()
+            assert error < 0.02 * moves[1] and 0.98 < moves[0] / moves[1] < 1.02
+            return
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
         return
     on_processes(num, train_on_two, cfg)
     (tmp_path / "out").rename(tmp_path / "two")
@@ -384,9 +402,9 @@ def test_two_passes_over_a_batch_give_sharpness_aware_minimization(register, sma
     assert_close(newest(tmp_path / "out"), newest(tmp_path / "two"), 1e-9)
 
 
-def test_a_second_pass_needs_its_images(register, small_cfg, monkeypatch):
-    register(Sam)
-    monkeypatch.setattr(Sam, "gradient_passes", 1)
+def test_a_second_pass_needs_its_images(register, sam, small_cfg, monkeypatch):
+    register(sam)
+    monkeypatch.setattr(sam, "gradient_passes", 1)
     with pytest.raises(TypeError, match="Sam: the images of this step are gone; fix: set gradient_passes"):
         train_model(small_cfg("TASK.NAME", "Sam"))
 
@@ -540,3 +558,22 @@ def test_a_checkpoint_without_a_state_starts_the_task_anew(register, small_cfg, 
     register(Centered)
     train_model(small_cfg("TASK.NAME", "Centered"))
     assert "has no state of the task; it starts anew: center, num_seen" in log_of(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_stage_of_the_page_that_freezes_layers_runs_on_two_processes(register, small_cfg, tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    source = page.partition("## Stages that freeze layers")[2].partition("```python\n")[2].partition("```")[0]
+    exec(source, {"TASKS": TASKS, "Classification": Classification})
+    words = ("TASK.NAME", "staged", *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.KEEP_LAST", 20)
+    on_processes(2, train_on_two, small_cfg(*words, "TRAIN.BATCH_SIZE", 6))
+    (tmp_path / "out").rename(tmp_path / "two")
+    train_model(small_cfg(*words))
+    assert_close(newest(tmp_path / "out"), newest(tmp_path / "two"), 1e-5)
+    paths = sorted((tmp_path / "two" / "checkpoints").glob("ckpt_ep_00[12].pth.tar"))
+    first, last = (torch.load(path, weights_only=True)["state_dict"] for path in paths)
+    changed = {name.partition(".")[0] for name in first if not torch.equal(first[name], last[name])}
+    assert changed == {"fc"}
+    stages = [(entry["epoch"], entry["stage"]) for entry in records(tmp_path / "two")]
+    assert {*stages} == {(1, "all layers"), (2, "classifier only")}
+    assert "is not in the state" not in log_of(tmp_path / "two")
