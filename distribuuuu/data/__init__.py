@@ -2,6 +2,7 @@
 
 - loader.py: start reading here. `build_loader` assembles the other files of this list in their order.
 - datasets/ and packed/: images by index. samplers.py, batch_plan.py: those of a step. seeding.py: random numbers.
+- build_transform.py: crops, views and stages from a config.
 - samples.py: an image read, decoded (decode.py), cropped (transforms.py) and augmented (augment.py).
 - image_file.py, jpeg_header.py: files and headers before they are decoded. optional_decoders.py: JPEG decoders of
   optional packages. raster.py: images of other channels or depths than 8-bit RGB.

@@ -17,44 +17,29 @@ import torch
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size, height_and_width, last_epoch_steps
-from distribuuuu.config.options import PIXEL_RANGES, WHOLE_IMAGE
+from distribuuuu.config.derived import height_and_width, last_epoch_steps
+from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
-from distribuuuu.data.augment import AugmentedCrop, ErasedCrop, build_augmentation
+from distribuuuu.data.augment import AugmentedCrop, ErasedCrop
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
+from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import check_images, find_reduced
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
 from distribuuuu.data.normalize import Normalizer, statistics_of
-from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance, build_im_size
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance
 from distribuuuu.data.samples import HostBatch, Samples, as_targets
-from distribuuuu.data.transforms import (
-    CenterCrop,
-    EpochTransforms,
-    PaddedCrop,
-    ResizedCrop,
-    Transform,
-    Views,
-    WholeImage,
-    list_views,
-)
+from distribuuuu.data.transforms import EpochTransforms, list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 
 logger = logging.getLogger(__name__)
 
-EvalCrop = CenterCrop | WholeImage
-
-# The name of the training loader of the config, among those of the task.
-MAIN = "train"
-# First letters of the options that a view of an image, and a further loader, may set.
-_OF_VIEW = ("TRAIN.IM_SIZE", "DATA.CROP", "DATA.FLIP", "DATA.VFLIP", "DATA.INTERPOLATION",
-            "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING")  # fmt: skip
-_OF_STAGE = tuple(key for key in _OF_VIEW if key != "TRAIN.IM_SIZE")
+# First letters of the options that a further loader may set.
 _OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.", "AUG.")
 
 
@@ -396,58 +381,3 @@ def build_sampler(
     if cfg.OPTIM.LAST_EPOCH < 1:
         sampler.last = cfg.OPTIM.MAX_EPOCH - 1, last_epoch_steps(cfg, sampler.num_steps)
     return sampler
-
-
-def depends_on_epoch(cfg) -> bool:
-    """Tell whether the transform of the training images depends on the epoch."""
-    return bool(cfg.TRAIN.IM_SIZE_START or task_class(cfg).augmentation_stages(cfg))
-
-
-def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform | Views | EpochTransforms:
-    """Return the transform from an image to uint8 (3, H, W), or to several views of a training image.
-
-    Raises:
-        ConfigError: AUG.POLICY is not understood, or the options of a view or a stage have problems.
-    """
-    if not train:
-        return build_eval_crop(cfg)
-    stages = {0: build_views(cfg, images, name)}
-    for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
-        stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
-    return EpochTransforms(stages, build_im_size(cfg)) if depends_on_epoch(cfg) else stages[0]
-
-
-def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
-    """Return the transform of the training images of a loader; errors as `build_transform`."""
-    views = []
-    for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
-        own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW) if options else cfg
-        if cfg.TRAIN.IM_SIZE_START and own.TRAIN.IM_SIZE != cfg.TRAIN.IM_SIZE:
-            message = f"got {cfg.TRAIN.IM_SIZE_START}; with views of several sizes, expected 0; fix: set it to 0"
-            raise ConfigError(Problem("TRAIN.IM_SIZE_START", message), cfg.origins)
-        views.append(build_view(own, images))
-    return Views(tuple(views)) if len(views) > 1 else views[0]
-
-
-def build_eval_crop(cfg) -> EvalCrop:
-    """Return the transform of an evaluation image to uint8 (3, H, W)."""
-    test, size = cfg.TEST, eval_crop_size(cfg)
-    if test.CROP == "center":
-        return CenterCrop(test.IM_SIZE, size, test.INTERPOLATION)
-    return WholeImage(size, test.CROP, interpolation=test.INTERPOLATION)
-
-
-def build_view(cfg, images: ImageDataset) -> Transform:
-    """Return the transform of a training image to uint8 (3, H, W); errors as `build_transform`."""
-    data = cfg.DATA
-    im_size = cfg.TRAIN.IM_SIZE
-    crop: Transform
-    kind = images.crop if data.CROP == "auto" else data.CROP
-    if kind in WHOLE_IMAGE:
-        crop = WholeImage(im_size, kind, data.FLIP, data.INTERPOLATION, data.VFLIP)
-    elif kind == "resized":
-        crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)
-    else:
-        mode = data.CROP_PADDING_MODE
-        crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP, mode)
-    return build_augmentation(cfg, crop, *statistics_of(cfg, images))

@@ -18,8 +18,9 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.data.build_transform import EvalCrop, build_eval_crop
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
-from distribuuuu.data.loader import BadImageError, EvalCrop, build_eval_crop
+from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop

@@ -11,9 +11,10 @@ from distribuuuu.config.derived import total_steps
 from distribuuuu.config.registry import TASKS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.loader import BadImageError, build_transform
+from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samples import Samples
 from distribuuuu.distributed import comm as dist

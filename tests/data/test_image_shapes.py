@@ -13,9 +13,9 @@ from support.images import draw_folder
 from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.loader import build_transform
 from distribuuuu.data.seeding import BatchRNG, SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, WholeImage, resized_size
 from distribuuuu.models import build_model

@@ -13,9 +13,9 @@ from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data import transforms
+from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import Box, EncodedImage, LazyImage, open_lazy_image
-from distribuuuu.data.loader import build_transform
 from distribuuuu.data.seeding import BatchRNG, SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, random_resized_box, resize
 

@@ -11,8 +11,8 @@ from distribuuuu.config import Config, load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch_plan import plan_batches
+from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import get_dataset
-from distribuuuu.data.loader import build_transform
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.samplers import build_im_size

@@ -8,7 +8,7 @@ from string import Template
 
 from distribuuuu.config.derived import height_and_width, show_size
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.data.loader import EvalCrop
+from distribuuuu.data.build_transform import EvalCrop
 from distribuuuu.data.transforms import CenterCrop, WholeImage
 from distribuuuu.inference.loaded_run import LoadedRun
 
