@@ -158,5 +158,5 @@ def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, mon
 
 def test_a_loader_of_the_name_train_is_refused(small_cfg, monkeypatch):
     words = own_task(monkeypatch, extra=lambda cfg: {"train": {}})
-    with pytest.raises(ConfigError, match="extra_loaders has a loader train, the name of that of the config; fix: "):
+    with pytest.raises(ConfigError, match="TASK.NAME: got a task with an extra loader train; expected another name"):
         batches_of(small_cfg(*words))
