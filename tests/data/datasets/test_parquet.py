@@ -129,6 +129,17 @@ def test_mistakes_are_reported_before_the_start(cfg_of, message):
     assert any(re.search(message, problem) for problem in problems), problems
 
 
+def test_training_files_are_not_evaluated_as_another_split(cfg_of, root):
+    cases = {
+        f"fix: set TRAIN.DATASET {re.escape(str(root / 'disk'))}$": ("TRAIN.DATASET", root / "disk" / "train"),
+        "fix: DATA.TABLE.split COLUMN, or put {} for the split": ("DATA.TABLE.file", "data/train-*.parquet"),
+    }
+    for message, words in cases.items():
+        problems = [str(problem) for problem in find_run_problems(cfg_of(*words), train=True)]
+        assert len(problems) == 1 and re.search(f"has the training images too; {message}", problems[0]), problems
+        assert find_run_problems(cfg_of(*words, "TEST.SPLIT", "train"), train=True) == []
+
+
 def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
     rows = image_rows(image_folder, "train")
     write_parquet(tmp_path, to_arrow(rows), "train-{}.parquet")
