@@ -132,7 +132,7 @@ class ParquetSet(TableSet):
     """The images of parquet or Arrow files with one class each."""
 
     Columns: type[Any] = ParquetLabel
-    fault = "DATASET"
+    fault, holds_files = "DATASET", True
 
     @classmethod
     def read_table(cls, cfg, name: str) -> ParquetTable:
