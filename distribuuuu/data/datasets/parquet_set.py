@@ -332,7 +332,7 @@ def _list_url(url: str) -> tuple[Any, str, list[str]]:
     except ImportError as error:
         fix = f"fix: pip install 'distribuuuu[{url.partition(':')[0]}]'"
         raise ConfigError(f"{url}: needs another package: {error}; {fix}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{url} cannot be listed: {reason}; fix: check the URL and HF_TOKEN") from error
+    except Exception as error:  # file systems and their HTTP clients raise nearly anything
+        reason = " ".join((str(error) or type(error).__name__).split())[:200]
+        raise ConfigError(f"{url} cannot be listed: {reason}; fix: check the URL, the network and HF_TOKEN") from error
     return file_system, root, [name.removeprefix(root).lstrip("/") for name in names]

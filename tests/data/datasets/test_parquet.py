@@ -106,9 +106,20 @@ def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tm
         pack(tmp_path / "other", *options)
 
 
+def test_a_url_that_cannot_be_listed_is_one_error(cfg_of, tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+
+    def refuse(self, path, **options):
+        raise Exception("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "find", refuse)
+    with pytest.raises(ConfigError, match="cannot be listed: .Errno -2. Name or service not known; fix: check the URL"):
+        pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", "memory://nobody/none")
+
+
 def fail_to_read(self, group, columns):
     if "image" in columns:
-        raise OSError("connection reset")
+        raise Exception("connection reset")  # that of an HTTP client is no OSError
     return read_columns(self, group, columns)
 
 
