@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.archives import files_of, write_tar
 from torch import nn
 
 from distribuuuu.api import train
@@ -264,9 +265,11 @@ def test_16_bit_files_are_reported_where_they_are_reduced(tmp_path, small_cfg):
     for name in ("ant", "bee", "cat"):
         (tmp_path / "val" / name).mkdir(parents=True)
         (tmp_path / "val" / name / "a.png").write_bytes(deep_png())
-    cfg = small_cfg("TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path)
-    notes = build_loader(cfg, Launch("alone"), CPU, train=False).notes
-    assert [note for note in notes if "16-bit images, e.g." in note and "set DATA.PIXELS uint16" in note]
+    write_tar(tmp_path / "val.tar", files_of(tmp_path / "val"))
+    for name in ("imagefolder", "archive"):
+        cfg = small_cfg("DATA.NAME", name, "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path)
+        notes = build_loader(cfg, Launch("alone"), CPU, train=False).notes
+        assert [note for note in notes if "16-bit images, e.g." in note and "set DATA.PIXELS uint16" in note]
 
 
 def test_statistics_of_each_channel(bands, capsys):

@@ -100,10 +100,16 @@ def pack_split(job: Job, train: bool) -> None:
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
+    from distribuuuu.data.datasets.file_check import find_reduced
+
     encoder, url = _build_encoder(job, train), job.split_url(train)
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
     for note in encoder.images.notes():
-        print(note, flush=True)
+        if "fix: distribuuuu pack" not in note:  # which this is
+            print(note, flush=True)
+    if job.options["format"] == "raw" or job.options["quality"] is not None:  # else the files are kept unchanged
+        if reduced := find_reduced(encoder.images, encoder.options):
+            print(reduced, flush=True)
     if url and not job.overwrite and (existing := read_existing_meta(url)):
         if conflicts := find_differences(url, existing, identity):
             raise ConfigError(conflicts)

@@ -19,7 +19,7 @@ from distribuuuu.data.datasets.base import (
     unknown_classes,
 )
 from distribuuuu.data.datasets.imagefolder import notes_on
-from distribuuuu.data.datasets.layouts import describe_file, list_archives, missing_root, split_of_archive
+from distribuuuu.data.datasets.layouts import describe_file, list_archives, missing_root, sort_splits, split_of_archive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +46,7 @@ class Archive(ImageDataset):
 
     # Whether the index may be stored beside the archives; otherwise it is stored in the cache folder.
     index_in_root = True
+    holds_files = True
 
     def __init__(
         self,
@@ -193,6 +194,8 @@ def _no_archive(name: str, root: Path, split: str) -> tuple[str, str]:
         return f"{name}.SPLIT", f"{expected}; {root / packed[0]} is {describe_file(root / packed[0])}"
     if archives := list_archives(names):
         fix = f"fix: set {name}.SPLIT {split_of_archive(archives[0])}"
+        if len(archives) == 1 and not sort_splits([split_of_archive(archives[0])]):  # it may hold all splits
+            fix = f"fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
         return f"{name}.SPLIT", f"{expected}; it has {first_few(archives)}; {fix}"
     if (root / split).is_dir():
         expected += f"; fix: {root / split} is a folder: set DATA.NAME imagefolder"

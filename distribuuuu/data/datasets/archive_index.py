@@ -343,6 +343,9 @@ class _Found:
             if keys[one] == keys[other]:
                 raise self._error(other, "has two members of this name; fix: pack the files again, each once")
         classes = sorted(set(kept.values()))
+        if not self.source.is_inside and len(classes) == len(sort_splits(classes)) > 1:
+            path = self.source.paths[0]
+            raise ArchiveError(f"{path}: has the splits {', '.join(classes)}, no classes; fix: set DATASET {path}")
         numbers = {name: number for number, name in enumerate(classes)}
         return order, [numbers[keys[image][0]] for image in order], classes
 
@@ -359,6 +362,8 @@ class _Found:
         fitting = [name for name in sort_splits(tops) if (name.lower() in TRAIN_NAMES) == (chosen in TRAIN_NAMES)]
         named = [f"{name}/{chosen}" for name in sorted(deeper)] or fitting
         fix = f"; fix: set SPLIT {named[0]}" if named else ""
+        if not named and not sort_splits(tops):
+            fix = "; fix: an archive with a folder for each split, or unpack it, and see distribuuuu split --help"
         raise ArchiveError(f"{self.source.paths[0]}: has no folder {chosen}; it has {first_few(sorted(tops))}{fix}")
 
     def _order_shards(self) -> tuple[range, list[int], list[str]]:

@@ -40,6 +40,8 @@ class ImageDataset:
     labels: "Sequence[int] | np.ndarray | torch.Tensor" = ()
     # Whether `describe(index)` is the path of an image file.
     has_files: bool = False
+    # Whether `read(index)` returns the bytes of an image file that another file holds, which a pickled copy reopens.
+    holds_files: bool = False
     # What `label` returns: "label", one class; "labels", any number of classes; or "structured", a dict or a tuple of
     # numbers and arrays for a task of your own. `multilabel = True` in a class is another form of "labels".
     targets: str = "label"

@@ -5,7 +5,9 @@ epoch; of training images only the file sizes are read. An intact file is checke
 """
 
 import contextlib
+import io
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,19 +73,24 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
 
 
 def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
-    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8); a few headers are read."""
-    num = len(images) if images.has_files and options.pixels == "uint8" else 0
+    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8); a few images are read."""
+    is_read = images.has_files or (images.holds_files and images.remote is None)
+    num = len(images) if is_read and options.pixels == "uint8" else 0
     for index in range(0, num, max(1, num // _SAMPLES)):
-        path = images.describe(index)
-        with contextlib.suppress(OSError, ValueError), open(path, "rb", opener=open_nonblocking) as file:
-            head = file.read(26)
+        with contextlib.suppress(Exception):  # a broken image, which others report
+            if images.holds_files and index == 0:  # the files that are opened here are not those of the run
+                images = pickle.loads(pickle.dumps(images))
+            data = images.read(index)
+            if not isinstance(data, (bytes, bytearray, memoryview)):
+                return ""
+            head = bytes(data[:26])
             is_deep = head[:4] == b"\x89PNG" and head[24:25] == b"\x10"
             if head[:2] in (b"II", b"MM"):
-                file.seek(0)
-                is_deep = max(getattr(open_image(file, options.max_pixels), "tag_v2", {}).get(258, (8,))) > 8
+                file = open_image(io.BytesIO(data), options.max_pixels)
+                is_deep = max(getattr(file, "tag_v2", {}).get(258, (8,))) > 8
             if is_deep:
                 fix = "to keep 16 set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
-                return f"16-bit images, e.g. {path}, are reduced to 8 bits; {fix}"
+                return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits; {fix}"
     return ""
 
 

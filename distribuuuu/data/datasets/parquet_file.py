@@ -200,8 +200,8 @@ class ColumnFiles:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._open(file).read(number, columns)
-            except (OSError, ConfigError) as error:
-                if self._file_system is None:
+            except Exception as error:  # HTTP clients have errors of their own
+                if self._file_system is None or (isinstance(error, ValueError) and not isinstance(error, ConfigError)):
                     raise
                 if attempt == _ATTEMPTS:  # the network's fault, not the image's
                     path, reason = self.paths[file], printable(" ".join(str(error).split()))[:200]

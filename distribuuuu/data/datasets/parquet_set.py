@@ -132,7 +132,7 @@ class ParquetSet(TableSet):
     """The images of parquet or Arrow files with one class each."""
 
     Columns: type[Any] = ParquetLabel
-    fault = "DATASET"
+    fault, holds_files = "DATASET", True
 
     @classmethod
     def read_table(cls, cfg, name: str) -> ParquetTable:
@@ -143,6 +143,21 @@ class ParquetSet(TableSet):
     def find_pack_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) if the files cannot be opened, or the classes do not fit."""
         yield from super().find_problems(cfg, train)
+
+    @classmethod
+    def find_file_problems(cls, cfg, name: str, table: ParquetTable) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) if the evaluation images are those of the training: the same files for two splits."""
+        columns = cls.read_columns(cfg)
+        if name == "TRAIN" or columns.split or cfg.TRAIN.SPLIT == cfg.TEST.SPLIT or not len(table):
+            return
+        if table.files.paths == find_files(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)[1]:
+            parent = Path(os.path.abspath(cfg.TEST.DATASET)).parent
+            fix = f"set TEST.DATASET to the folder of {cfg.TEST.SPLIT}, or DATA.TABLE.split COLUMN"
+            if columns.file:
+                fix = "DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
+            elif (parent / cfg.TEST.SPLIT / "state.json").is_file():
+                fix = f"set TRAIN.DATASET {parent}"
+            yield f"TEST.{cls.fault}", f"{table.path} has the training images too; fix: {fix}"
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
@@ -257,10 +272,16 @@ def _check_type(field: Any, path: str) -> None:
 
 def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> ColumnFiles:
     """Return the files of a split of a folder or URL; raises ConfigError if there are none, or a column is missing."""
+    system, paths = find_files(root, split, columns)
+    return ColumnFiles(paths, needed, system)
+
+
+def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
+    """Return the file system, None: local, and the paths of a split; raises ConfigError if there are none."""
     system, base, names = _list_url(root) if "://" in root else (None, root, _list_folder(root))
     for folder in (Path(root, split), Path(root)) if system is None and not columns.file else ():
         if (folder / "state.json").is_file():
-            return ColumnFiles(_read_state(folder), needed)
+            return None, _read_state(folder)
     patterns = [columns.file] if columns.file else [*_PATTERNS, *(_ALL_PATTERNS if columns.split else ())]
     found = (_find_matches(names, pattern.replace("{}", glob.escape(split))) for pattern in patterns)
     paths = [os.path.join(base, name) for name in next(filter(None, found), ())]
@@ -271,7 +292,7 @@ def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> Co
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")
-    return ColumnFiles(paths, needed, system)
+    return system, paths
 
 
 def _find_matches(names: Sequence[str], pattern: str) -> list[str]:
@@ -311,7 +332,7 @@ def _list_url(url: str) -> tuple[Any, str, list[str]]:
     except ImportError as error:
         fix = f"fix: pip install 'distribuuuu[{url.partition(':')[0]}]'"
         raise ConfigError(f"{url}: needs another package: {error}; {fix}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{url} cannot be listed: {reason}; fix: check the URL and HF_TOKEN") from error
+    except Exception as error:  # file systems and their HTTP clients raise nearly anything
+        reason = " ".join((str(error) or type(error).__name__).split())[:200]
+        raise ConfigError(f"{url} cannot be listed: {reason}; fix: check the URL, the network and HF_TOKEN") from error
     return file_system, root, [name.removeprefix(root).lstrip("/") for name in names]

@@ -38,6 +38,8 @@ class Packed(SplitDataset):
         ConfigError: the pack is missing or incomplete, or has a class that is not in `classes`.
     """
 
+    holds_files = True
+
     def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, *remote: Any):
         self._init_args = (root, split, classes, *remote)
         self.folder = _join(root, split)

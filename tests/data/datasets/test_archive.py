@@ -313,6 +313,12 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     one = archive_folder(image_folder, tmp_path / "one", "one zip")
     assert "has no folder trian; it has train, val" in errors_of(one, tmp_path, "TRAIN.SPLIT", "trian")
     assert "has no folder test; it has train, val; fix: set SPLIT val" in errors_of(one, tmp_path, "TEST.SPLIT", "test")
+    above = errors_of(one.parent, tmp_path)
+    assert f"it has data.zip; fix: set TRAIN.DATASET {one}, which reads its folder train/" in above
+    splits = errors_of(one.parent, tmp_path, "TRAIN.SPLIT", "data", "TEST.SPLIT", "data")
+    assert f"has the splits train, val, no classes; fix: set DATASET {one}" in splits
+    classes = write_zip(tmp_path / "classes.zip", files_of(image_folder / "train"))
+    assert "it has ant, bee, cat; fix: an archive with a folder for each split" in errors_of(classes, tmp_path)
     deep = write_zip(tmp_path / "deep.zip", {f"tiny/{name}": data for name, data in files_of(image_folder).items()})
     assert "has no folder train; it has tiny; fix: set SPLIT tiny/train" in errors_of(deep, tmp_path)
     assert not errors_of(deep, tmp_path, "TRAIN.SPLIT", "tiny/train", "TEST.SPLIT", "tiny/val")

@@ -106,9 +106,20 @@ def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tm
         pack(tmp_path / "other", *options)
 
 
+def test_a_url_that_cannot_be_listed_is_one_error(cfg_of, tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+
+    def refuse(self, path, **options):
+        raise Exception("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "find", refuse)
+    with pytest.raises(ConfigError, match="cannot be listed: .Errno -2. Name or service not known; fix: check the URL"):
+        pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", "memory://nobody/none")
+
+
 def fail_to_read(self, group, columns):
     if "image" in columns:
-        raise OSError("connection reset")
+        raise Exception("connection reset")  # that of an HTTP client is no OSError
     return read_columns(self, group, columns)
 
 
@@ -127,6 +138,17 @@ WRONG = {
 def test_mistakes_are_reported_before_the_start(cfg_of, message):
     problems = [str(problem) for problem in find_run_problems(cfg_of(*WRONG[message]), train=True)]
     assert any(re.search(message, problem) for problem in problems), problems
+
+
+def test_training_files_are_not_evaluated_as_another_split(cfg_of, root):
+    cases = {
+        f"fix: set TRAIN.DATASET {re.escape(str(root / 'disk'))}$": ("TRAIN.DATASET", root / "disk" / "train"),
+        "fix: DATA.TABLE.split COLUMN, or put {} for the split": ("DATA.TABLE.file", "data/train-*.parquet"),
+    }
+    for message, words in cases.items():
+        problems = [str(problem) for problem in find_run_problems(cfg_of(*words), train=True)]
+        assert len(problems) == 1 and re.search(f"has the training images too; {message}", problems[0]), problems
+        assert find_run_problems(cfg_of(*words, "TEST.SPLIT", "train"), train=True) == []
 
 
 def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
