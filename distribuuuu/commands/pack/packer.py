@@ -107,9 +107,9 @@ def pack_split(job: Job, train: bool) -> None:
     for note in encoder.images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
             print(note, flush=True)
-    if job.options["format"] == "raw" or job.options["quality"] is not None:  # else the files are kept unchanged
-        if reduced := find_reduced(encoder.images, encoder.options):
-            print(reduced, flush=True)
+    encodes = job.options["format"] == "raw" or job.options["quality"] is not None
+    if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
+        print(reduced, flush=True)
     if url and not job.overwrite and (existing := read_existing_meta(url)):
         if conflicts := find_differences(url, existing, identity):
             raise ConfigError(conflicts)
