@@ -121,7 +121,7 @@ def test_files_and_functions_are_short():
     assert statistics.median(lengths.values()) <= 12
 
 
-MAX_CORE_LINES = 22_700
+MAX_CORE_LINES = 22_730
 
 
 @pytest.mark.house
