@@ -50,6 +50,7 @@ def _run(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.doctor.layout import open_cfg, open_folder
     from distribuuuu.commands.scan.duplicates import find_groups, key_bytes
     from distribuuuu.commands.scan.scan import scan_images
+    from distribuuuu.data.datasets.layouts import describe_arrays, describe_table
     from distribuuuu.data.decode import build_decode_options
     from distribuuuu.records.run_log import progress
 
@@ -58,7 +59,9 @@ def _run(prog: str, args: list[str]) -> int:
     if any(images.targets == "structured" for images in splits.values()):
         raise ConfigError(Problem("DATA.NAME", f"got {cfg.DATA.NAME} with structured targets; expected labels"))
     if not (total := sum(map(len, splits.values()))):
-        raise ConfigError(Problem("FOLDER", f"{folder or cfg.TRAIN.DATASET}: no images; expected CLASS/IMAGE"))
+        root = folder or Path(cfg.TRAIN.DATASET)
+        hint = describe_table(root) or describe_arrays(root)
+        raise ConfigError(Problem("FOLDER", f"{root}: no images; expected CLASS/IMAGE{hint}"))
     with progress(None, "measuring", total, unit="img") as bar:
         scan = scan_images(splits, options, flags.workers, bar.update)
     seconds = time.perf_counter() - started

@@ -107,8 +107,8 @@ def pack_split(job: Job, train: bool) -> None:
     for note in encoder.images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
             print(note, flush=True)
-    keeps_files = job.options["format"] != "raw" and job.options["quality"] is None
-    if not keeps_files and (reduced := find_reduced(encoder.images, encoder.options)):
+    encodes = job.options["format"] == "raw" or job.options["quality"] is not None
+    if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
         print(reduced, flush=True)
     if url and not job.overwrite and (existing := read_existing_meta(url)):
         if conflicts := find_differences(url, existing, identity):

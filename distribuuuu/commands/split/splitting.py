@@ -19,7 +19,14 @@ from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
-from distribuuuu.data.datasets.layouts import describe_archives, find_inner_root, find_splits, missing_root
+from distribuuuu.data.datasets.layouts import (
+    describe_archives,
+    describe_arrays,
+    describe_table,
+    find_inner_root,
+    find_splits,
+    missing_root,
+)
 from distribuuuu.data.datasets.table_file import csv_line, find_tables
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.new_folder import new_folder
@@ -52,6 +59,8 @@ def list_class_images(folder: Path) -> Images:
     Raises:
         ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
     """
+    if list_classes(folder) and (hint := describe_table(folder)):
+        raise ConfigError(f"FOLDER: {folder} has no class folders; expected CLASS/IMAGE{hint}")
     if table := _find_table(folder):
         fix = "fix: add a column with the split of each row, and set DATA.TABLE.split to its name"
         raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; {fix}")
@@ -68,7 +77,8 @@ def list_class_images(folder: Path) -> Images:
         real = os.path.realpath(folder / name)
         found += [(f"{name}/{os.path.relpath(path, real)}", label) for path in walk_images(folder / name)]
     if not found:
-        raise ConfigError(f"{folder}: has no images in class folders; expected CLASS/IMAGE{describe_archives(folder)}")
+        hint = describe_archives(folder) or describe_arrays(folder)
+        raise ConfigError(f"{folder}: has no images in class folders; expected CLASS/IMAGE{hint}")
     found.sort()
     names = [name.replace(os.sep, "/") for name, _ in found]
     if unsuitable := [name for name in names if not _fits_in_list(name)]:

@@ -22,7 +22,9 @@ from distribuuuu.data.datasets.base import (
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
 from distribuuuu.data.datasets.layouts import (
     describe_archives,
+    describe_arrays,
     describe_imagenet,
+    describe_table,
     missing_root,
     missing_split,
 )
@@ -96,7 +98,11 @@ class ImageFolder(SplitDataset):
             problems = list(cls.find_split_problems("TEST", cfg.TEST, ()))
             yield from problems or find_folder_problems(labels, folder, cls.read_classes(folder))
         else:
-            yield from super().find_problems(cfg, train)
+            problems = list(super().find_problems(cfg, train))
+            yield from problems
+            folder = cls.split_path(cfg.TRAIN if train else cfg.TEST)
+            if not problems and ".npy" not in image_extensions(cfg) and (hint := describe_arrays(folder)):
+                yield "DATA.CHANNELS", f"got {cfg.DATA.CHANNELS}, but {folder} has no image files{hint}"
 
     @classmethod
     def read_classes(cls, path: Path) -> tuple[str, ...]:
@@ -117,7 +123,7 @@ class ImageFolder(SplitDataset):
         elif not folder.is_dir():
             yield missing_split(name, root, split, layout)
         elif not list_classes(folder):
-            hint = describe_imagenet(root) or describe_archives(folder)
+            hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
             yield f"{name}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
         else:
             yield from ((f"{name}.SPLIT", problem) for problem in _empty_classes(folder))

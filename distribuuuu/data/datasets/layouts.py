@@ -9,7 +9,16 @@ from pathlib import Path
 
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.data.datasets.archive_members import repack
-from distribuuuu.data.datasets.base import MAX_DEPTH, first_few, is_folder, is_image, list_classes, walk_images
+from distribuuuu.data.datasets.base import (
+    ALL_EXTENSIONS,
+    MAX_DEPTH,
+    first_few,
+    is_folder,
+    is_image,
+    list_classes,
+    walk_images,
+)
+from distribuuuu.data.datasets.table_file import find_tables
 
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
@@ -100,6 +109,34 @@ def describe_archives(folder: Path, split: str = "") -> str:
     return ""
 
 
+def describe_table(root: Path) -> str:
+    """Return '; it has X, a table; fix: ...' for a folder with a table of its images and no class folders."""
+    folders = list_classes(root)
+    is_flat = len(folders) == 1 or len(sort_splits(folders)) == len(folders)
+    tables = [name for name in find_tables(root) if not name.endswith(".parquet")] if root.is_dir() else []
+    if not tables or not is_flat or any(list_classes(root / name) for name in folders):
+        return ""
+    by_stem = {name.rpartition(".")[0]: name for name in tables}
+    splits = sort_splits(by_stem)
+    trained = next((name for name in splits if name.lower() in TRAIN_NAMES), "")
+    if trained and (others := [name for name in splits if name.lower() not in TRAIN_NAMES]):
+        words = f"TRAIN.SPLIT {trained} TEST.SPLIT {others[0]}"
+    else:
+        words = f"DATA.TABLE.file {by_stem.get(trained, tables[0])} DATA.TABLE.split COLUMN, a column of train and val"
+    name = by_stem.get(trained, tables[0])
+    return f"; it has {name}, a table; fix: DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))} {words}"
+
+
+def describe_arrays(folder: Path) -> str:
+    """Return '; it has arrays ...' for class folders, or folders of a split, whose only images are .npy files."""
+    names = list_classes(folder)
+    if any(True for name in names for _ in walk_images(folder / name)):
+        return ""
+    found = (path for name in names for path in walk_images(folder / name, extensions=ALL_EXTENSIONS))
+    path = next(found, "")
+    return path and f"; it has arrays, e.g. {path}; fix: set DATA.CHANNELS and DATA.PIXELS to those of the arrays"
+
+
 def describe_imagenet(root: Path) -> str:
     """Return '; it holds ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
     found = next((name for name in IMAGENET_TARS if (root / name).is_file()), "")
@@ -124,7 +161,7 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
     """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
     key, problem, existing = f"{name}.SPLIT", f"no folder {split!r} in {root}", list_classes(root)
-    if hint := describe_imagenet(root) or describe_archives(root, split):
+    if hint := describe_imagenet(root) or describe_archives(root, split) or describe_table(root):
         return key, f"{problem}{hint}"
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}{describe_archives(root)}"
     if (inner := find_inner_root(root)) and split in list_classes(inner):

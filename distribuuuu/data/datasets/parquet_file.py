@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import DataError, counted
+from distribuuuu.config.errors import DataError, counted, did_you_mean
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
@@ -104,14 +104,25 @@ class ColumnFile:
         return batch
 
 
-def read_columns(path: str, find_problem: Callable[[list[str]], str], columns: Sequence[str]) -> Iterator[tuple]:
+def holds_files(kind: Any) -> bool:
+    """Return whether a column of an Arrow type can hold image files: bytes, or a struct with them."""
+    types = import_pyarrow().types
+    if types.is_struct(kind):
+        return "bytes" in [field.name for field in kind]
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def read_columns(
+    path: str, find_problem: Callable[[list[str], list[str]], str], columns: Sequence[str]
+) -> Iterator[tuple]:
     """Yield the values of columns in each row of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or `find_problem` returns one for the names of its columns.
+        ConfigError: the file cannot be read, or `find_problem` returns one for the names of its columns, and of those
+            that hold image files.
     """
     file = ColumnFile(path)
-    if problem := find_problem(file.names):
+    if problem := find_problem(file.names, [field.name for field in file.schema if holds_files(field.type)]):
         raise ConfigError(f"{path} {problem}")
     for group in range(len(file.rows)):
         with naming(path):
@@ -143,7 +154,8 @@ class ColumnFiles:
             if number == 0:
                 self.schema = file.schema
             if missing := [name for name in columns if name not in file.names]:
-                raise ConfigError(f"{path} has no column {', '.join(missing)}; it has {', '.join(file.names)}")
+                has = f"it has {', '.join(file.names)}{did_you_mean(missing[0], file.names)}"
+                raise ConfigError(f"{path} has no column {', '.join(missing)}; {has}; fix: see DATA.TABLE")
             size = os.path.getsize(path) if file_system is None else sum(file.rows)
             if sum(file.rows) > size:  # each image has at least a byte
                 raise ConfigError(f"{path} cannot be read: {counted(sum(file.rows), 'row')} in {counted(size, 'byte')}")

@@ -24,7 +24,7 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import file_stamp, first_few
 from distribuuuu.data.datasets.image_list import AnyLabels, SeveralTargets, TableColumns, TableSet
-from distribuuuu.data.datasets.parquet_file import ColumnFiles
+from distribuuuu.data.datasets.parquet_file import ColumnFiles, holds_files
 from distribuuuu.data.datasets.table_file import Layout, Names, parse_labels, sentences
 from distribuuuu.files.untrusted import parse_json, read_regular
 
@@ -258,11 +258,7 @@ def _to_text(value: Any, own: Sequence[str] = ()) -> str:
 
 def _check_type(field: Any, path: str) -> None:
     """Raise ConfigError if a column cannot hold image files."""
-    from distribuuuu.data.datasets.parquet_file import import_pyarrow
-
-    types = import_pyarrow().types
-    names = [child.name for child in field.type] if types.is_struct(field.type) else []
-    if not (types.is_binary(field.type) or types.is_large_binary(field.type) or "bytes" in names):
+    if not holds_files(field.type):
         fix = "fix: DATA.TABLE.image COLUMN; for a column of paths DATA.NAME list DATA.TABLE.path COLUMN"
         raise ConfigError(f"{path}: column {field.name} has {field.type}; expected bytes of images; {fix}")
 

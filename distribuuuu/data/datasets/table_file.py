@@ -23,6 +23,8 @@ from distribuuuu.files.untrusted import open_regular
 _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
 # Characters that are read at a time.
 _MAX_LINE = 1 << 20
+# Characters of a place in a message, which has the text of a field.
+_MAX_PLACE = 300
 # Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
 ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": ""}
 # Texts of 0 and 1 in columns of one class each.
@@ -259,8 +261,7 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
         reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
         header = [name.strip() for name in next(reader, [])]
         if problem := find_missing(layout, header):
-            problems[problem] = ["line 1" if header else "it is empty"]
-            return
+            raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
         places = [header.index(name) for name in layout.needed]
         source.clear()
         for row in reader:
@@ -280,7 +281,13 @@ def _read_parquet(path: str, layout: Layout, problems: Problems) -> Iterator[tup
     """Yield the row, from 1, and the fields of the needed columns of each row of a parquet file, as texts."""
     from distribuuuu.data.datasets.parquet_file import read_columns
 
-    rows = read_columns(path, lambda header: find_missing(layout, header), layout.needed)
+    def find_problem(header: Sequence[str], files: Sequence[str]) -> str:
+        if not files or (layout.path in header and layout.path not in files):
+            return find_missing(layout, header)
+        name = {"labels": "parquet_multilabel", "targets": "parquet_structured"}.get(layout.key, "parquet")
+        return f"has image files, not paths, in its column {files[0]}; fix: set DATA.NAME {name}"
+
+    rows = read_columns(path, find_problem, layout.needed)
     for number, row in enumerate(rows, 1):
         yield number, ["" if cell is None else str(cell) for cell in row]
 
@@ -303,15 +310,20 @@ def _suggest_words(layout: Layout, header: Sequence[str]) -> Iterator[str]:
     for key, names in wanted.items():
         if len(names) != 1 or not names[0] or names[0] in header:
             continue
-        usual = [name for name in rest if name.lower() in _USUAL.get(key.rstrip("s"), ())]
-        near = [*usual, *near_matches(names[0], rest), *(rest if len(rest) == 1 else ())]
+        usual_names = _USUAL.get(key.rstrip("s"), ())
+        usual = [name for name in rest if name.lower() in usual_names]
+        similar = near_matches(names[0], rest)
+        # A name that was given comes close to the right one, a default one may not.
+        near = [*usual, *similar] if names[0] in usual_names else [*similar, *usual]
+        near += rest if len(rest) == 1 else ()
         yield f"DATA.TABLE.{key} {near[0] if near else 'COLUMN'}"
         rest = [name for name in rest if name not in near[:1]]
 
 
 def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return a sentence for each kind of problem, with its first few places."""
-    return tuple(f"{path} {kind}: {first_few(places, '; ')}" for kind, places in problems.items() if places)
+    texts = {kind: [place[:_MAX_PLACE] for place in places] for kind, places in problems.items() if places}
+    return tuple(f"{path} {kind}: {first_few(places, '; ')}" for kind, places in texts.items())
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -341,7 +353,7 @@ def find_template(folder: Path, name: str) -> str:
     places = ["", *(f"{part}/" for part in list_classes(folder)[:50])]
     endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
     found = (f"{place}{{}}{ending}" for place in places for ending in endings)
-    return next((text for text in found if (folder / text.replace("{}", name)).is_file()), "")
+    return next((text for text in found if os.path.isfile(folder / text.replace("{}", name))), "")
 
 
 def find_tables(folder: Path) -> list[str]:

@@ -101,6 +101,29 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
     assert not errors_of(tmp_path, tmp_path, *options, "TRAIN.BATCH_SIZE", 2)
 
 
+def test_a_table_beside_a_flat_folder_is_named(tmp_path, capsys):
+    draw_folder(tmp_path / "data", "train", {"": 2})
+    (tmp_path / "data" / "train.csv").write_text("id,label\n1,ant\n")
+    one = f"it has train.csv, a table; fix: DATA.NAME list TRAIN.DATASET {tmp_path}/data DATA.TABLE.file train.csv"
+    assert errors_of(tmp_path / "data", tmp_path).count(one) == 2
+    assert refusals_of(tmp_path / "data", tmp_path, capsys).count(one) == 2
+    (tmp_path / "data" / "val.csv").write_text("id,label\n2,ant\n")
+    assert errors_of(tmp_path / "data", tmp_path).count("/data TRAIN.SPLIT train TEST.SPLIT val") == 2
+
+
+def test_folders_of_arrays_name_the_options_that_read_them(tmp_path, capsys):
+    for name in ("train/ant", "train/bee", "val/ant", "val/bee"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1.npy").touch()
+    hint = f"it has arrays, e.g. {tmp_path}/data/train/ant/1.npy; fix: set DATA.CHANNELS and DATA.PIXELS"
+    assert f"DATA.CHANNELS: got 3, but {tmp_path}/data/train has no image files; {hint}" in errors_of(
+        tmp_path / "data", tmp_path, "MODEL.NUM_CLASSES", 2
+    )
+    assert run_command("doctor", tmp_path / "data") == 2 and hint in capsys.readouterr().err
+    assert run_command("split", tmp_path / "data" / "train", "--val", 0.2, "--out", tmp_path / "lists") == 2
+    assert hint in capsys.readouterr().err
+
+
 def test_a_split_of_another_name_is_proposed(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 2, "bee": 2})
     message = errors_of(tmp_path / "train", tmp_path)

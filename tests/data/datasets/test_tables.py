@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
-from support.sources import DELIMITERS, NAMES, list_rows, write_rows
+from support.sources import DELIMITERS, NAMES, image_rows, list_rows, to_arrow, write_parquet, write_rows
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
@@ -95,6 +95,8 @@ def test_several_targets(small_cfg, image_folder, tmp_path):
 
 WRONG = {
     "has no column label; its columns are path, labl; fix: add DATA.TABLE.label labl": ("path,labl\n", ()),
+    "its columns are id, file, label; fix: add DATA.TABLE.path file": (
+        "id,file,label\na,a.jpg,x\n", ("DATA.TABLE.path", "fil")),
     "its columns are path;label; fix: add DATA.TABLE.delimiter ';'": ("path;label\na.jpg;x\n", ()),
     "has images without exactly one 1: line 2, 'a.jpg'; line 3, 'b.jpg'": (
         "path,x,y\na.jpg,1,1\nb.jpg,0,0\n", ("DATA.TABLE.label", "[x, y]")),
@@ -114,6 +116,27 @@ def test_mistakes_are_reported_before_the_start(cfg_of, tmp_path, message):
     (tmp_path / "train.csv").write_text(text)
     problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train", *words), train=True)]
     assert any(f"{tmp_path / 'train.csv'} " in problem and message in problem for problem in problems), problems
+    assert not any(problem.endswith(": line 1") for problem in problems)
+
+
+@pytest.mark.parametrize("name, column", [("list", "path"), ("list", "image"), ("multilabel", "image")])
+def test_a_column_of_image_files_is_no_column_of_paths(small_cfg, image_folder, tmp_path, name, column):
+    pytest.importorskip("pyarrow")
+    for split in ("train", "val"):
+        write_parquet(tmp_path, to_arrow(image_rows(image_folder, split)), f"{split}.parquet")
+    loss = "bce" if name == "multilabel" else "cross_entropy"
+    words = "DATA.NAME", name, "LOSS.NAME", loss, "DATA.TABLE.path", column
+    cfg = small_cfg("TRAIN.DATASET", tmp_path, *words)
+    problems = [str(problem) for problem in find_run_problems(cfg, train=True)]
+    family = "parquet" if name == "list" else f"parquet_{name}"
+    expected = f"has image files, not paths, in its column image; fix: set DATA.NAME {family}"
+    assert len([problem for problem in problems if problem.endswith(expected)]) == 2, problems
+
+
+def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
+    (tmp_path / "train.csv").write_text(f"path,label\n{'x' * 90_000}.jpg,a\n")
+    problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train"), train=True)]
+    assert problems and all(len(problem) < 1000 for problem in problems)
 
 
 @pytest.mark.parametrize(
