@@ -75,7 +75,7 @@ def coerce(option: Option, value: Any) -> Any:
     if option.has_texts:
         return _coerce_texts(given)
     if kind is tuple:
-        return _coerce_numbers(value, given, option.default)
+        return _coerce_numbers(value, given, option)
     if kind is str and isinstance(value, str):
         return str(value)
     if type(value) is not kind:
@@ -85,11 +85,13 @@ def coerce(option: Option, value: Any) -> Any:
     return value
 
 
-def _coerce_numbers(value: Any, given: Any, default: tuple) -> tuple:
+def _coerce_numbers(value: Any, given: Any, option: Any) -> tuple:
+    default, auto = option.default, f", or {AUTO}" if option.auto else ""
     value = value if isinstance(value, (list, tuple)) else [value]
     numbers = [item for item in value if isinstance(item, (int, float)) and not isinstance(item, bool)]
     if len(numbers) != len(value) or not all(math.isfinite(item) for item in numbers):
-        raise ValueError(f"got {_show(given)}; expected a list of numbers, e.g. [30, 60] (default {list(default)})")
+        expected = f"expected a list of numbers, e.g. [30, 60]{auto} (default {list(default)})"
+        raise ValueError(f"got {_show(given)}; {expected}")
     return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
 
 

@@ -332,3 +332,8 @@ def test_at_most_three_options_are_suggested_those_of_the_section_first():
     known = [key for key, _ in iter_options(get_cfg())]
     found = suggest_keys("OPTIM.NAMES", known)
     assert found[0] == "OPTIM.NAME" and len(found) == 3 < sum(key.endswith(".NAME") for key in known)
+
+
+def test_a_list_of_numbers_that_may_be_auto_says_so():
+    with pytest.raises(ConfigError, match=r"got 'atuo'; expected a list of numbers, e.g. \[30, 60\], or auto"):
+        load_cfg(None, ["LOSS.CLASS_WEIGHTS", "atuo"])

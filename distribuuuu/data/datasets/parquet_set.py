@@ -24,6 +24,7 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import file_stamp, first_few
 from distribuuuu.data.datasets.image_list import AnyLabels, SeveralTargets, TableColumns, TableSet
+from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
 from distribuuuu.data.datasets.parquet_file import ColumnFiles, holds_files
 from distribuuuu.data.datasets.table_file import Layout, Names, parse_labels, sentences
 from distribuuuu.files.untrusted import parse_json, read_regular
@@ -283,7 +284,11 @@ def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
     paths = [os.path.join(base, name) for name in next(filter(None, found), ())]
     if not paths:
         stems = sorted({re.sub(r"-\d+(-of-\d+)?$", "", Path(name).stem) for name in names})
-        has = f"it has {first_few(stems)}{did_you_mean(split, stems)}" if stems else "it has no parquet file"
+        others = [
+            stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (split.lower() in TRAIN_NAMES)
+        ]
+        hint = did_you_mean(split, stems) or (f"; fix: set SPLIT {others[0]}" if others else "")
+        has = f"it has {first_few(stems)}{hint}" if stems else "it has no parquet file"
         raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}; {has}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"

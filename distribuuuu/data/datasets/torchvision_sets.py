@@ -45,7 +45,8 @@ def open_source(source: str, root: str, key: str, download: bool, **arguments: A
         fix = f"fix: pip install {error.name}" if error.name else error
         raise ConfigError(f"DATA.NAME: torchvision's {source} needs another package; {fix}") from error
     except (RuntimeError, OSError) as error:
-        problem = f"{source} is not in {root} and cannot be downloaded: {' '.join(str(error).split())}"
+        reason = " ".join(str(error).split()).replace("download=True", "DATA.DOWNLOAD True")
+        problem = f"{source} is not in {root} and cannot be downloaded: {reason}"
         raise ConfigError(f"{key}: {problem}") from error
     except (ValueError, LookupError, TypeError, AssertionError, EOFError) as error:  # torchvision's own parsers
         problem = f"{source} in {root} is damaged: {type(error).__name__}; fix: delete it, download it again"

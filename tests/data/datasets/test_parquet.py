@@ -126,6 +126,7 @@ def fail_to_read(self, group, columns):
 read_columns = parquet_file.ColumnFile.read
 WRONG = {
     "has no parquet or Arrow files of the split vall; it has train, val; did you mean val": ("TEST.SPLIT", "vall"),
+    "has no parquet or Arrow files of the split test; it has train, val; fix: set SPLIT val": ("TEST.SPLIT", "test"),
     "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
     "parquet: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
         "DATA.TABLE.image", "name"),
