@@ -344,7 +344,7 @@ def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "
         for column in range(num):
             content += _cell(margin, size, row, column, int(counts[row, column]), float(shares[row, column]), names)
     side = margin + size * num + 2
-    narrowest = 0.75 * side if num > 20 else 0
+    narrowest = 0.75 * side if num > 20 else 0.0
     return figure(title, content, side, side, ["right", "wrong"], note, min(880, 1.3 * side), narrowest)
 
 

@@ -26,7 +26,9 @@ from support.tiers import slow
 from distribuuuu import load_run
 from distribuuuu.commands.predict import journal
 from distribuuuu.commands.predict.predict import build_parser, predict
+from distribuuuu.commands.predict.prediction import changes_rows
 from distribuuuu.config import ConfigError
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.detect import Launch
@@ -321,6 +323,14 @@ def test_partial_files_of_others_are_refused(shapes_run, labels_run, shapes_fold
         assert f"belongs to a prediction with another {changed}; fix: remove it" in capsys.readouterr().err
         assert Path(f"{out}.partial").read_bytes() == content and not out.exists()
     assert run(*words) == 0 and out.exists()
+
+
+def test_options_of_the_model_and_the_images_change_the_rows_except_these():
+    keys = [key for key in OPTIONS if key.partition(".")[0] in ("MODEL", "TASK", "DATA", "TEST")]
+    assert [key for key in keys if not changes_rows(key)] == [
+        "TEST.DATASET", "TEST.LABELS", "TEST.SAVE_PREDICTIONS", "TEST.PRINT_FREQ", "DATA.WORKER_KIND", "DATA.DOWNLOAD",
+        "DATA.CACHE_DIR", "DATA.CACHE_GB", "DATA.TIMEOUT_S",
+    ]  # fmt: skip
 
 
 def test_a_finished_prediction_says_so(shapes_run, labels_run, shapes_folder, tmp_path, capsys):
