@@ -19,7 +19,7 @@ from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.locate import find_config
 from distribuuuu.config.reader import BASE, CfgFiles, list_files, load_cfg, read_cfg
-from distribuuuu.config.run_files import find_path_problem
+from distribuuuu.config.run_files import find_path_problem, local_folder
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
@@ -97,8 +97,9 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
         problems.append(Problem("--trials", f"is missing; {ranges[0]} is a range; fix: add --trials 20"))
     if "OUT_DIR" not in fixed[::2]:
         problems.append(Problem("OUT_DIR", "is missing; fix: add OUT_DIR exp/my_sweep"))
-    elif problem := find_path_problem(fixed[fixed.index("OUT_DIR") + 1]):
-        problems.append(Problem("OUT_DIR", problem))
+    out_dir = dict(zip(fixed[::2], fixed[1::2], strict=False)).get("OUT_DIR", "")
+    if local_folder(out_dir) != out_dir:  # a run may be at a URL, a sweep may not
+        problems.append(Problem("OUT_DIR", find_path_problem(out_dir) or ""))
     for key in {"OPTIM.MAX_EPOCH", "TRAIN.EVAL_PERIOD"} & set(space) if flags.asha else ():
         problems.append(Problem(key, "cannot be swept with --asha, which compares equal epochs"))
     ends = [{key: dim.at(end) for key, dim in space.items()} for end in (0.0, 1 - 1e-9)]

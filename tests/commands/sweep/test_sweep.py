@@ -47,6 +47,8 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
     asha, resume = problems_of(parse, *swept, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
     assert "has no value" in problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
+    (url,) = problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", "s3://bucket/sweep")
+    assert url.startswith("OUT_DIR") and "expected a local path" in url
     for flags, said in ((("--trials", "9"), "--trials: got 9"), (("--asha", "3"), "--asha: got 3 for 2 trials of 2")):
         args = parse_args("sweep", [*flags, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", str(tmp_path)])
         with pytest.raises(ConfigError, match=said):
