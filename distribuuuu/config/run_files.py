@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import importlib.util
 import os
 import re
 import unicodedata
@@ -44,7 +43,7 @@ _MIRRORED, _MIRROR = ("s3", "gs", "file"), "distribuuuu.mirror"
 @functools.cache
 def has_mirror() -> bool:
     """Tell whether runs in object storage are supported."""
-    return importlib.util.find_spec(_MIRROR) is not None
+    return (Path(__file__).parents[1] / "mirror" / "__init__.py").is_file()
 
 
 def local_folder(path: str | os.PathLike) -> str:

@@ -35,7 +35,8 @@ def setting(
     Args:
         default: a number, text, True, False, None or a tuple of numbers or texts.
         help: its meaning, for --help-config.
-        least, most: the range of a number, or of each number in a tuple.
+        least: the lowest value of a number, or of each number in a tuple.
+        most: the highest one.
         choices: the allowed texts.
     """
     limits = {"help": help, "least": least, "most": most, "choices": choices}
