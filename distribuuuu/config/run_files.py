@@ -55,8 +55,9 @@ def local_folder(path: str | os.PathLike) -> str:
     protocol, mark, rest = text.partition("://")
     parts = [part for part in rest.split("/") if part]
     is_plain = parts and text.isprintable() and not {".", ".."} & {*parts} and not re.search("[?#]", text)
-    has_credentials = parts and "@" in parts[0]
-    if not (mark and has_mirror() and protocol in _MIRRORED and is_plain) or has_credentials:
+    is_remote = protocol in _MIRRORED and "@" not in rest.partition("/")[0]  # no credentials
+    is_absolute = protocol != "file" or rest.startswith("/")  # else the first part would be the name of a host
+    if not (mark and has_mirror() and is_remote and is_plain and is_absolute):
         return text
     return str(cache_folder().absolute().joinpath("runs", protocol, *(quote(part, safe="") for part in parts)))
 

@@ -271,7 +271,8 @@ def build_samples(
     images = build_images(cfg, train, is_main=name == MAIN)
     notes = list(find_notes(cfg, images, launch, train, name))
     sampler: Any = build_sampler(cfg, images, launch, train, plan)
-    transform, options, samples_class = build_transform(cfg, images, train, name), build_decode_options(cfg), Samples
+    transform, options = build_transform(cfg, images, train, name), build_decode_options(cfg)
+    samples_class = Samples
     if cfg.DATA.LOADER == "device":
         # Other augmentation than erasing runs on the host: pixels on the device would be copied back image by image.
         stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
@@ -340,7 +341,8 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
         error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
         error.one_process = launch.local_rank == 0  # the disk may be local to this machine
         raise error
-    yield from (f"{key}: {note}" for note in (broken, unknown, find_reduced(images, build_decode_options(cfg))) if note)
+    reduced = find_reduced(images, build_decode_options(cfg))
+    yield from (f"{key}: {note}" for note in (broken, unknown, reduced) if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if train or images.targets != "label":

@@ -22,7 +22,7 @@ from distribuuuu.launch.detect import has_lost_launcher
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.mirror.store import DamagedError, Store
-from distribuuuu.mirror.sync import HEARTBEAT_S, PRIVATE, ConflictError, Mirror, Owner, _is_checkpoint
+from distribuuuu.mirror.sync import HEARTBEAT_S, PRIVATE, ConflictError, Mirror, Owner, find_newest, is_checkpoint
 
 # Seconds between two scans of the folder; of the longest pause after a failure; of the attempts at the start; between
 # two warnings; and of waiting for the child of a training that has just ended.
@@ -97,10 +97,10 @@ class _Child:
             raise ConflictError(f"{self.mirror.store.url}/{name}: no such file; it has {', '.join(index.files)[:400]}")
         if index.id in self.mirror.state["ids"] and not self.mirror.state["is_restoring"] and not name:
             return  # the folder has the run that it mirrors, or its newer files
-        if self.mirror._newest(self.mirror.list_files()) and not self.mirror.state["is_restoring"]:
+        if find_newest(self.mirror.list_files()) and not self.mirror.state["is_restoring"]:
             self.mirror.reconcile()
         else:
-            self.mirror.restore(index, lambda other: other == name or not _is_checkpoint(other))
+            self.mirror.restore(index, lambda other: other == name or not is_checkpoint(other))
 
     def listen(self) -> None:
         """Note the end that the run requests; if the run ends otherwise, this process ends too."""

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,9 @@ class Mirror:
         if (found := self.read_index()) is None:
             return
         self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
-        own, remote = self._newest(self.list_files()), self._newest(found.files)
+        own, remote = find_newest(self.list_files()), find_newest(found.files)
         is_known = found.id in self.state["ids"] and not self.state["is_restoring"]
-        if is_known and own >= remote:
+        if is_known and _position(own) >= _position(remote):
             return
         if not is_known and not self.state["is_restoring"] and own and self._has_changed():
             raise ConflictError(
@@ -169,13 +169,8 @@ class Mirror:
 
     def _has_changed(self) -> bool:
         """Tell whether the folder has a checkpoint that the last known index does not name."""
-        known, names = self.state["files"], [name for name in self.list_files() if _is_checkpoint(name)]
+        known, names = self.state["files"], [name for name in self.list_files() if is_checkpoint(name)]
         return any(known.get(name) != hash_file(self.folder / name).sha256 for name in names)
-
-    @staticmethod
-    def _newest(names: Any) -> str:
-        """Return the name of the newest checkpoint; empty if there is none."""
-        return max(filter(_is_checkpoint, names), key=_position, default="")
 
     def restore(self, index: Index, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Download the files of an index, the newest checkpoint first; damaged ones are skipped with a warning.
@@ -184,17 +179,17 @@ class Mirror:
             ConflictError: it names checkpoints, but all are damaged, or the disk has no space.
         """
         self.save_state(is_restoring=True, ids=[index.id])
-        for name in filter(_is_checkpoint, self.list_files()):
+        for name in filter(is_checkpoint, self.list_files()):
             if name not in index.files and name in self.state["files"]:  # of an older state of the mirror
                 (self.folder / name).unlink()
-        names = sorted(filter(is_wanted, index.files), key=lambda name: (_is_checkpoint(name), _position(name)))
+        names = sorted(filter(is_wanted, index.files), key=lambda name: (is_checkpoint(name), _position(name)))
         missing = [name for name in reversed(names) if not self._has(name, index.files[name])]
         needed, free = sum(index.files[name].size for name in missing), shutil.disk_usage(self.folder).free
         if needed > free:
             raise ConflictError(f"{self.folder}: {needed:,} bytes are to be downloaded, {free:,} are free; fix: free "
                                 "some space")  # fmt: skip
         damaged = {name for name in missing if not self._download(name, index.files[name])}
-        checkpoints = {*filter(_is_checkpoint, names)}
+        checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
             raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
         self._stored -= {index.files[name].sha256 for name in damaged}
@@ -230,7 +225,7 @@ class Mirror:
             folders[:] = [name for name in folders if not name.startswith(".")]
             relative = Path(root).relative_to(self.folder)
             found += [(relative / name).as_posix() for name in names if not (Path(root) / name).is_symlink()]
-        return sorted(filter(is_mirrored, found), key=lambda name: (not _is_checkpoint(name), name))
+        return sorted(filter(is_mirrored, found), key=lambda name: (not is_checkpoint(name), name))
 
     def upload_changes(self, with_logs: bool = False) -> bool:
         """Upload what has changed, then the index; return whether anything was written.
@@ -242,10 +237,8 @@ class Mirror:
         copies = self._copy_changes()
         try:
             new = {name: copy[1] for name, copy in copies.items()}
-            growing = {name for name in new if _is_growing(name)}
-            is_new = {k: v for k, v in new.items() if k not in growing} != {
-                k: v for k, v in self.index.files.items() if not _is_growing(k)
-            }
+            replaced = {name: entry for name, entry in new.items() if not _is_growing(name)}
+            is_new = replaced != {name: entry for name, entry in self.index.files.items() if not _is_growing(name)}
             is_due = with_logs or time.monotonic() - self._logs_at >= LOGS_EVERY_S
             if new == self.index.files or not (is_new or is_due):
                 return False
@@ -296,8 +289,14 @@ class Mirror:
         self._stored &= named
 
 
-def _is_checkpoint(name: str) -> bool:
+def is_checkpoint(name: str) -> bool:
+    """Tell whether the name of a file is that of a checkpoint to resume from."""
     return name.startswith(f"{CHECKPOINTS}/")
+
+
+def find_newest(names: Iterable[str]) -> str:
+    """Return the name of the newest checkpoint; empty if there is none."""
+    return max(filter(is_checkpoint, names), key=_position, default="")
 
 
 def _position(name: str) -> tuple[int, ...]:

@@ -48,6 +48,14 @@ def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(
     assert one.index.files["metrics.jsonl"].size == 3  # whole lines
 
 
+def test_checkpoints_are_ordered_by_number(tmp_path):
+    folder = write(tmp_path / "one", {"checkpoints/ckpt_ep_999.pth.tar": b"old", "best.pth.tar": b"old"})
+    mirror_of(folder, tmp_path / "store").upload_changes()
+    write(folder, new := {"checkpoints/ckpt_ep_1000.pth.tar": b"new", "best.pth.tar": b"new"})
+    mirror_of(folder, tmp_path / "store").reconcile()  # killed before the upload: the folder wins
+    assert new.items() <= read(folder).items()
+
+
 def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
     one, other = mirror_of(write(tmp_path / "one"), tmp_path / "store"), mirror_of(tmp_path / "b", tmp_path / "store")
     one.upload_changes()
