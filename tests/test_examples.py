@@ -29,7 +29,7 @@ NUM_IMAGES, NUM_STEPS = 320, 16
 # The quantities that an example records: in training, and in the evaluation.
 QUANTITIES = {
     "dino": ({"entropy"}, set()), "distillation_token": ({"token_loss"}, set()),
-    "fixmatch": ({"used", "unlabelled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
+    "fixmatch": ({"used", "unlabeled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
     "test_time_adaptation": (set(), {"entropy"}), "two_heads": ({"group_right"}, {"group_right"}),
 }  # fmt: skip
 # Options that let a small run do what an example is about: switch the loss, use pseudo-labels.
@@ -190,7 +190,7 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     if name == "ldam_drw":
         assert [row["stage"] for row in rows[:: len(rows) - 1]] == ["no class weights", "class weights"]
     if name == "fixmatch":
-        assert any(0 < row["used"] < 1 and row["unlabelled_loss"] > 0 for row in rows)
+        assert any(0 < row["used"] < 1 and row["unlabeled_loss"] > 0 for row in rows)
     for seed in range(3):  # a start takes at most a third of the steps
         run_killed(name, killed, random.Random(f"{name} {seed}").randrange(1, NUM_STEPS // 3))
     on_processes(1, run, name, killed)

@@ -66,7 +66,7 @@ class SaveJob:
     is_superseded: threading.Event = field(default_factory=threading.Event)
 
     def find_nonfinite(self) -> str | None:
-        """Return the path of the first value that is not finite, or None; that of the loss is the task's affair."""
+        """Return the path of the first value that is not finite, or None; the meter is not searched."""
         return find_nonfinite({key: value for key, value in self.content.items() if key != "meter"})
 
 

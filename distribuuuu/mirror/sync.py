@@ -13,8 +13,18 @@ from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST
 from distribuuuu.files import locks
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
-from distribuuuu.mirror.store import INDEX, OWNER, PART, DamagedError, Entry, Index, Store, hash_file, is_mirrored
-from distribuuuu.mirror.store import parse_index as parse
+from distribuuuu.mirror.store import (
+    INDEX,
+    OWNER,
+    PART,
+    DamagedError,
+    Entry,
+    Index,
+    Store,
+    hash_file,
+    is_mirrored,
+    parse_index,
+)
 
 # Private files of the mirror in the folder of the run, and what they hold: the last index of this folder.
 PRIVATE, STATE = ".mirror", "state.json"
@@ -144,8 +154,11 @@ class Mirror:
 
     def read_index(self) -> Index | None:
         """Return the index at the URL; None if there is none; raises DamagedError, OSError or RemoteError."""
-        data = self.store.read(INDEX)
-        return None if data is None else parse(data)
+        try:
+            data = self.store.read(INDEX)
+            return None if data is None else parse_index(data)
+        except DamagedError as error:
+            raise DamagedError(f"{self.store.url}: {error}; fix: set another OUT_DIR") from error
 
     def reconcile(self) -> None:
         """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.

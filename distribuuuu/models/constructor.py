@@ -46,7 +46,7 @@ class Architecture:
 
     @property
     def is_plug_in(self) -> bool:
-        """Whether a file outside of this package registers it, which is trusted to read what it likes."""
+        """Whether a file outside of this package registers it, which may read any file: its author is trusted."""
         return self.source == "distribuuuu" and self.constructor.__module__.partition(".")[0] not in SOURCES
 
 

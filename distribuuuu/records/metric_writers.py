@@ -70,7 +70,7 @@ class RecordFile:
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker knows of a run: its folder, its options by name, the steps of an epoch, and `FindLoss`."""
+    """Description of a run for trackers: its folder, its options by name, the steps of an epoch, and `FindLoss`."""
 
     out_dir: Path
     options: dict[str, Any]

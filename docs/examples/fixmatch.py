@@ -1,4 +1,4 @@
-"""FixMatch (Sohn et al., arXiv 2001.07685): learn from 100 labels and many unlabelled images.
+"""FixMatch (Sohn et al., arXiv 2001.07685): learn from 100 labels and many unlabeled images.
 
 Not measured yet.
 """
@@ -46,35 +46,35 @@ class FewShapes(ImageDataset):
 
 @TASKS.register("fixmatch")
 class FixMatch(Classification):
-    """Cross-entropy of labelled images, and of strongly augmented ones with the class of their weak augmentation."""
+    """Cross-entropy of labeled images, and of strongly augmented ones with the class of their weak augmentation."""
 
     @dataclass
     class Settings:
         threshold: float = setting(0.95, "least probability of a pseudo-label", least=0, most=1)
-        weight: float = setting(1.0, "weight of the loss of unlabelled images", least=0)
-        ratio: int = setting(3, "unlabelled images for each labelled one", least=1)
+        weight: float = setting(1.0, "weight of the loss of unlabeled images", least=0)
+        ratio: int = setting(3, "unlabeled images for each labeled one", least=1)
 
     @classmethod
     def extra_loaders(cls, cfg) -> Mapping[str, Mapping[str, Any]]:
         """Return the loader of all shapes, whose labels are not used."""
         ratio = cfg.TASK.KWARGS.get("ratio", cls.Settings.ratio)
-        return {"unlabelled": {"DATA.NAME": "shapes", "TRAIN.BATCH_SIZE": ratio * cfg.TRAIN.BATCH_SIZE}}
+        return {"unlabeled": {"DATA.NAME": "shapes", "TRAIN.BATCH_SIZE": ratio * cfg.TRAIN.BATCH_SIZE}}
 
     @classmethod
     def views(cls, cfg, loader: str = "train") -> Sequence[Mapping[str, Any]]:
-        """Return a weak and a strong view of unlabelled images."""
-        return [{}, {"AUG.POLICY": "randaugment"}] if loader == "unlabelled" else [{}]
+        """Return a weak and a strong view of unlabeled images."""
+        return [{}, {"AUG.POLICY": "randaugment"}] if loader == "unlabeled" else [{}]
 
     def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
         """Return both losses; the fraction of images with a pseudo-label is shown as `used`."""
-        weak, strong = batch.extra["unlabelled"].images
+        weak, strong = batch.extra["unlabeled"].images
         num = len(batch.images)
         with self.autocast():
-            labelled, of_weak, of_strong = model(torch.cat([batch.images, weak, strong])).float().split(
+            labeled, of_weak, of_strong = model(torch.cat([batch.images, weak, strong])).float().split(
                 [num, len(weak), len(strong)])  # fmt: skip
         probability, chosen = of_weak.detach().softmax(dim=1).max(dim=1)
         is_sure = probability.ge(self.settings.threshold).float()
-        unlabelled_loss = (F.cross_entropy(of_strong, chosen, reduction="none") * is_sure).mean()
-        loss = self.criterion(labelled, batch.targets) + self.settings.weight * unlabelled_loss
-        sums = {"used": is_sure.mean() * num, "unlabelled_loss": unlabelled_loss.detach() * num}
-        return StepOutput(loss, labelled.detach(), self.metric_targets(batch.targets), sums)
+        unlabeled_loss = (F.cross_entropy(of_strong, chosen, reduction="none") * is_sure).mean()
+        loss = self.criterion(labeled, batch.targets) + self.settings.weight * unlabeled_loss
+        sums = {"used": is_sure.mean() * num, "unlabeled_loss": unlabeled_loss.detach() * num}
+        return StepOutput(loss, labeled.detach(), self.metric_targets(batch.targets), sums)

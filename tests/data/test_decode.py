@@ -100,7 +100,7 @@ def see_through() -> Image.Image:
     return image
 
 
-def grey_16() -> Image.Image:
+def gray_16() -> Image.Image:
     return Image.fromarray(np.asarray(SCENE.convert("L")).astype(np.uint16) * 257)
 
 
@@ -146,7 +146,7 @@ def test_other_kinds_of_pixels_are_converted_or_refused():
     expected = tensor_of(SCENE.convert("L"))
     pairs = [(kind, decoder) for kind in ("PNG", "TIFF", "PPM") for decoder in ("auto", "pil")]
     for kind, decoder in [*pairs, ("PNG", "torchvision")]:
-        assert torch.equal(decode(encode(grey_16(), kind), decoder), expected), (kind, decoder)
+        assert torch.equal(decode(encode(gray_16(), kind), decoder), expected), (kind, decoder)
     with pytest.raises(ValueError, match="floating-point"):
         decoding.pil_to_tensor(Image.new("F", (4, 4)))
     for name in ("bmp", "tiff", "animated webp"):

@@ -48,6 +48,12 @@ def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(
     assert one.index.files["metrics.jsonl"].size == 3  # whole lines
 
 
+def test_a_damaged_index_is_named_with_its_url(tmp_path):
+    write(tmp_path / "store", {"mirror.json": b"\xff{"})
+    with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: mirror.json is not an index .*; fix: "):
+        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+
+
 def test_checkpoints_are_ordered_by_number(tmp_path):
     folder = write(tmp_path / "one", {"checkpoints/ckpt_ep_999.pth.tar": b"old", "best.pth.tar": b"old"})
     mirror_of(folder, tmp_path / "store").upload_changes()
@@ -157,7 +163,8 @@ def test_a_living_owner_is_refused_and_a_dead_one_replaced(tmp_path, monkeypatch
 def test_the_local_folder_is_a_function_of_the_url_and_back():
     for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a"):
         assert url_of(local_folder(url)) == url and find_path_problem(local_folder(url)) is None
-    for url in ("hf://me/run", "http://host/run", "s3://user:secret@host/run", "s3://b/../run", "s3://", "exp/run"):
+    for url in ("hf://me/run", "http://host/run", "s3://user:secret@host/run", "s3://b/../run", "s3://", "exp/run",
+                "file://exp/run"):  # fmt: skip
         assert local_folder(url) == url and local_run(url) == url and url_of(url) is None
     for word, found in (("s3://user:secret@bucket/run", "with credentials"), ("hf://me/run", "expected a local path")):
         with pytest.raises(ConfigError, match=found) as error:

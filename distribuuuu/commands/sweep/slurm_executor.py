@@ -86,7 +86,7 @@ def check_slurm(partition: str, texts: Sequence[str]) -> list[str]:
 class SlurmExecutor:
     """Starter of jobs on a Slurm cluster; see `trials.Executor`.
 
-    The jobs go on when the sweep process ends. The next one finds them by their names.
+    The jobs continue when the sweep process ends. The next one finds them by their names.
 
     Args:
         sweep: the sweep; the nodes share the file system of its folder.
@@ -127,7 +127,7 @@ class SlurmExecutor:
         """Leave the jobs in the queue, and report how to cancel them."""
         if self.running:
             ids = " ".join(sorted({self._array_ids.get(task, "") for task in self.running.values()}))
-            queued = f"{counted(len(self.running), 'job')} in the Slurm queue will go on"
+            queued = f"{counted(len(self.running), 'job')} in the Slurm queue will continue"
             logger.warning("%s; rerun the same command to continue the sweep; to cancel: scancel %s", queued, ids)
         self.running = {}
 

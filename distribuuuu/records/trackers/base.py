@@ -121,7 +121,7 @@ class Tracker(ABC):
             is_last = self._ending.is_set()
             try:
                 self.send_missing(with_files=is_last)
-            except Exception as error:  # of any service: the run goes on without it
+            except Exception as error:  # of any service: the run continues without it
                 self._warn(f"{type(error).__name__}: {error}")
                 if not is_last:
                     self._ending.wait(RETRY_S)

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Spool:
-    """What a tracker has received, kept in OUT_DIR/trackers/NAME.json.
+    """Record of what a tracker has received, in OUT_DIR/trackers/NAME.json.
 
     Args:
         run: the run.
