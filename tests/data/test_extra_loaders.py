@@ -77,7 +77,7 @@ def test_a_step_has_the_same_images_for_any_division(small_cfg, task, unlabeled,
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"TRAIN.SPLIT": "unlabeled"}, r"TRAIN.SPLIT \(loader unlabeled\): .*did you mean unlabeled"),
+    ({"TRAIN.SPLIT": "unlabelled"}, r"TRAIN.SPLIT \(loader unlabeled\): .*did you mean unlabeled"),
     ({"TRAIN.BATCH_SIZE": 512}, r"TRAIN.BATCH_SIZE \(loader unlabeled\): got 512 images per step"),
     ({"OPTIM.BASE_LR": 0.1}, r"OPTIM.BASE_LR \(loader unlabeled\): has no effect here; expected TRAIN.BATCH_SIZE"),
     ({"DATA.NAME": "imagefoldr"}, r"DATA.NAME \(loader unlabeled\): got 'imagefoldr'.*did you mean imagefolder"),
