@@ -140,7 +140,7 @@ def test_two_sweeps_one_killed_one_interrupted_and_a_requeued_task(start_sweep, 
     wait_for(lambda: (two / "slurm").exists() and list(two.glob("trial_*/seed_3/metrics.jsonl")))
     sweeps[two].send_signal(signal.SIGINT)
     assert sweeps[two].wait() == 130 and sweeps[one].wait() == -signal.SIGKILL
-    message = r"[12] jobs? in the Slurm queue will go on; rerun the same command .* to cancel: scancel \d+"
+    message = r"[12] jobs? in the Slurm queue will continue; rerun the same command .* to cancel: scancel \d+"
     assert re.search(message, (tmp_path / "two.log").read_text())
     again = [start_sweep(out_dir.name, word) for out_dir, word in words.items()]
     assert [process.wait() for process in again] == [0, 0], (tmp_path / "one.log").read_text()
