@@ -19,8 +19,8 @@ class UnknownNameError(LookupError):
 class Registry:
     """A table of one kind of entry, filled by the modules below `package` that use `@NAME.register`.
 
-    The modules are imported when one of their entries is first looked up; modules without entries, which may be slow
-    to import, never are. A new entry is one new file in the package with a decorated function or class:
+    A module is imported when one of its entries is first looked up; the others, which may be slow to import, are not.
+    A new entry is one new file in the package with a decorated function or class:
 
         @MODELS.register
         def my_net(num_classes: int, width: int = 32) -> nn.Module: ...
@@ -50,10 +50,13 @@ class Registry:
         if known is not None and (known.__module__, known.__qualname__) != (module, function.__qualname__):
             other = known.__module__
         if other:
-            files = [getattr(sys.modules.get(place), "__file__", None) or place for place in (other, module)]
-            raise ValueError(f"{self.kind} {name!r} is registered twice: in {files[0]} and in {files[1]}")
+            raise self._taken(name, other, module)
         self._table[name] = function
         return function
+
+    def _taken(self, name: str, *modules: str) -> ValueError:
+        files = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
+        return ValueError(f"{self.kind} {name!r} is registered twice: in {files[0]} and in {files[1]}")
 
     def _sources(self) -> Iterator[tuple[str, str]]:
         """Yield (module, source) of the modules below the package that register an entry, without importing them."""
@@ -70,6 +73,9 @@ class Registry:
         """Each name in a decorator: its module, and whether that declares settings; read from the sources.
 
         A module with computed names is imported instead.
+
+        Raises:
+            ValueError: two decorators have the same name.
         """
         name, declared = re.escape(self.name), dict[str, tuple[str, bool]]()
         for module, source in self._sources():
@@ -78,7 +84,10 @@ class Registry:
             if len(found) < len(re.findall(rf"^\s*@?{name}\.register", source, re.MULTILINE)):
                 importlib.import_module(module)
             has_settings = bool(re.search("class Settings|Columns.* = ", source))
-            declared |= {given or own: (module, has_settings) for given, own in found}
+            for entry in (given or own for given, own in found):
+                if entry in declared:
+                    raise self._taken(entry, declared[entry][0], module)
+                declared[entry] = (module, has_settings)
         return declared
 
     def names(self) -> list[str]:
@@ -95,8 +104,7 @@ class Registry:
             UnknownNameError: there is none; the message lists the nearest names, or else all.
         """
         if name not in self._table and name in self:
-            for module, _ in self._sources():
-                importlib.import_module(module)
+            importlib.import_module(self._declared[name][0])
         if name in self._table:
             return self._table[name]
         hint = did_you_mean(name, self.names()) or f"; known: {', '.join(self.names())}"

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 
 from distribuuuu.launch.host import count_cores
@@ -23,7 +22,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
 
     Only this process receives a Ctrl-C; it forwards each signal once to all of them. They exit with it.
     """
-    run_id = uuid.uuid4().hex
+    run_id = os.urandom(16).hex()
     shared = {
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),

@@ -1,5 +1,7 @@
 """Tables of names: discovered late, each name once, a typo answered with what is near."""
 
+import sys
+
 import pytest
 from support.runs import run_python
 
@@ -37,6 +39,17 @@ def test_files_that_register_are_found_and_others_left_alone(table):
     assert table.names() == ["apple", "pear"]
     assert table.get("pear")() == "pear"
     assert "apple" in table and "plum" not in table
+
+
+def test_only_the_module_of_an_entry_is_imported(table):
+    table.get("pear")
+    assert f"{table.package}.pear" in sys.modules and f"{table.package}.apple" not in sys.modules
+
+
+def test_a_name_in_two_files_of_the_package_is_refused(table, tmp_path):
+    (tmp_path / table.package / "fruit.py").write_text(REGISTERS.format(package=table.package, name="pear"))
+    with pytest.raises(ValueError, match="thing 'pear' is registered twice: in things_.*fruit and in .*pear"):
+        table.get("pear")
 
 
 def test_an_unknown_name_lists_the_near_ones_or_all(table):
