@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
+from bench_support.mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
 from PIL import Image
 
 from distribuuuu.checkpoint.best_weights import find_weights_file

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
-from machine import describe_run
+from bench_support.machine import describe_run
 
 from distribuuuu.distributed.watchdog_monitor import (
     REQUESTS_PER_PERIOD,
