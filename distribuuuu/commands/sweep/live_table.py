@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TextIO
 
 from distribuuuu.commands.sweep.trials import FAILED, FINISHED, PAUSED, RUNNING, WAITING, Job, Row, Sweep
+from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config.errors import counted
 
 
@@ -33,8 +34,7 @@ def format_rows(sweep: Sweep, rows: Sequence[Row], width: int = 80, num: int = 1
         trial = sweep.trials[row.trial]
         cells = [row.trial, row.status, f"{row.epochs}/{trial.epochs}", _number(row.objective), len(row.seeds) or ""]
         lines.append([*map(str, cells), *trial.values.values(), *row.failures.values()])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    texts = ("  ".join([*map(str.rjust, line, widths), *line[len(widths) :]]) for line in lines)
+    texts = align_columns(lines, ">" * len(lines[0]))
     return [text if len(text) <= width else f"{text[: width - 1]}…" for text in texts]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
@@ -293,7 +294,7 @@ def format_text(rows: Sequence[Row], by: str, epoch: str, width: int) -> str:
         (shown if fits else hidden).append(name)
         sizes += [size] if fits else []
     places = [lines[0].index(name) for name in shown]
-    table = ["  ".join(line[at].ljust(size) for at, size in zip(places, sizes, strict=True)).rstrip() for line in lines]
+    table = align_columns([[line[at] for at in places] for line in lines], "<" * len(places))
     notes = [legend] if legend else []
     notes += [f"Not shown: {', '.join(hidden)}; fix: a wider terminal, or --format markdown."] if hidden else []
     return "\n".join([*table, *("\n" + textwrap.fill(note, width) for note in notes)]) + "\n"
