@@ -14,7 +14,7 @@ from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
-from distribuuuu.records.run_groups import DIGITS_OF_HASH, Run, row_name
+from distribuuuu.records.run_groups import DIGITS_OF_HASH, RecordedRun, row_name
 from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
@@ -84,7 +84,7 @@ def _list_changes(record: dict, published: dict) -> dict:
     return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
 
 
-def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict]) -> Row:
+def make_row(group: Sequence[RecordedRun], by: str, epoch: str, reported: dict[str, dict]) -> Row:
     """Return the row of runs that differ in the seed only.
 
     Args:
