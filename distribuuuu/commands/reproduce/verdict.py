@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.best_weights import RAW, common_kind
 from distribuuuu.commands.terminal import WIDTH
 from distribuuuu.records.results import list_metrics
 from distribuuuu.records.run_groups import RecordedRun
@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 def read_figure(row: Sequence[RecordedRun]) -> Figure:
     """Return the figure by which a row is compared."""
     records = [run.record for run in row]
-    kind = next((kind for kind in KINDS if all(kind in record["accuracy"] for record in records)), RAW)
+    kind = common_kind([record["accuracy"] for record in records])
     metric, label = next(iter(list_metrics(records[0]).items()), ("loss", "loss"))
     found = [record["accuracy"][kind]["last"].get(metric) for record in records]
     values = [value for value in found if value is not None]

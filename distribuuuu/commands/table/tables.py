@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, common_kind
 from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
@@ -100,7 +100,7 @@ def make_row(group: Sequence[RecordedRun], by: str, epoch: str, reported: dict[s
     published = reported.get(first["config"], {})
     changes = _list_changes(first, published)
     published = {} if changes else published
-    kind = next((kind for kind in KINDS if all(kind in record["accuracy"] for record in records)), RAW)
+    kind = common_kind([record["accuracy"] for record in records])
     evaluations = [record["accuracy"][kind][epoch] for record in records]
     count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
