@@ -59,6 +59,7 @@ setup(
         "tqdm>=4.60",
         "pillow>=10.2",
         "numpy>=1.23",
+        "safetensors>=0.4",  # checkpoints and exports without pickle; timm requires it
         "jinja2>=3.0",  # the pages of report, compare and sweep; torch requires it
     ],
     extras_require={

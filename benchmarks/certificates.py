@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import describe_run
+from bench_support.machine import describe_run
 from torch import nn
 
 from distribuuuu.config import load_cfg

@@ -34,10 +34,10 @@ import time
 from pathlib import Path
 
 import torch
-from chaos_events import EVERY_STEPS, HEADER, NAMES, positions
-from chaos_run import NUM_STEPS, DisturbedRun, Trainings
-from machine import describe_run
-from same_runs import compare_runs
+from bench_support.chaos_events import EVERY_STEPS, HEADER, NAMES, positions
+from bench_support.chaos_run import NUM_STEPS, DisturbedRun, Trainings
+from bench_support.machine import describe_run
+from bench_support.same_runs import compare_runs
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import checkpoint_name

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 import torch
-from machine import describe_run
+from bench_support.machine import describe_run
 from step import CLASSES, MemoryLoader, build_memory_run
 
 from distribuuuu.checkpoint.manager import CheckpointManager

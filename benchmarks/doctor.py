@@ -11,7 +11,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
-from machine import describe_run
+from bench_support.machine import describe_run
 
 from distribuuuu.commands.doctor.findings import examine
 from distribuuuu.commands.doctor.layout import open_folder

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from loader_images import make_jpegs
-from machine import describe_run
+from bench_support.loader_images import make_jpegs
+from bench_support.machine import describe_run
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_loaders

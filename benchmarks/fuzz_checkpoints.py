@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
-from same_runs import find_differences
+from bench_support.mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
+from bench_support.same_runs import find_differences
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
+from bench_support.mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
 from PIL import Image
 
 from distribuuuu.checkpoint.best_weights import find_weights_file
@@ -59,7 +59,7 @@ from distribuuuu.data.packed.format import INDEX
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.predictions import write_npz as save_arrays
 from distribuuuu.records.results import read_results, replace_nonfinite
-from distribuuuu.records.run_groups import Run, group_runs
+from distribuuuu.records.run_groups import RecordedRun, group_runs
 from distribuuuu.records.stored_predictions import read_predictions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -264,7 +264,7 @@ def read_index(root: Path) -> None:
 
 def read_table(path: Path) -> None:
     """Format the results table of a run."""
-    groups, _ = group_runs([Run(path, read_results(path)), Run(path, read_results(path))])
+    groups, _ = group_runs([RecordedRun(path, read_results(path)), RecordedRun(path, read_results(path))])
     format_table([make_row(group, "config", "best", {}) for group in groups], "config", "best").encode()
 
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_support.mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
 from fuzz_readback import MAX_GROWTH, Subject, draw_images, restore, verdict_of
-from mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
 
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed

@@ -35,7 +35,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from gpu_contestants import (
+from bench_support.gpu_contestants import (
     Batches,
     Contestant,
     bare_loop,
@@ -45,8 +45,8 @@ from gpu_contestants import (
     timm_loop,
     torchvision_loop,
 )
-from gpu_end_to_end import SYNTHETIC, BlockLoader, find_images, measure_end_to_end, show_end_to_end
-from machine import describe_run, show_spread
+from bench_support.gpu_end_to_end import SYNTHETIC, BlockLoader, find_images, measure_end_to_end, show_end_to_end
+from bench_support.machine import describe_run, show_spread
 from step import build_memory_run
 from torch.utils.flop_counter import FlopCounterMode
 

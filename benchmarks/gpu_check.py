@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from kill_resume import NUM_IMAGES, SETTINGS, TRAIN_NET, draw_images
-from machine import describe_run
-from training_process import RunEnded, TrainingProcess, read_records
+from bench_support.machine import describe_run
+from bench_support.small_training import NUM_IMAGES, SETTINGS, TRAIN_NET, draw_images
+from bench_support.training_process import RunEnded, TrainingProcess, read_records
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint

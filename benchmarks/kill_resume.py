@@ -18,25 +18,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import describe_run
-from PIL import Image
-from same_runs import check_best, compare_runs
-from training_process import RunEnded, TrainingProcess, read_records
+from bench_support.machine import describe_run
+from bench_support.same_runs import check_best, compare_runs
+from bench_support.small_training import COMPILED_HANGS_AFTER_S, NUM_IMAGES, SETTINGS, TRAIN_NET, WORKERS, draw_images
+from bench_support.training_process import RunEnded, TrainingProcess, read_records
 
-TRAIN_NET = str(Path(__file__).resolve().parents[1] / "tools" / "train_net.py")
 MODEL = ["MODEL.ARCH", "resnet8", "MODEL.KWARGS.width", "8"]
-SETTINGS = (
-    "MODEL.NUM_CLASSES 3 TRAIN.IM_SIZE 32 TRAIN.PRINT_FREQ 1 TEST.IM_SIZE 36 TEST.BATCH_SIZE 1 DATA.CROP_SCALE [0.5,1] "
-    "OPTIM.BASE_LR 0.05 OPTIM.WARMUP_EPOCHS 1 OPTIM.LR_UPDATE step CHECKPOINT.EVERY_STEPS 2 "
-    "CHECKPOINT.KEEP_EVERY 1 RNG_SEED 7"
-)
 EVERY_STEPS = 2
-NUM_IMAGES = {"train": 90, "val": 37}
-CLASSES = ("blue", "green", "red")
-WORKERS = (0, 1, 2, 3)
-# With compiled models: evaluations with a shorter last batch, and the seconds after which a start hangs.
+# With compiled models: evaluations with a shorter last batch.
 COMPILED = "TEST.BATCH_SIZE 2 MODEL.COMPILE"
-COMPILED_HANGS_AFTER_S = 900
 PHASES = ("start", "steps", "save", "evaluation", "end save")
 
 
@@ -77,20 +67,6 @@ class Durations:
     def __str__(self) -> str:
         step_ms, evaluation_ms = 1e3 * self.step, 1e3 * self.evaluation
         return f"start {self.start:.1f} s, step {step_ms:.0f} ms, evaluation {evaluation_ms:.0f} ms"
-
-
-def draw_images(folder: Path) -> None:
-    """Write JPEGs of noise, tinted by class, to folder/SPLIT/CLASS."""
-    rng = random.Random(0)
-    for split, number in NUM_IMAGES.items():
-        for index in range(number):
-            name = CLASSES[index % len(CLASSES)]
-            tint = [10 * (name == other) for other in ("red", "green", "blue")]
-            noise = Image.frombytes("RGB", (12, 10), rng.randbytes(360)).resize((48, 40))
-            image = Image.blend(noise, Image.new("RGB", noise.size, tuple(100 + value for value in tint)), 0.5)
-            path = folder / split / name / f"{index:03d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.save(path, quality=90)
 
 
 class Experiment:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Throughput of our data loader and those of torchvision, timm, ffcv, DALI and webdataset, in images per second.
 
-Each loader runs in its own process (loader_contestants.py) with one warm-up pass. Then the loaders alternate, one pass
-each; the result is the median over the passes. "One core" counts images per second of CPU time in one thread, up to the
-output of a worker. "Two workers" counts images per second up to the batch of the training loop. Both ratios are
-relative to the most common pipeline: torchvision's ImageFolder, PIL and v1 transforms.
+Each loader runs in its own process (bench_support/loader_contestants.py) with one warm-up pass. Then the loaders
+alternate, one pass each; the result is the median over the passes. "One core" counts images per second of CPU time in
+one thread, up to the output of a worker. "Two workers" counts images per second up to the batch of the training loop.
+Both ratios are relative to the most common pipeline: torchvision's ImageFolder, PIL and v1 transforms.
 
 ffcv and DALI need other package versions: install them in a virtual environment and pass its Python with
 --peers-python. Loaders that cannot be imported are reported and skipped.
@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from loader_images import make_jpegs
-from machine import describe_run
+from bench_support.loader_images import make_jpegs
+from bench_support.machine import describe_run
 
 HERE = Path(__file__).resolve().parent
+CONTESTANT = str(HERE / "bench_support" / "loader_contestants.py")
 REFERENCE = "torchvision v1, PIL"
 
 
@@ -46,7 +47,7 @@ class Contestant:
 
     def start(self, python: str) -> bool:
         """Start the process and wait for its warm-up pass; return whether it succeeded."""
-        command = [python, str(HERE / "loader_contestants.py"), self.function, json.dumps(self.arguments)]
+        command = [python, CONTESTANT, self.function, json.dumps(self.arguments)]
         threads = {"OMP_NUM_THREADS": "1"} if self.arguments.get("one_core") else {}
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **threads}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from machine import describe_run
+from bench_support.machine import describe_run
 
 from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import torch
-from loader_images import make_jpegs
-from machine import describe_run, show_spread
+from bench_support.loader_images import make_jpegs
+from bench_support.machine import describe_run, show_spread
 
 from distribuuuu.commands.predict.journal import Journal
 from distribuuuu.commands.predict.prediction import format_rows, list_columns

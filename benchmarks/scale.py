@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
-from machine import describe_run
+from bench_support.machine import describe_run
 
 from distribuuuu.distributed.watchdog_monitor import (
     REQUESTS_PER_PERIOD,
     Monitor,
     State,
-    name_of,
+    format_address,
     period_s,
     read_states,
 )
@@ -283,7 +283,7 @@ class _Member:
 
     def connect(self, monitor_port: int) -> None:
         self.connection = socket.create_connection(("127.0.0.1", monitor_port))
-        self.state.sender = name_of(self.connection.getsockname())
+        self.state.sender = format_address(self.connection.getsockname())
 
 
 def _exchange(members: list[_Member], is_over: Callable[[int], bool]) -> int:

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import describe_run
+from bench_support.machine import describe_run
 
 TRAIN_NET = str(Path(__file__).resolve().parents[1] / "tools" / "train_net.py")
 SMALL = "DATA.NAME dummy MODEL.NUM_CLASSES 10 TRAIN.IM_SIZE 32 TEST.IM_SIZE 32 TRAIN.BATCH_SIZE 8 TRAIN.PRINT_FREQ 1"

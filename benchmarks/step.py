@@ -39,7 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from machine import describe_run, show_spread
+from bench_support.machine import describe_run, show_spread
 from torch import nn
 
 from distribuuuu import trainer

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW, find_best
+from distribuuuu.checkpoint.best_weights import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.plugins import FoundConfig
@@ -85,7 +85,7 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
         best = train_model(cfg)
         results = _read_results(Path(cfg.OUT_DIR))
     accuracy = results.get("accuracy", {})
-    last = accuracy.get(next((kind for kind in KINDS if kind in accuracy), RAW), {}).get("last", {})
+    last = accuracy.get(common_kind([accuracy]), {}).get("last", {})
     metrics = {name: value for name, value in last.items() if name != "epoch"}
     return TrainResult(Path(cfg.OUT_DIR), best, find_best(cfg.OUT_DIR), _with_labels(metrics, cfg), results)
 

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.images import draw_folder
+from support.object_store import ObjectStore, object_store
 from support.runs import small_options, train_and_evaluate
 
 from distribuuuu.config import load_cfg
@@ -71,6 +72,22 @@ def image_folder(tmp_path_factory) -> Path:
     draw_folder(root, "train", {"ant": 16, "bee": 16, "cat": 16})
     draw_folder(root, "val", {"ant": 12, "bee": 12, "cat": 13})
     return root
+
+
+@pytest.fixture(scope="session")
+def sixty_images(tmp_path_factory) -> Path:
+    """A folder of 60 training and 20 validation images in three classes."""
+    root = tmp_path_factory.mktemp("sixty_images")
+    draw_folder(root, "train", {"ant": 20, "bee": 20, "cat": 20})
+    draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
+    return root
+
+
+@pytest.fixture(scope="module")
+def object_server() -> Iterator[ObjectStore]:
+    """A server of the S3 protocol; the test is skipped if a package is missing."""
+    with object_store() as server:
+        yield server
 
 
 @pytest.fixture

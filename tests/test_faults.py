@@ -20,7 +20,7 @@ from distribuuuu.records.metric_writers import RecordFile
 if sys.platform != "linux":
     pytest.skip("limits the files of another process", allow_module_level=True)
 
-from training_process import TrainingProcess
+from bench_support.training_process import TrainingProcess
 
 # The weights turn into NaN in the second step of the second epoch, where a checkpoint is due.
 EXPLODING = (

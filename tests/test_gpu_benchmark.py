@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_end_to_end import BlockLoader
+from bench_support.gpu_end_to_end import BlockLoader
 
 from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch

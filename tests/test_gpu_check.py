@@ -6,7 +6,7 @@ from pathlib import Path
 import gpu_check
 import pytest
 import torch
-from kill_resume import draw_images
+from bench_support.small_training import draw_images
 
 
 def save_weights(out_dir: Path, value: float) -> Path:

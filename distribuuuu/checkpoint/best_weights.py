@@ -6,7 +6,7 @@ of checkpoints, records and reports follow.
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,11 @@ class Best:
 def build_kinds(cfg) -> list[str]:
     """Return the kinds of weights of a run, in order of precedence."""
     return [name for name, kind in KINDS.items() if not kind.option or get_value(cfg, kind.option)]
+
+
+def common_kind(records: Sequence[Container[str]]) -> str:
+    """Return the first kind, in order of precedence, that every record has results of; "raw" if there is none."""
+    return next((kind for kind in KINDS if all(kind in results for results in records)), RAW)
 
 
 def best_paths(out_dir: str | os.PathLike) -> dict[str, Path]:

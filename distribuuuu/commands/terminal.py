@@ -1,11 +1,11 @@
-"""Standard output and standard error of a command."""
+"""Standard output and standard error of a command, and tables in them."""
 
 import contextlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.files.untrusted import printable
@@ -59,6 +59,18 @@ def ending_with_reader() -> Iterator[None]:
     finally:
         if name:
             signal.signal(name, previous)
+
+
+def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return the lines of a table with two spaces between its columns, without trailing spaces.
+
+    Args:
+        lines: the cells of each line; those after the last column are appended as they are.
+        sides: '<' (left) or '>' (right) for each column.
+    """
+    formats = [f"{side}{max(len(line[column]) for line in lines)}" for column, side in enumerate(sides)]
+    table = ([*map(format, line, formats), *line[len(sides) :]] for line in lines)
+    return ["  ".join(cells).rstrip() for cells in table]
 
 
 def print_report(text: str) -> None:

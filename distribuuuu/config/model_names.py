@@ -134,7 +134,7 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
                 if message := find_objection(keyword, name, parameters, allowed):
                     yield f"{kwargs_key}.{keyword}", message
             return
-    yield arch_key, describe_unknown(arch, {source: table.names for source, table in tables.items()})
+    yield arch_key, describe_unknown_model(arch, {source: table.names for source, table in tables.items()})
 
 
 def find_reading_keywords(kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
@@ -196,7 +196,7 @@ def find_objection(name: str, model: str, known: Collection[str], allowed: Colle
     return f"{model} has no such parameter{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
 
 
-def describe_unknown(arch: str, names: Mapping[str, Collection[Any]]) -> str:
+def describe_unknown_model(arch: str, names: Mapping[str, Collection[Any]]) -> str:
     """Return the message for an unknown model: the nearest names, or the sources that were searched.
 
     Args:

@@ -36,11 +36,11 @@ class ListedConfig(FoundConfig):
 
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
     """Return the entries of PLUGINS with absolute paths; relative ones refer to a folder (default: the current one)."""
-    found = (os.path.join(folder, os.path.expanduser(entry)) if is_file(entry) else entry for entry in entries)
-    return tuple(os.path.abspath(entry) if is_file(entry) else entry for entry in found)
+    found = (os.path.join(folder, os.path.expanduser(entry)) if names_file(entry) else entry for entry in entries)
+    return tuple(os.path.abspath(entry) if names_file(entry) else entry for entry in found)
 
 
-def is_file(entry: str) -> bool:
+def names_file(entry: str) -> bool:
     """Tell whether an entry of PLUGINS is the path of a file; else it is the name of a module."""
     return entry.endswith(".py")
 
@@ -73,7 +73,7 @@ def hash_plugins(entries: Sequence[str]) -> dict[str, str | None]:
     """Return by the name of its file or module the SHA-256 of each imported plug-in; None: its file cannot be read."""
     hashes: dict[str, str | None] = {}
     for entry in entries:
-        path = entry if is_file(entry) else getattr(sys.modules.get(entry), "__file__", None)
+        path = entry if names_file(entry) else getattr(sys.modules.get(entry), "__file__", None)
         name = os.path.basename(entry)
         same = {other for other in entries if os.path.basename(other) == name}  # named from their common folder
         name = Path(os.path.relpath(entry, os.path.commonpath(same))).as_posix() if len(same) > 1 else name
@@ -93,15 +93,15 @@ class ImportedPlugins:
 
 def _import(entry: str) -> str | None:
     """Import a plug-in; return why this fails, None if it does not."""
-    if is_file(entry) and not os.path.isfile(entry):
+    if names_file(entry) and not os.path.isfile(entry):
         if os.path.exists(entry):
             return f"{entry} is not a regular file"
         beside = [path.name for path in Path(entry).parent.glob("*.py") if path.is_file()]
         return f"no such file: {entry}{did_you_mean(os.path.basename(entry), beside)}"
-    if not is_file(entry) and not _MODULE.fullmatch(entry):
+    if not names_file(entry) and not _MODULE.fullmatch(entry):
         return f"got {entry!r}; expected the name of a module, e.g. my_lab.tasks, or the path of a .py file"
     try:
-        if is_file(entry):
+        if names_file(entry):
             _import_file(entry)
         else:
             importlib.import_module(entry)
@@ -133,7 +133,7 @@ def _module_name(path: str) -> str:
 
 def _is_imported(entry: str) -> bool:
     """Tell whether a plug-in is in this process; a script that names itself is."""
-    if not is_file(entry):
+    if not names_file(entry):
         return entry in sys.modules
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     is_script = script is not None and os.path.realpath(script) == os.path.realpath(entry)
@@ -173,7 +173,7 @@ def _is_known(entry: str) -> bool:
 
 def _record_of(entry: str) -> tuple[Path, bytes]:
     """Return the file that records a plug-in, and its content: the file, or the module and where it is found."""
-    if is_file(entry):
+    if names_file(entry):
         text = os.path.realpath(entry)
     else:
         spec = importlib.util.find_spec(entry.partition(".")[0])  # of a package within, it would import the outer one

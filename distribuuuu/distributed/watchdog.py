@@ -26,9 +26,9 @@ from distribuuuu.distributed.watchdog_monitor import (
     LAST_STEP,
     UNREACHABLE_S,
     State,
+    format_address,
     is_unreachable,
     keep_alive,
-    name_of,
     period_s,
 )
 from distribuuuu.launch.detect import Launch, has_lost_launcher
@@ -86,7 +86,7 @@ class Watchdog(threading.Thread):
             logger.warning("watchdog: the death of this process will be noticed after DIST.TIMEOUT_S: %s", problem)
             return
         keep_alive(self._connection)
-        self.state.sender = name_of(self._connection.getsockname())
+        self.state.sender = format_address(self._connection.getsockname())
 
     def mark(self, position: str) -> None:
         """Note progress, e.g. 'epoch 2, step 14'."""

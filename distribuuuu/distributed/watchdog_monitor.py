@@ -177,7 +177,7 @@ class Monitor(threading.Thread):
         try:
             connection, sender = self._listener.accept()
             keep_alive(connection)
-            self._selector.register(connection, selectors.EVENT_READ, name_of(sender))
+            self._selector.register(connection, selectors.EVENT_READ, format_address(sender))
         except OSError:  # it is closed already, or there are too many open files
             time.sleep(0.1)
 
@@ -285,7 +285,7 @@ def is_unreachable(connection: socket.socket) -> bool:
     return False
 
 
-def name_of(address: Sequence[Any]) -> str:
+def format_address(address: Sequence[Any]) -> str:
     """Return 'HOST:PORT' of one end of a connection, the same on both machines."""
     return f"{address[0].partition('%')[0].removeprefix('::ffff:')}:{address[1]}"
 

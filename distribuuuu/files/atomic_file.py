@@ -8,7 +8,7 @@ from typing import IO, Any
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
+def replacing(path: Path, mode: str = "wb", survives_power_failure: bool = True, **options: Any) -> Iterator[IO]:
     """Open a temporary file that replaces `path` when the block ends; after an exception it is deleted.
 
     Its name, `.NAME.RANDOM.tmp` beside `path`, is unique, so that several processes can write the same file.
@@ -16,6 +16,7 @@ def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
     Args:
         path: the file to replace; its folder must exist.
         mode: mode of `open`, for writing.
+        survives_power_failure: wait until the content is on the disk.
         options: other arguments of `open`.
 
     Raises:
@@ -25,8 +26,9 @@ def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
     try:
         with open(temporary, mode, **options) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if survives_power_failure:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):

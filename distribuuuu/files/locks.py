@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from distribuuuu.files.untrusted import parse_json
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -117,9 +119,9 @@ def write_holder(file: IO, holder: dict[str, Any]) -> None:
 
 def read_holder(file: IO, types: Mapping[str, type]) -> dict[str, Any]:
     """Return the description of a lock's holder; an empty one if it is damaged: its entries have these types."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         file.seek(0)
-        holder = json.loads(file.read(_MAX_CHARACTERS))
+        holder = parse_json(file.read(_MAX_CHARACTERS))
         if isinstance(holder, dict) and {key: type(holder.get(key)) for key in types} == types:
             return holder
     return {}

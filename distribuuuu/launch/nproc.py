@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.ports import LOOPBACK, find_free_port
-from distribuuuu.launch.processes import start_command
+from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 
 # Seconds that the other processes have to exit after one has failed; the watchdog stops them within two.
@@ -40,7 +40,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
         try:
             for rank in range(num):
                 env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(start_command(command, run_id, env))
+                processes.append(start_child(command, run_id, env))
             return _wait_for(processes)
         finally:
             for process in processes:

@@ -44,7 +44,7 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
         sys.__excepthook__(kind, error, trace)
 
 
-def start_command(command: Sequence[str], name: str, env: dict[str, str], **streams: Any) -> subprocess.Popen:
+def start_child(command: Sequence[str], name: str, env: dict[str, str], **streams: Any) -> subprocess.Popen:
     """Start a command of this package that exits with this process, see `detect.has_lost_launcher`.
 
     It has a session of its own: only this process receives a Ctrl-C. `name` tells its run from others; `streams` are

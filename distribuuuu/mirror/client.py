@@ -15,7 +15,7 @@ import distribuuuu
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, url_of
-from distribuuuu.launch.processes import start_command
+from distribuuuu.launch.processes import start_child
 
 # Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
 NO_PROGRESS_S, STOP_S = 600.0, 20.0
@@ -96,7 +96,7 @@ def _start(folder: Path, *words: str) -> subprocess.Popen:
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __package__, str(folder), *words]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return start_command(command, "mirror", {"PYTHONPATH": paths}, bufsize=0, **streams)
+    return start_child(command, "mirror", {"PYTHONPATH": paths}, bufsize=0, **streams)
 
 
 def _read_line(process: subprocess.Popen, timeout_s: float | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from distribuuuu.config.model_names import (
     OWN_KEYS,
     SOURCES,
     NameTable,
-    describe_unknown,
+    describe_unknown_model,
     find_objection,
     find_reading_keywords,
     keep_table,
@@ -203,7 +203,7 @@ def find_architecture(arch: str) -> Architecture:
         if constructor is not None:
             return Architecture(name, source, constructor)
     names = {source: _SOURCES[source][1]().names for source in sources or SOURCES}
-    raise ConfigError(Problem("MODEL.ARCH", describe_unknown(arch, names)))
+    raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names)))
 
 
 def _defaults(constructor: Constructor) -> dict[str, bool] | None:

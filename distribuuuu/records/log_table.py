@@ -52,7 +52,7 @@ def format_speed(images_per_s: float) -> str:
     return f"{images_per_s / 1e3:.0f}k" if images_per_s < 9.9995e6 else f"{images_per_s / 1e6:.0f}M"
 
 
-class Table:
+class LogTable:
     """Table with columns of fixed width, and a header at the start and every 20 rows.
 
     Columns in `optional` that do not fit into `max_width()` characters are left out, the last ones first.
@@ -95,7 +95,7 @@ def _room_in_terminal() -> int:
 
 def build_tables(
     steps_log: Logger, epochs_log: Logger, num_epochs: int, num_steps: int, metric_labels: Sequence[str]
-) -> tuple[Table, Table]:
+) -> tuple[LogTable, LogTable]:
     """Return the table of steps, and that of epochs, which fits into the terminal; each has its logger."""
     totals = {"epoch": num_epochs, "step": num_steps}
     widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
@@ -103,5 +103,5 @@ def build_tables(
     widths["eta"] = 6
     of_epochs = {name: width for name, width in widths.items() if name != "step"}
     optional = ("eta", *metric_labels, "lr", "img/s", "data")
-    steps = Table(steps_log, widths, lambda: _MAX_WIDTH)
-    return steps, Table(epochs_log, of_epochs, _room_in_terminal, optional)
+    steps = LogTable(steps_log, widths, lambda: _MAX_WIDTH)
+    return steps, LogTable(epochs_log, of_epochs, _room_in_terminal, optional)

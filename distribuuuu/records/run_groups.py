@@ -16,7 +16,7 @@ DIGITS_OF_HASH = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A training run: its results.json and the content of that file."""
 
     path: Path
@@ -32,7 +32,7 @@ def collecting(problems: list[str]) -> Iterator[None]:
         problems += map(str, error.problems)
 
 
-def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Run]:
+def read_runs(patterns: Sequence[str], problems: list[str]) -> list[RecordedRun]:
     """Return the runs in files, folders and globs, each one once; append what cannot be read to `problems`."""
     paths: dict[Path, Path] = {}
     for pattern in patterns:
@@ -42,7 +42,7 @@ def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Run]:
     runs = []
     for path in paths.values():
         with collecting(problems):
-            runs.append(Run(path, read_results(path)))
+            runs.append(RecordedRun(path, read_results(path)))
     return runs
 
 
@@ -65,13 +65,13 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
     return files
 
 
-def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
+def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], list[str]]:
     """Group the finished runs that differ in the seed only; return the groups and messages.
 
     Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
     runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
     """
-    groups: dict[tuple, list[Run]] = {}
+    groups: dict[tuple, list[RecordedRun]] = {}
     notes: list[str] = []
     of_sweeps: Counter[Path] = Counter()
     for run in runs:
@@ -98,13 +98,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[list[Run]], list[str]]:
     return list(groups.values()), notes
 
 
-def _find_split_configs(groups: Sequence[list[Run]]) -> Iterator[str]:
+def _find_split_configs(groups: Sequence[list[RecordedRun]]) -> Iterator[str]:
     """Yield a message for each two groups of one name whose configs differ.
 
     The hash covers the default of each option, so it moves when an option is added, and also when a default or a YAML
     file is edited. Results do not tell one from the other, so such runs are not averaged.
     """
-    first: dict[tuple, Run] = {}
+    first: dict[tuple, RecordedRun] = {}
     for group in groups:
         record, path = group[0].record, group[0].path
         name = row_name(record, record["overrides"])
@@ -118,7 +118,7 @@ def _count_images(record: dict) -> tuple[int, int]:
     return record["data"]["num_train"], record["data"]["num_val"]
 
 
-def name_groups(groups: Sequence[Sequence[Run]]) -> list[str]:
+def name_groups(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     """Return a name for each group, unique: equal ones get the folder, the hash of the config, the batch and data."""
     firsts = [group[0] for group in groups]
     names = [row_name(run.record, run.record["overrides"]) for run in firsts]
@@ -133,18 +133,18 @@ def name_groups(groups: Sequence[Sequence[Run]]) -> list[str]:
     return names
 
 
-def _find_differences(group: list[Run]) -> Iterator[str]:
+def _find_differences(group: list[RecordedRun]) -> Iterator[str]:
     """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
     name = row_name(group[0].record, group[0].record["overrides"])
     software = sorted({key for run in group for key in run.record["versions"]})
 
-    def describe(run: Run) -> dict[str, str]:
+    def describe(run: RecordedRun) -> dict[str, str]:
         versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
         return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
 
     described = [(run, describe(run)) for run in group]
     for title in described[0][1]:
-        first: dict[str, Run] = {}
+        first: dict[str, RecordedRun] = {}
         for run, description in described:
             first.setdefault(description[title], run)
         if len(first) > 1:

@@ -20,7 +20,7 @@ from support.runs import ROOT
 from distribuuuu.distributed import comm, watchdog, watchdog_monitor
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.watchdog import Watchdog
-from distribuuuu.distributed.watchdog_monitor import UNREACHABLE_S, Monitor, State, keep_alive, name_of, period_s
+from distribuuuu.distributed.watchdog_monitor import UNREACHABLE_S, Monitor, State, format_address, keep_alive, period_s
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.ports import choose_address, find_own_address
 
@@ -51,7 +51,7 @@ class Member:
 
     def connect(self, monitor: Monitor) -> None:
         self.connection = socket.create_connection(("127.0.0.1", monitor.port), timeout=60)
-        self.write(sender=name_of(self.connection.getsockname()))
+        self.write(sender=format_address(self.connection.getsockname()))
 
     def write(self, **values) -> None:
         for name, value in values.items():
@@ -222,8 +222,8 @@ def test_rank_0_listens_where_the_others_reach_it_and_both_ends_have_one_name(mo
     # The host name of the first machine means 127.0.1.1 there, as on Debian.
     assert choose_address("127.0.1.1", ["172.16.0.9", "", "10.0.0.6"]) == "10.0.0.5"
     assert choose_address("::1", ["fe80::6%eth0"]) == "fe80::5%eth0"
-    assert name_of(("::ffff:10.0.0.5", 7, 0, 0)) == name_of(("10.0.0.5", 7)) == "10.0.0.5:7"
-    assert name_of(("fe80::5%eth0", 7, 0, 2)) == name_of(("fe80::5%eth1", 7, 0, 3))
+    assert format_address(("::ffff:10.0.0.5", 7, 0, 0)) == format_address(("10.0.0.5", 7)) == "10.0.0.5:7"
+    assert format_address(("fe80::5%eth0", 7, 0, 2)) == format_address(("fe80::5%eth1", 7, 0, 3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems close a dead connection after their own time")

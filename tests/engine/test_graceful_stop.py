@@ -22,7 +22,7 @@ from distribuuuu.launch.ports import find_port_problem
 if sys.platform != "linux":
     pytest.skip("finds the processes of a run in /proc", allow_module_level=True)
 
-from training_process import TrainingProcess
+from bench_support.training_process import TrainingProcess
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ from distribuuuu.trainer import train_model
 if sys.platform != "linux":
     pytest.skip("kills and finds processes as on Linux", allow_module_level=True)
 
-from training_process import TrainingProcess
+from bench_support.training_process import TrainingProcess
 
 
 @pytest.fixture(autouse=True)

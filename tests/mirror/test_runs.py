@@ -11,8 +11,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from support.images import draw_folder
-from support.object_store import object_store
 from support.processes import wait_for
 from support.runs import ROOT, assert_same_run, run_python, small_options
 
@@ -28,44 +26,30 @@ START = "import sys; from distribuuuu.commands.main import dispatch; sys.exit(di
 
 
 @pytest.fixture(scope="module")
-def server():
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    draw_folder(root, "train", {"ant": 20, "bee": 20, "cat": 20})
-    draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
-    return root
-
-
-@pytest.fixture(scope="module")
-def undisturbed(images, tmp_path_factory):
+def undisturbed(sixty_images, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "plain"
-    assert run_python("-c", START, "train", *small_options(images, out, *MORE)).returncode == 0
+    assert run_python("-c", START, "train", *small_options(sixty_images, out, *MORE)).returncode == 0
     return out
 
 
 @pytest.fixture
-def store(server, tmp_path, monkeypatch):
+def store(object_server, tmp_path, monkeypatch):
     for name, value in {
-        **server.environment,
+        **object_server.environment,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    server.refusal, server.delay_s = None, 0.0
+    object_server.refusal, object_server.delay_s = None, 0.0
     bucket = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
     if bucket.exists("bucket"):
         bucket.rm("bucket", recursive=True)
     bucket.mkdir("bucket")
-    return server
+    return object_server
 
 
-def start(images, *words, before="") -> subprocess.Popen:
-    command = [sys.executable, "-c", before + START, "train", *small_options(images, URL, *MORE, *words)]
+def start(sixty_images, *words, before="") -> subprocess.Popen:
+    command = [sys.executable, "-c", before + START, "train", *small_options(sixty_images, URL, *MORE, *words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -78,27 +62,27 @@ def finish(process: subprocess.Popen) -> str:
     return last
 
 
-def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, images, undisturbed):
+def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, sixty_images, undisturbed):
     folder, rng = local_folder(URL), random.Random(0)
     for _ in range(3):
-        process = start(images)
+        process = start(sixty_images)
         wait_for(lambda: os.path.exists(f"{folder}/train.log"), timeout_s=60)
         time.sleep(rng.uniform(0, 8))
         process.kill()
         process.communicate()
         shutil.rmtree(folder)
-    finish(start(images))
+    finish(start(sixty_images))
     assert_same_run(undisturbed, folder)
     shutil.rmtree(folder)
     done = run_python("-c", START, "test", URL)
     assert done.returncode == 0 and "best.pth.tar" in done.stderr, done
     assert not os.path.exists(f"{folder}/checkpoints")
-    finish(start(images))  # restores the checkpoints; nothing is left to train
+    finish(start(sixty_images))  # restores the checkpoints; nothing is left to train
     assert_same_run(undisturbed, folder)
 
 
-def test_a_store_that_is_down_for_a_while_changes_nothing(store, images, undisturbed):
-    process = start(images)
+def test_a_store_that_is_down_for_a_while_changes_nothing(store, sixty_images, undisturbed):
+    process = start(sixty_images)
     folder = local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
     store.stop()
@@ -107,12 +91,12 @@ def test_a_store_that_is_down_for_a_while_changes_nothing(store, images, undistu
     finish(process)
     assert_same_run(undisturbed, folder)
     shutil.rmtree(folder)
-    finish(start(images))
+    finish(start(sixty_images))
     assert_same_run(undisturbed, folder)
 
 
-def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, images, undisturbed):
-    process, folder = start(images, before=IMPATIENT), local_folder(URL)
+def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixty_images, undisturbed):
+    process, folder = start(sixty_images, before=IMPATIENT), local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
     store.stop()
     try:
@@ -121,11 +105,11 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, imag
         assert_same_run(undisturbed, folder)
     finally:
         store.start()
-    finish(start(images))
+    finish(start(sixty_images))
 
 
-def test_a_slow_store_does_not_delay_the_steps(store, images, undisturbed):
-    process, folder = start(images), local_folder(URL)
+def test_a_slow_store_does_not_delay_the_steps(store, sixty_images, undisturbed):
+    process, folder = start(sixty_images), local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
     store.delay_s = 2.0
     begin = time.monotonic()
@@ -136,10 +120,10 @@ def test_a_slow_store_does_not_delay_the_steps(store, images, undisturbed):
     assert_same_run(undisturbed, folder)
 
 
-def test_a_second_living_run_is_refused(store, images, tmp_path):
-    process = start(images, "OPTIM.MAX_EPOCH", 200)
+def test_a_second_living_run_is_refused(store, sixty_images, tmp_path):
+    process = start(sixty_images, "OPTIM.MAX_EPOCH", 200)
     wait_for(lambda: os.path.exists(f"{local_folder(URL)}/checkpoints"), timeout_s=60)
-    words = [str(word) for word in small_options(images, URL, *MORE)]
+    words = [str(word) for word in small_options(sixty_images, URL, *MORE)]
     other = run_python("-c", START, "train", *words, XDG_CACHE_HOME=str(tmp_path / "other"))
     assert other.returncode == 2 and f"{URL} is in use by another run (host " in other.stderr, other
     process.send_signal(signal.SIGTERM)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_support.training_process import TrainingProcess
 from support.cluster import require_cluster, run
 from support.processes import free_port
 from support.runs import GROUP_NORM, TRAIN_NET, small_options
-from training_process import TrainingProcess
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager

@@ -12,7 +12,7 @@ from typing import Any
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
-from distribuuuu.commands.terminal import FORMATS, WIDTH, print_report
+from distribuuuu.commands.terminal import FORMATS, WIDTH, align_columns, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean
@@ -167,16 +167,13 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
     if len(shown) > MAX_CLASSES:
         by_size = sorted(counts, key=lambda label: -counts[label])
         shown = [*by_size[: MAX_CLASSES // 2], "...", *by_size[-MAX_CLASSES // 2 :]]
-    width = min(max(len(label) for label in ("images", "imbalance", *shown)), 40)
-    columns = {name: max(len(name), 9) for name in splits}
-    lines = ["  ".join(["class".ljust(width), *(name.rjust(size) for name, size in columns.items())])]
+    lines = [["class", *(name.rjust(9) for name in splits)]]
     for label in shown:
-        cells = [f"{split['classes'].get(label, '-'):>{columns[name]}}" for name, split in splits.items()]
-        dots = [" ".rjust(size) for size in columns.values()]
-        lines.append("  ".join([_shorten(label, width).ljust(width), *(dots if label == "..." else cells)]).rstrip())
-    totals = [f"{split['images']:>{columns[name]},}" for name, split in splits.items()]
-    ratios = [f"{split['imbalance'] or '-':>{columns[name]}}" for name, split in splits.items()]
-    return [*lines, "  ".join(["images".ljust(width), *totals]), "  ".join(["imbalance".ljust(width), *ratios])]
+        cells = ["" if label == "..." else str(split["classes"].get(label, "-")) for split in splits.values()]
+        lines.append([_shorten(label, 40), *cells])
+    lines.append(["images", *(f"{split['images']:,}" for split in splits.values())])
+    lines.append(["imbalance", *(str(split["imbalance"] or "-") for split in splits.values())])
+    return align_columns(lines, "<" + ">" * len(splits))
 
 
 def _shorten(text: str, width: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.commands.doctor.layout import ScannedFolder
-from distribuuuu.commands.scan.duplicates import Group
+from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import (
     ANIMATED,
     BROKEN,
@@ -63,7 +63,7 @@ class Finding:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def examine(scan: Scan, groups: Sequence[Group], options: DecodeOptions) -> dict[str, Any]:
+def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions) -> dict[str, Any]:
     """Return the report: counts, statistics, suggested options and findings, of JSON types; see docs/doctor.md."""
     counts = {name: count_classes(images) for name, images in scan.splits.items()}
     findings = [
@@ -295,7 +295,7 @@ def _sizes(scan: Scan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------- duplicates
 
 
-def _duplicate_findings(scan: Scan, groups: Sequence[Group]) -> Iterator[Finding]:
+def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterator[Finding]:
     described = [_describe_group(scan, group) for group in groups]
     leaking = [group for group in described if len({file["split"] for file in group["files"]}) > 1]
     contradicting = [group for group in described if len({tuple(file["classes"]) for file in group["files"]}) > 1]
@@ -317,7 +317,7 @@ def _duplicate_findings(scan: Scan, groups: Sequence[Group]) -> Iterator[Finding
                           found)  # fmt: skip
 
 
-def _describe_group(scan: Scan, group: Group) -> dict[str, Any]:
+def _describe_group(scan: Scan, group: DuplicateGroup) -> dict[str, Any]:
     files = []
     for index in group.images:
         split, images, local = scan.locate(index)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.archive import Archive
+from distribuuuu.data.datasets.array_file import packed_name
 from distribuuuu.data.datasets.base import (
     ImageDataset,
     SplitDataset,
@@ -63,9 +64,8 @@ class ScannedFolder(ImageFolder):
     def list_folders(self) -> list[str]:
         """Return the folder itself and all that are below it in the index."""
         arrays = self.index.arrays
-        text, ends = arrays["paths_bytes"].tobytes(), arrays["paths_offsets"].tolist()
-        relative = [os.fsdecode(text[start:end]) for start, end in zip(ends[:-1], ends[1:], strict=True)]
-        return [os.path.join(self.folder, path) for path in relative]
+        numbers = range(len(arrays["paths_offsets"]) - 1)
+        return [os.path.join(self.folder, packed_name(arrays, "paths", number)) for number in numbers]
 
 
 def open_folder(root: Path) -> Splits:

@@ -39,7 +39,7 @@ CHECK_IMAGES = 1000
 _REMEDY = "fix: --to safetensors, which takes any model"
 
 
-def describe_model(run: LoadedRun) -> dict[str, Any]:
+def describe_usage(run: LoadedRun) -> dict[str, Any]:
     """Return what a program needs to know to use the model of a run, as values for JSON."""
     return {
         "architecture": run.cfg.MODEL.ARCH,
@@ -217,7 +217,7 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
     options["PLUGINS"] = [os.path.basename(entry) for entry in run.cfg.PLUGINS]
     own = {"classes": list(run.classes), "config": options, "weights": run.weights}
     content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
-    _write_json(folder / "config.json", {**describe_model(run), **content})
+    _write_json(folder / "config.json", {**describe_usage(run), **content})
 
 
 def write_timm(run: LoadedRun, folder: Path) -> None:
@@ -230,7 +230,7 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
     from timm.models import save_for_hf
 
     model, model_args = build_timm_model(run)
-    metadata = describe_model(run)
+    metadata = describe_usage(run)
     crop, published = run.transform.crop, model.pretrained_cfg
     # `save_for_hf` takes the preprocessing from here, not from its argument `model_config`.
     model.pretrained_cfg = {
@@ -318,13 +318,13 @@ def write_torch(run: LoadedRun, folder: Path) -> None:
         reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(f"--to torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(describe_model(run))})
+    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(describe_usage(run))})
     (folder / "model.pt2").write_bytes(buffer.getbuffer())
 
 
 def write_onnx(run: LoadedRun, folder: Path) -> None:
     """Write model.onnx."""
-    model = build_onnx(evaluated_model(run.model, run.cfg), run.transform, describe_model(run))
+    model = build_onnx(evaluated_model(run.model, run.cfg), run.transform, describe_usage(run))
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 

@@ -121,7 +121,7 @@ def curve(history: History, records: Sequence[dict[str, Any]], key: str, name: s
     return Series(name, x, y, **style)
 
 
-def list_metrics(records: Sequence[dict[str, Any]]) -> list[str]:
+def list_curves(records: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the metrics in the last record."""
     last = records[-1] if records else {}
     return [name for name in last if name not in _NOT_METRICS and not name.startswith("best_")]
@@ -148,7 +148,7 @@ def draw_curves(history: History) -> str:
                    for kind, records in history.evaluations.items()]  # fmt: skip
         return line_chart(title, [one for one in series if one.x], "epoch", marks=marks)
 
-    metrics = list_metrics(next(iter(history.evaluations.values()), []))
+    metrics = list_curves(next(iter(history.evaluations.values()), []))
     charts = [chart("Loss", "loss"), *(chart(title_of(history, name), name) for name in metrics)]
     charts.append(line_chart("Learning rate", [curve(history, history.train, "lr", "")], "epoch", marks=marks))
     speed = curve(history, history.train, "images_per_s", "")

@@ -48,7 +48,7 @@ def percent(fraction: float, decimals: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a page.
 
     Attributes:
@@ -65,7 +65,7 @@ class Section:
         return "".join(char if char.isalnum() else "-" for char in self.title.lower())
 
 
-def build_page(title: str, subtitle: str, sections: Sequence[Section], footer: str = "") -> str:
+def build_page(title: str, subtitle: str, sections: Sequence[PageSection], footer: str = "") -> str:
     """Return a complete HTML document.
 
     Args:

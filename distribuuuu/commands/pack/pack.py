@@ -12,7 +12,7 @@ from pathlib import Path
 from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
-from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, Job, pack_split, verify_packs
+from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
 from distribuuuu.commands.pack.upload import find_url_problem
 from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
 from distribuuuu.commands.terminal import open_standard_streams
@@ -74,7 +74,7 @@ def _stop(signum: int) -> None:
     os._exit(STATUS_OF[signal.Signals(signum)])
 
 
-def parse_args(words: list[str], prog: str | None = None) -> Job:
+def parse_args(words: list[str], prog: str | None = None) -> PackJob:
     """Return the job that a command line describes.
 
     Raises:
@@ -122,7 +122,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> Job:
+def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> PackJob:
     encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
@@ -135,7 +135,7 @@ def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> Job:
     folder, url = Path(out), out.rstrip("/") if is_url(out) else ""
     if url:  # packed here, then uploaded
         folder = cache_folder(cfg.DATA.CACHE_DIR) / "packing" / hashlib.sha256(url.encode()).hexdigest()[:16]
-    return Job(folder, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check, url=url)
+    return PackJob(folder, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check, url=url)
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
@@ -160,7 +160,7 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield "--verify takes the folder alone: a pack stores its source and options"
 
 
-def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
+def _source_problems(job: PackJob, set_keys_only: bool) -> Iterator[Problem]:
     """Yield the problems with the source files; the number of classes of the model does not matter here."""
     cfg = job.cfg
     if cfg.DATA.NAME not in DATASETS:  # reported already
@@ -172,7 +172,7 @@ def _source_problems(job: Job, set_keys_only: bool) -> Iterator[Problem]:
             yield Problem(key, message, cfg.origins)
 
 
-def _out_problems(job: Job) -> Iterator[str]:
+def _out_problems(job: PackJob) -> Iterator[str]:
     for train in job.trains if job.url else ():
         if problem := find_url_problem(job.split_url(train)):
             yield problem
@@ -190,7 +190,7 @@ def _out_problems(job: Job) -> Iterator[str]:
             yield from _pack_problems(job, train)
 
 
-def _pack_problems(job: Job, train: bool) -> Iterator[str]:
+def _pack_problems(job: PackJob, train: bool) -> Iterator[str]:
     folder, source = job.folder(train), job.source(train)
     if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
         yield f"{folder} is the source itself; use another folder"

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.commands.pack.upload import read_existing_meta, upload_pack
 from distribuuuu.commands.pack.writer import (
     PackWriter,
+    compare_identities,
     find_changed_shard,
     find_conflicts,
-    find_differences,
     remove_pack,
     remove_parts,
 )
@@ -51,7 +51,7 @@ SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
 
 
 @dataclass(frozen=True)
-class Job:
+class PackJob:
     """A parsed command line.
 
     Attributes:
@@ -94,7 +94,7 @@ class Job:
 # ------------------------------------------------------------------------------------------ packing
 
 
-def pack_split(job: Job, train: bool) -> None:
+def pack_split(job: PackJob, train: bool) -> None:
     """Pack the training or the evaluation images, or resume packing, and print a summary.
 
     Raises:
@@ -111,7 +111,7 @@ def pack_split(job: Job, train: bool) -> None:
     if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
         print(reduced, flush=True)
     if url and not job.overwrite and (existing := read_existing_meta(url)):
-        if conflicts := find_differences(url, existing, identity):
+        if conflicts := compare_identities(url, existing, identity):
             raise ConfigError(conflicts)
         print(f"{url} is packed already: nothing to do")
         return
@@ -120,7 +120,7 @@ def pack_split(job: Job, train: bool) -> None:
         upload_pack(job.folder(train), url)
 
 
-def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Identity) -> None:
+def _pack_into_folder(job: PackJob, train: bool, encoder: "Encoder", identity: Identity) -> None:
     folder, images = job.folder(train), encoder.images
     with _locked(folder):
         if job.overwrite:
@@ -158,7 +158,7 @@ def _pack_into_folder(job: Job, train: bool, encoder: "Encoder", identity: Ident
         print(f"to train: DATA.NAME {NAME_OF[images.targets]}")
 
 
-def _build_encoder(job: Job, train: bool) -> "Encoder":
+def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     from distribuuuu.commands.pack.encode import Encoder, encode_targets
     from distribuuuu.data.decode import build_decode_options
 

@@ -80,10 +80,10 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         existing = _read_identity(folder)
     except (ArrayFileError, OSError) as error:
         return [f"{folder / INDEX} {error}; use another folder, or add --overwrite to replace it"]
-    return find_differences(folder, existing, identity) if existing else []
+    return compare_identities(folder, existing, identity) if existing else []
 
 
-def find_differences(place: Path | str, existing: Identity, identity: Identity) -> list[str]:
+def compare_identities(place: Path | str, existing: Identity, identity: Identity) -> list[str]:
     """Return a problem if the pack at a folder or URL has another source or other options."""
     # An option may be present only if it is not the default.
     options = {**dict.fromkeys(existing["options"]), **identity["options"]}

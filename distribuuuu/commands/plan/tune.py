@@ -160,7 +160,7 @@ def serve_blocks(folder: str, cfg: Config, plan: BatchPlan, threads: int, pipe: 
                 torch.cuda.empty_cache()
 
 
-def compare(reference: Contestant, candidate: Contestant) -> Gain:
+def measure_gain(reference: Contestant, candidate: Contestant) -> Gain:
     """Return the speed of a candidate relative to a reference, from blocks in the order ab, ba, ab, ..."""
     ratios = []
     for pair in range(PAIRS):
@@ -174,7 +174,7 @@ def compare(reference: Contestant, candidate: Contestant) -> Gain:
     return Gain(middle, high - low)
 
 
-def list_changes(cfg: Config, is_cuda: bool) -> list[Change]:
+def list_candidates(cfg: Config, is_cuda: bool) -> list[Change]:
     """Return the changes that are measured: each other value of an option that does not belong to the recipe."""
     cores, workers = count_cores(), count_workers(cfg.TRAIN.WORKERS, _HERE)
     numbers = {cores: "-1", max(1, cores // 2): str(max(1, cores // 2)), **({} if is_cuda else {0: "0", 1: "1"})}
@@ -239,7 +239,7 @@ def _try(open_run: Open, reference: Contestant, changes: Sequence[Change]) -> Ga
     """Return the gain of a run with some changes over the reference, or why it cannot be measured."""
     try:
         with contextlib.closing(open_run(changes)) as candidate:
-            return compare(reference, candidate)
+            return measure_gain(reference, candidate)
     except Unusable as error:
         return str(error)
 
@@ -292,7 +292,7 @@ def tune_plan(cfg: Config, planned: dict[str, Any], overrides: Sequence[str]) ->
         return {"problem": f"{shown}; fix: a smaller TRAIN.BATCH_SIZE"}
     plan = BatchPlan(batch["micro_batch"], batch["accum_steps"], batch["world_size"])
     fixed, _ = read_cfg(cfg, ["TRAIN.IM_SIZE_START", "0", "TRAIN.IM_SIZE_EPOCHS", "[]"])
-    changes = list_changes(cfg, memory["of"] == "cuda")
+    changes = list_candidates(cfg, memory["of"] == "cuda")
     try:
         tuning = tune(lambda chosen: Process(fixed, plan, chosen), changes, _report)
     except Unusable as error:  # the run without any change

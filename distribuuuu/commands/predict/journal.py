@@ -32,7 +32,7 @@ def finished_path(out: Path) -> Path:
     return out.with_name(f".{out.name}.finished")
 
 
-def check_out(out: Path) -> None:
+def check_output_file(out: Path) -> None:
     """Raise ConfigError if a path cannot be that of a new output file, of one to resume, or of a finished one."""
     if out.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--out: got {out}; expected a file name that ends with .csv or .jsonl")

@@ -43,13 +43,13 @@ def _run(prog: str, args: list[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    from distribuuuu.commands.predict.journal import check_out
+    from distribuuuu.commands.predict.journal import check_output_file
     from distribuuuu.inference.image_arguments import list_images
 
     out = Path(flags.out) if flags.out else None
     if out:
         run_files.check_out("--out", flags.out)
-        check_out(out)
+        check_output_file(out)
     files = list_images(flags.paths)
     tune_malloc()
     from distribuuuu.commands.predict.prediction import PredictJob, predict_files

@@ -84,7 +84,7 @@ def predict_files(job: PredictJob) -> int:
     selection = choose_selection(task_class(run.cfg).multilabel, job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
-    description = describe_job(job, run, selection)
+    description = describe_dependencies(job, run, selection)
     num_broken = find_finished(job.out, description) if job.out else None
     if num_broken is not None:
         images = counted(len(job.files), "image")
@@ -113,7 +113,7 @@ def predict_files(job: PredictJob) -> int:
     return out.num_broken
 
 
-def describe_job(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
+def describe_dependencies(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
     """Return what the rows of a job depend on, for messages and comparisons; long values as a hash."""
     settings = [(key, value) for key, value in iter_options(run.cfg) if changes_rows(key)]
     name = run.source if run.state_dict is None else ""

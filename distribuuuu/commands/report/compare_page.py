@@ -11,11 +11,11 @@ import torch
 import yaml
 
 from distribuuuu.commands.html.charts import line_chart
-from distribuuuu.commands.html.history import MAX_TEXT, curve, list_metrics, title_of
+from distribuuuu.commands.html.history import MAX_TEXT, curve, list_curves, title_of
 from distribuuuu.commands.html.page import (
     Card,
     Column,
-    Section,
+    PageSection,
     build_page,
     html,
 )
@@ -177,7 +177,7 @@ def build_compare_page(comparison: Comparison) -> str:
     return build_page(f"Comparison of {names}", subtitle, [section for section in sections if section.parts])
 
 
-def _summary(comparison: Comparison) -> Section:
+def _summary(comparison: Comparison) -> PageSection:
     parts = [html.paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
     parts.append(html.tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
     if comparison.groups:
@@ -200,7 +200,7 @@ def _summary(comparison: Comparison) -> Section:
         adjusted = f", adjusted for {counted(len(rows), 'pair')} by Holm's method" if len(rows) > 1 else ""
         note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: paired bootstrap."
         parts.append(html.paragraph(note, "note"))
-    return Section("Summary", parts)
+    return PageSection("Summary", parts)
 
 
 def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[str, str, str]:
@@ -218,23 +218,23 @@ def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[
     return name, f"{values[0]:.2f} %", f"{comparison.metric}, {detail}"
 
 
-def _config_section(comparison: Comparison) -> Section:
+def _config_section(comparison: Comparison) -> PageSection:
     parts: list[str] = []
     if comparison.changes is None:
         parts.append(html.paragraph("A run has no readable config.yaml, so the configs are not compared.", "note"))
-        return Section("Config", parts)
+        return PageSection("Config", parts)
     if not comparison.changes:
         parts.append(html.paragraph("The configs do not differ."))
-        return Section("Config", parts)
+        return PageSection("Config", parts)
     columns = [Column("option"), *(Column(name) for name in comparison.sides)]
     rows = [
         [key, *("–" if value is None else str(value) for value in values)] for key, values in comparison.changes.items()
     ]
     parts.append(html.table(columns, rows, sortable=False))
-    return Section("Config", parts)
+    return PageSection("Config", parts)
 
 
-def _curves(comparison: Comparison) -> Section:
+def _curves(comparison: Comparison) -> PageSection:
     """Return the section of the curves of all runs: of a side with several runs, the first one."""
     parts: list[str] = []
     firsts = {name: members[0].history for name, members in comparison.sides.items()}
@@ -247,17 +247,17 @@ def _curves(comparison: Comparison) -> Section:
         return line_chart(title, [one for one in series if one.x], "epoch")
 
     metrics = dict.fromkeys(
-        itertools.chain.from_iterable(list_metrics(history.evaluations.get("eval", [])) for history in firsts.values())
+        itertools.chain.from_iterable(list_curves(history.evaluations.get("eval", [])) for history in firsts.values())
     )
     charts = [chart("Training loss", "loss", "train"), chart("Validation loss", "loss", "eval")]
     charts += [chart(f"Validation {title_of(next(iter(firsts.values())), name)}", name, "eval") for name in metrics]
     charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
     if drawn := [text for text in charts if text]:
         parts.append(html.grid(drawn, "narrow"))
-    return Section("Curves", parts)
+    return PageSection("Curves", parts)
 
 
-def _classes(comparison: Comparison) -> Section:
+def _classes(comparison: Comparison) -> PageSection:
     parts: list[str] = []
     classes = next(iter(comparison.sides.values()))[0].content.classes
     for names, pair in comparison.pairs.items():
@@ -276,14 +276,14 @@ def _classes(comparison: Comparison) -> Section:
         rows = [[classes[k], int(images[k]), *(_cell(values[k], pair.metric) for values in figures), float(change[k])]
                 for k in order]  # fmt: skip
         parts.append(html.table(columns, rows))
-    return Section("Classes", parts)
+    return PageSection("Classes", parts)
 
 
 def _cell(value: Any, metric: str) -> float | int:
     return float(value) if metric == "map" else int(value)
 
 
-def _changed_images(comparison: Comparison) -> Section:
+def _changed_images(comparison: Comparison) -> PageSection:
     """Return the section of the images that only one of two runs got right, the most confident mistakes first."""
     parts: list[str] = []
     for names, pair in comparison.pairs.items():
@@ -302,7 +302,7 @@ def _changed_images(comparison: Comparison) -> Section:
                 cards = html.gallery([_card(runs, names, places[:, index], pictures) for index in shown], "small")
                 parts.append(html.details(title, cards) if len(comparison.pairs) > 1 else html.heading(title) + cards)
         parts += [html.paragraph(note, "note") for note in pictures.notes]
-    return Section("Changed answers", parts)
+    return PageSection("Changed answers", parts)
 
 
 def _card(runs: Sequence[RunFiles], names: Sequence[str], places: np.ndarray, pictures: Pictures) -> Card:

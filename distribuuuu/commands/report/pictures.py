@@ -157,12 +157,10 @@ def _add_saliency(
 
 
 def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
-    return to_pixels(crop, run.transform.mean, run.transform.std, run.transform.options.pixels != "uint8")
+    return to_rgb(crop, run.transform.mean, run.transform.std, run.transform.options.pixels != "uint8")
 
 
-def to_pixels(
-    crop: torch.Tensor, mean: Sequence[float], std: Sequence[float], is_stretched: bool = False
-) -> np.ndarray:
+def to_rgb(crop: torch.Tensor, mean: Sequence[float], std: Sequence[float], is_stretched: bool = False) -> np.ndarray:
     """Return uint8 (H, W, 3) from a normalized image (C, H, W).
 
     Of other numbers of channels than 1 and 3, the first three or the first one are shown. With `is_stretched`, black

@@ -34,7 +34,7 @@ from distribuuuu.commands.html.history import (
 from distribuuuu.commands.html.page import (
     Card,
     Column,
-    Section,
+    PageSection,
     build_page,
     html,
     percent,
@@ -142,7 +142,7 @@ def list_report(run: RunFiles) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------- summary
 
 
-def summarize(run: RunFiles) -> Section:
+def summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     content, history = run.content, run.history
     entries = list(_main_figures(content))
@@ -155,7 +155,7 @@ def summarize(run: RunFiles) -> Section:
     parts += [*([html.paragraph(marks, "note")] if marks else []), time]
     if not curves:
         parts.append(html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
-    return Section("Summary", parts)
+    return PageSection("Summary", parts)
 
 
 def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
@@ -180,7 +180,7 @@ def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
 # ------------------------------------------------------------------------------------- classes
 
 
-def describe_classes(content: Predictions) -> Section:
+def describe_classes(content: Predictions) -> PageSection:
     """Return the section with a table of the classes."""
     figures = analysis.compute_class_figures(content)
     # With soft hyphens, at which narrow displays break the heads.
@@ -201,10 +201,10 @@ def describe_classes(content: Predictions) -> Section:
     if not figures.support.all():
         missing = counted(int((figures.support == 0).sum()), "class")
         parts.append(html.paragraph(f"No image of {missing}; their recall is not defined.", "note"))
-    return Section("Classes", parts)
+    return PageSection("Classes", parts)
 
 
-def describe_confusions(content: Predictions) -> Section:
+def describe_confusions(content: Predictions) -> PageSection:
     """Return the section with the confusion matrix and the most confused pairs."""
     names, support = content.classes, np.bincount(content.label, minlength=len(content.classes))
     if len(names) > MAX_LABELED:
@@ -216,10 +216,10 @@ def describe_confusions(content: Predictions) -> Section:
     bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, support[row]):.1%})")
             for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
     if not bars:
-        return Section("Confusion", [chart, html.paragraph("There is no mistake.")])
+        return PageSection("Confusion", [chart, html.paragraph("There is no mistake.")])
     pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))
     is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
-    return Section("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
+    return PageSection("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
 
 
 # -------------------------------------------------------------------------------------- images
@@ -289,7 +289,7 @@ def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures
     return Card(f"predicted: {first}", lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
 
 
-def describe_images(content: Predictions, pictures: Pictures) -> Section:
+def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
     """Return the section with the galleries."""
     mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
     parts = [html.paragraph(note, "notice") for note in pictures.notes]
@@ -303,13 +303,13 @@ def describe_images(content: Predictions, pictures: Pictures) -> Section:
     parts.append(html.gallery([_card(content, index, True, pictures) for index in mistakes]))
     parts.append(html.heading("Least certain images"))
     parts.append(html.gallery([_card(content, index, False, pictures) for index in uncertain]))
-    return Section("Images", parts)
+    return PageSection("Images", parts)
 
 
 # --------------------------------------------------------------------------------- calibration
 
 
-def describe_calibration(content: Predictions) -> Section:
+def describe_calibration(content: Predictions) -> PageSection:
     """Return the section on the reliability of the probabilities."""
     reliability = analysis.compute_reliability(content.confidence, content.correct)
     fitted = analysis.fit_temperature(content)
@@ -335,7 +335,7 @@ def describe_calibration(content: Predictions) -> Section:
     charts.append(line_chart("Mistakes among the most confident images, in percent", [curve],
                              "share of the images that are answered"))  # fmt: skip
     parts = [html.tiles(entries), *([html.paragraph(note)] if note else []), html.grid(charts, "narrow top")]
-    return Section("Calibration", parts)
+    return PageSection("Calibration", parts)
 
 
 def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
@@ -346,7 +346,7 @@ def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
 # ----------------------------------------------------------------------------------- provenance
 
 
-def describe_provenance(run: RunFiles) -> Section:
+def describe_provenance(run: RunFiles) -> PageSection:
     """Return the section on the config and the origin of the run."""
     facts, parts = run.facts or run.history.results, []
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
@@ -376,4 +376,4 @@ def describe_provenance(run: RunFiles) -> Section:
         parts.append(html.details("All options", html.preformatted("\n".join(config))))
     if facts:
         parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
-    return Section("Provenance", parts)
+    return PageSection("Provenance", parts)

@@ -21,10 +21,10 @@ from distribuuuu.config.locate import find_shipped, shipped_file
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.processes import start_command
+from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 from distribuuuu.records.results import FILE_NAME, read_results
-from distribuuuu.records.run_groups import Run, group_runs, name_groups, read_runs
+from distribuuuu.records.run_groups import RecordedRun, group_runs, name_groups, read_runs
 
 SUMMARY = "rerun a measured result, and compare the outcome"
 _DESCRIPTION = """Train a row of the measured results again, with its config and one of its
@@ -91,7 +91,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     return parser
 
 
-def read_rows(folder: str) -> tuple[dict[str, list[Run]], list[str]]:
+def read_rows(folder: str) -> tuple[dict[str, list[RecordedRun]], list[str]]:
     """Return the rows of a folder of results by name, and notes about skipped runs and damaged files.
 
     Raises:
@@ -105,7 +105,7 @@ def read_rows(folder: str) -> tuple[dict[str, list[Run]], list[str]]:
     return rows, [*notes, *(f"{problem}; its run is left out" for problem in problems)]
 
 
-def find_row(name: str, rows: Mapping[str, Sequence[Run]], folder: str, prog: str) -> str:
+def find_row(name: str, rows: Mapping[str, Sequence[RecordedRun]], folder: str, prog: str) -> str:
     """Return the row of a name: that of the row, of its config, or the beginning of either.
 
     Raises:
@@ -189,7 +189,7 @@ def train_again(command: Sequence[str], record: Mapping[str, Any]) -> int:
             child.send_signal(signum)
 
     with handled_by(forward, on_quit=forward):
-        children.append(start_command([sys.executable, "-m", "distribuuuu", *command], "reproduce", env))
+        children.append(start_child([sys.executable, "-m", "distribuuuu", *command], "reproduce", env))
         status = children[0].wait()
     if status not in (0, 2):  # 2: it has printed what to change
         print("the training has not finished; rerun the same command to resume", file=sys.stderr)

@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.best_weights import RAW, common_kind
 from distribuuuu.commands.terminal import WIDTH
 from distribuuuu.records.results import list_metrics
-from distribuuuu.records.run_groups import Run
+from distribuuuu.records.run_groups import RecordedRun
 from distribuuuu.records.significance import mean_interval
 
 _NAME_WIDTH = 30
@@ -36,10 +36,10 @@ class Figure(NamedTuple):
     text: str
 
 
-def read_figure(row: Sequence[Run]) -> Figure:
+def read_figure(row: Sequence[RecordedRun]) -> Figure:
     """Return the figure by which a row is compared."""
     records = [run.record for run in row]
-    kind = next((kind for kind in KINDS if all(kind in record["accuracy"] for record in records)), RAW)
+    kind = common_kind([record["accuracy"] for record in records])
     metric, label = next(iter(list_metrics(records[0]).items()), ("loss", "loss"))
     found = [record["accuracy"][kind]["last"].get(metric) for record in records]
     values = [value for value in found if value is not None]
@@ -50,7 +50,7 @@ def read_figure(row: Sequence[Run]) -> Figure:
     return Figure(kind, metric, values, text)
 
 
-def format_rows(rows: Mapping[str, Sequence[Run]]) -> str:
+def format_rows(rows: Mapping[str, Sequence[RecordedRun]]) -> str:
     """Return a table of the rows: name, number of seeds, figure, hours of a run, whether hashes are recorded."""
     lines = [f"{'row':<{_NAME_WIDTH}} {'n':>2}  {'result, last epoch':<29} {'hours':>6}  sha256"]
     for name, row in sorted(rows.items()):
@@ -64,7 +64,7 @@ def format_rows(rows: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join(lines)
 
 
-def compare_run(row: Sequence[Run], rerun: Mapping[str, Any]) -> tuple[bool, str]:
+def compare_run(row: Sequence[RecordedRun], rerun: Mapping[str, Any]) -> tuple[bool, str]:
     """Return whether the results of a rerun agree with a row, and the report.
 
     Args:

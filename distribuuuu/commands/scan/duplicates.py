@@ -32,7 +32,7 @@ _CACHED = 1024
 _ROWS, _INDEX = 1 << 16, np.uint64(0xFFFFFFFF)
 
 
-class Group(NamedTuple):
+class DuplicateGroup(NamedTuple):
     """Images that are copies of each other.
 
     Attributes:
@@ -169,7 +169,7 @@ def count_bits(words: np.ndarray) -> np.ndarray:
 
 def find_groups(
     scan: Scan, options: DecodeOptions, progress: Callable[[int], object] = lambda num: None
-) -> list[Group]:
+) -> list[DuplicateGroup]:
     """Return the groups of duplicates among the images of a scan, in the order of their first images.
 
     Near-duplicates are confirmed on the pixels of both images.
@@ -189,7 +189,7 @@ def find_groups(
     groups = []
     for images in sets.groups():
         identical = all(scan.records[index] == scan.records[images[0]] for index in images)
-        groups.append(Group(images, identical, max(distances.get(index, 0) for index in images)))
+        groups.append(DuplicateGroup(images, identical, max(distances.get(index, 0) for index in images)))
     return groups
 
 

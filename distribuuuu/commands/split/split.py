@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import check_out
@@ -49,12 +50,12 @@ def _run(prog: str, args: list[str]) -> int:
     total = len(plan.images.names)
     lines = [] if is_new else [f"finished already: the lists in {flags.out} are those of this command"]
     lines += [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
-    width = max(map(len, plan.files))
+    sizes = []
     for name, indices in plan.files.items():
         num_classes = len({plan.images.labels[index] for index in indices})
         share = f"{100 * len(indices) / total:.1f} %"
-        lines.append(f"  {name:<{width}}  {len(indices):>9,}  {share:>7}  {counted(num_classes, 'class')}")
-    for line in (*lines, *plan.notes):
+        sizes.append([f"  {name}", f"{len(indices):>9,}", f"{share:>7}", counted(num_classes, "class")])
+    for line in (*lines, *align_columns(sizes, "<>>"), *plan.notes):
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder, "MODEL.NUM_CLASSES": 0}

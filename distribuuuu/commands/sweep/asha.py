@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from distribuuuu.commands.sweep.trials import (
     Executor,
     Job,
-    Row,
     RunState,
     States,
     Sweep,
+    TrialRow,
     build_rows,
     read_state,
     record_failure,
@@ -83,7 +83,7 @@ def find_jobs(sweep: Sweep, states: States) -> list[Job]:
             if states.get((trial, seed), RunState()).value(sweep.trials[trial].epochs) is None]  # fmt: skip
 
 
-def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[Row], Collection[Job]], None]) -> States:
+def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[TrialRow], Collection[Job]], None]) -> States:
     """Run all jobs; return the state of each run.
 
     Args:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-from distribuuuu.commands.sweep.trials import FAILED, FINISHED, PAUSED, RUNNING, WAITING, Job, Row, Sweep
+from distribuuuu.commands.sweep.trials import FAILED, FINISHED, PAUSED, RUNNING, WAITING, Job, Sweep, TrialRow
+from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config.errors import counted
 
 
@@ -17,7 +18,7 @@ def short_names(sweep: Sweep) -> list[str]:
     return [key if last.count(name) > 1 else name for key, name in zip(keys, last, strict=True)]
 
 
-def summarize(sweep: Sweep, rows: Sequence[Row]) -> str:
+def summarize(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
     """Return the best trial, the number of trials of each status, and the epochs of the search, as a line."""
     counts = Counter(row.status for row in rows)
     statuses = [f"{counts[name]} {name}" for name in (RUNNING, WAITING, PAUSED, FINISHED, FAILED) if counts[name]]
@@ -26,15 +27,14 @@ def summarize(sweep: Sweep, rows: Sequence[Row]) -> str:
     return f"{best}{counted(len(rows), 'trial')}: {', '.join(statuses)}; {epochs}"
 
 
-def format_rows(sweep: Sweep, rows: Sequence[Row], width: int = 80, num: int = 1_000_000) -> list[str]:
+def format_rows(sweep: Sweep, rows: Sequence[TrialRow], width: int = 80, num: int = 1_000_000) -> list[str]:
     """Return the lines of a table of the first `num` rows, none longer than `width` characters."""
     lines = [["trial", "status", "epochs", sweep.metric, "seeds", *short_names(sweep)]]
     for row in rows[:num]:
         trial = sweep.trials[row.trial]
         cells = [row.trial, row.status, f"{row.epochs}/{trial.epochs}", _number(row.objective), len(row.seeds) or ""]
         lines.append([*map(str, cells), *trial.values.values(), *row.failures.values()])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    texts = ("  ".join([*map(str.rjust, line, widths), *line[len(widths) :]]) for line in lines)
+    texts = align_columns(lines, ">" * len(lines[0]))
     return [text if len(text) <= width else f"{text[: width - 1]}…" for text in texts]
 
 
@@ -56,7 +56,7 @@ class LiveTable(logging.Handler):
         self._shown: list[str] = []
         self._known: dict[int, tuple] = {}
 
-    def show(self, rows: Sequence[Row], running: Collection[Job] = ()) -> None:
+    def show(self, rows: Sequence[TrialRow], running: Collection[Job] = ()) -> None:
         """Show the rows of `trials.build_rows`."""
         if self._stream.isatty():
             width, height = shutil.get_terminal_size()

@@ -10,7 +10,7 @@ from distribuuuu.commands.sweep.trials import CONSOLE_FILE, Job
 from distribuuuu.config.run_files import LOCK
 from distribuuuu.files.locks import try_lock
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.processes import start_command
+from distribuuuu.launch.processes import start_child
 
 
 class LocalExecutor:
@@ -57,7 +57,7 @@ def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
     _use_cores(cores)  # inherited
     try:
         with open(job.folder / CONSOLE_FILE, "ab") as console:
-            return start_command(job.command, "sweep", env, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+            return start_child(job.command, "sweep", env, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
     finally:
         _use_cores(before)
 

@@ -10,9 +10,9 @@ from markupsafe import Markup
 from distribuuuu import __version__
 from distribuuuu.commands.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.commands.html.history import read_facts
-from distribuuuu.commands.html.page import Column, Section, build_page, html
+from distribuuuu.commands.html.page import Column, PageSection, build_page, html
 from distribuuuu.commands.sweep.live_table import short_names, summarize
-from distribuuuu.commands.sweep.trials import BEST_FILE, CONSOLE_FILE, Row, States, Sweep, build_rows
+from distribuuuu.commands.sweep.trials import BEST_FILE, CONSOLE_FILE, States, Sweep, TrialRow, build_rows
 from distribuuuu.config.errors import counted
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.results import FILE_NAME
@@ -33,7 +33,7 @@ def build_sweep_page(sweep: Sweep, states: States) -> str:
     return build_page(title, f"{subtitle}, compared by {sweep.metric}", shown, f"distribuuuu {__version__}")
 
 
-def _chart(title: str, sweep: Sweep, rows: Sequence[Row], points: Mapping[int, Sequence[tuple[float, float]]],
+def _chart(title: str, sweep: Sweep, rows: Sequence[TrialRow], points: Mapping[int, Sequence[tuple[float, float]]],
            x_label: str, **options) -> str:  # fmt: skip
     """Return a chart of the points (x, y) of each trial, joined if there are several of one; NaNs are left out.
 
@@ -57,10 +57,10 @@ def _chart(title: str, sweep: Sweep, rows: Sequence[Row], points: Mapping[int, S
     return line_chart(title, curves, x_label, sweep.metric, y_range=(low, high), **options)
 
 
-def _summary(sweep: Sweep, rows: Sequence[Row], states: States) -> Section:
+def _summary(sweep: Sweep, rows: Sequence[TrialRow], states: States) -> PageSection:
     best = rows[0]
     if best.objective is None:
-        return Section("Summary", [html.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")])
+        return PageSection("Summary", [html.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")])
     seeds = list(best.seeds.values())
     spent, total = sum(row.epochs for row in rows), sum(trial.epochs for trial in sweep.trials)
     files = (sweep.folder(*run) / FILE_NAME for run, state in states.items() if state.epochs)
@@ -92,11 +92,11 @@ def _summary(sweep: Sweep, rows: Sequence[Row], states: States) -> Section:
     selected = "The best trial was selected by these values, which are therefore optimistic."
     command = f"distribuuuu train --cfg {sweep.out_dir / BEST_FILE} OUT_DIR DIR"
     config = html.heading(f"Best config: trial {best.trial}"), html.pairs(sweep.trials[best.trial].values)
-    return Section("Summary", [html.tiles(entries), html.grid(charts), stacked_bar("Cost of the search", cost), *config,
-                               html.paragraph(selected, "note"), html.preformatted(command)])  # fmt: skip
+    parts = [html.tiles(entries), html.grid(charts), stacked_bar("Cost of the search", cost), *config]
+    return PageSection("Summary", [*parts, html.paragraph(selected, "note"), html.preformatted(command)])
 
 
-def _options(sweep: Sweep, rows: Sequence[Row]) -> Section:
+def _options(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:
     """Return the section of the effect of each option on the results after the same number of epochs."""
     charts = []
     points = {row.trial: value for row in rows if (value := row.values[0]) is not None and math.isfinite(value)}
@@ -109,15 +109,15 @@ def _options(sweep: Sweep, rows: Sequence[Row]) -> Section:
         charts.append(_chart(key, sweep, rows, places, key, is_log=is_log, x_names=names))
     after = f"{sweep.metric} after {f'epoch {sweep.rungs[0]}' if sweep.rungs else 'the last epoch'}."
     shown = html.grid(charts, "narrow", max_width=360 * len(charts))
-    return Section("Options", [html.paragraph(after, "note"), shown] if points else [])
+    return PageSection("Options", [html.paragraph(after, "note"), shown] if points else [])
 
 
-def _seeds(sweep: Sweep, rows: Sequence[Row]) -> Section:
+def _seeds(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:
     """Return the section of the trials that were repeated with other seeds."""
     groups = [(row.trial, list(row.seeds.values())) for row in rows if len(row.seeds) > 1]
     groups = [(trial, values) for trial, values in groups if math.isfinite(sum(values))]
     if not groups:
-        return Section("Seeds", [])
+        return PageSection("Seeds", [])
     cells: list[list] = []
     intervals = []
     for trial, values in groups:
@@ -135,10 +135,10 @@ def _seeds(sweep: Sweep, rows: Sequence[Row]) -> Section:
                Column("differs")]  # fmt: skip
     note = "Low and high: 95 % interval. Differs: from the first trial, at the level of 5 %. Both by Student's t."
     shown = html.table(columns, cells, sortable=False) + html.paragraph(note, "note")
-    return Section("Seeds", [html.grid([chart, Markup("<div>{}</div>").format(shown)], "top")])
+    return PageSection("Seeds", [html.grid([chart, Markup("<div>{}</div>").format(shown)], "top")])
 
 
-def _trials(sweep: Sweep, rows: Sequence[Row]) -> Section:
+def _trials(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:
     columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(sweep.metric, ".2f"),
                Column("seeds", "d"), *map(Column, short_names(sweep))]  # fmt: skip
     cells = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds),
@@ -147,4 +147,4 @@ def _trials(sweep: Sweep, rows: Sequence[Row]) -> Section:
                 for row in rows for seed, error in row.failures.items()]  # fmt: skip
     failed = [Column("trial", "d"), Column("seed", "d"), Column("error"), Column("output")]
     shown = [html.heading("Failed runs"), html.table(failed, failures)] if failures else []
-    return Section("Trials", [html.table(columns, cells), *shown])
+    return PageSection("Trials", [html.table(columns, cells), *shown])

@@ -26,7 +26,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.records.results import replace_nonfinite
 
 if TYPE_CHECKING:
-    from distribuuuu.commands.sweep.trials import Row, Sweep
+    from distribuuuu.commands.sweep.trials import Sweep, TrialRow
 
 SUMMARY = "search options by many runs, which survive any stop"
 _DESCRIPTION = """Search options by many runs: all combinations of lists, or --trials N
@@ -216,7 +216,7 @@ def find_objective(cfg: Config) -> tuple[str, bool]:
 # ----------------------------------------------------------------------------------------- outcome
 
 
-def write_outcome(plan: "Sweep", rows: Sequence["Row"]) -> None:
+def write_outcome(plan: "Sweep", rows: Sequence["TrialRow"]) -> None:
     """Write the table of a finished sweep and its best config."""
     from distribuuuu.commands.sweep.trials import BEST_FILE, RESULTS_FILE
 

@@ -180,7 +180,7 @@ def record_failure(job: Job, status: int) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """A trial in the table.
 
     Attributes:
@@ -201,7 +201,7 @@ class Row:
     failures: Mapping[int, str]
 
 
-def build_rows(sweep: Sweep, states: States, running: Collection[Job] = ()) -> list[Row]:
+def build_rows(sweep: Sweep, states: States, running: Collection[Job] = ()) -> list[TrialRow]:
     """Return a row for each trial, the best one first.
 
     The order: further milestones first, then more seeds, then the better objective, then the lower number.
@@ -209,14 +209,14 @@ def build_rows(sweep: Sweep, states: States, running: Collection[Job] = ()) -> l
     active = {job.trial for job in running}
     rows = [_build_row(sweep, trial, states, trial.number in active) for trial in sweep.trials]
 
-    def rank(row: Row) -> tuple:
+    def rank(row: TrialRow) -> tuple:
         reached = sum(value is not None and not math.isnan(value) for value in row.values)
         return -reached, -len(row.seeds), -sweep.score(math.nan if row.objective is None else row.objective), row.trial
 
     return sorted(rows, key=rank)
 
 
-def _build_row(sweep: Sweep, trial: Trial, states: States, is_running: bool) -> Row:
+def _build_row(sweep: Sweep, trial: Trial, states: States, is_running: bool) -> TrialRow:
     runs = {seed: states.get((trial.number, seed), RunState()) for seed in sweep.seeds}
     search = runs[sweep.seeds[0]]
     values = tuple(search.value(epoch) for epoch in sweep.milestones(trial.number))
@@ -226,7 +226,7 @@ def _build_row(sweep: Sweep, trial: Trial, states: States, is_running: bool) -> 
     status = FINISHED if sweep.seeds[0] in seeds else PAUSED if search.epochs else WAITING
     status = FAILED if search.failure else RUNNING if is_running else status
     failures = {seed: run.failure for seed, run in runs.items() if run.failure}
-    return Row(trial.number, status, search.epochs, values, seeds, objective, failures)
+    return TrialRow(trial.number, status, search.epochs, values, seeds, objective, failures)
 
 
 # ------------------------------------------------------------------------------------------ sweep.json

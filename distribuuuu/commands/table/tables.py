@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.best_weights import KINDS, RAW, common_kind
+from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
-from distribuuuu.records.run_groups import DIGITS_OF_HASH, Run, row_name
+from distribuuuu.records.run_groups import DIGITS_OF_HASH, RecordedRun, row_name
 from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
@@ -83,7 +84,7 @@ def _list_changes(record: dict, published: dict) -> dict:
     return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
 
 
-def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict]) -> Row:
+def make_row(group: Sequence[RecordedRun], by: str, epoch: str, reported: dict[str, dict]) -> Row:
     """Return the row of runs that differ in the seed only.
 
     Args:
@@ -99,7 +100,7 @@ def make_row(group: Sequence[Run], by: str, epoch: str, reported: dict[str, dict
     published = reported.get(first["config"], {})
     changes = _list_changes(first, published)
     published = {} if changes else published
-    kind = next((kind for kind in KINDS if all(kind in record["accuracy"] for record in records)), RAW)
+    kind = common_kind([record["accuracy"] for record in records])
     evaluations = [record["accuracy"][kind][epoch] for record in records]
     count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
@@ -293,7 +294,7 @@ def format_text(rows: Sequence[Row], by: str, epoch: str, width: int) -> str:
         (shown if fits else hidden).append(name)
         sizes += [size] if fits else []
     places = [lines[0].index(name) for name in shown]
-    table = ["  ".join(line[at].ljust(size) for at, size in zip(places, sizes, strict=True)).rstrip() for line in lines]
+    table = align_columns([[line[at] for at in places] for line in lines], "<" * len(places))
     notes = [legend] if legend else []
     notes += [f"Not shown: {', '.join(hidden)}; fix: a wider terminal, or --format markdown."] if hidden else []
     return "\n".join([*table, *("\n" + textwrap.fill(note, width) for note in notes)]) + "\n"

@@ -139,7 +139,7 @@ def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
     # Steps that the workers have prefetched; shorter blocks would overestimate the loader.
     ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
     parts |= measure_loader(step, loader, ahead, parts["step"])
-    memory = {**count_bytes(step), "training": peak_bytes(device)}
+    memory = {**count_state_bytes(step), "training": peak_bytes(device)}
     images = evaluation_images(cfg, parts["forward"], device, plan.micro_batch)
     targets = loader.zero_targets(len(images))
     step.state.model.eval()
@@ -179,7 +179,7 @@ def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int
     return images.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else images
 
 
-def count_bytes(step: Step) -> dict[str, int]:
+def count_state_bytes(step: Step) -> dict[str, int]:
     """Return the size in bytes of the parameters, the gradients and the optimizer state."""
     parameters: list[torch.Tensor] = list(step.state.model.parameters())
     states = [value for entry in step.state.optimizer.state.values() for value in entry.values()]

@@ -25,7 +25,7 @@ from distribuuuu.data.datasets.archive_members import (
     walk_archive,
     walk_tar,
 )
-from distribuuuu.data.datasets.array_file import name_at, pack_names
+from distribuuuu.data.datasets.array_file import pack_names, packed_name
 from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, first_few, is_class, is_image
 from distribuuuu.data.datasets.folder_index import (
     JUNK_FILES,
@@ -94,7 +94,9 @@ class ArchiveIndex(StoredIndex):
 
     def __init__(self, source: ArchiveSource, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         super().__init__(source, meta, arrays, file)
-        self.classes = tuple(name_at(arrays, "classes", number) for number in range(len(arrays["classes_offsets"]) - 1))
+        self.classes = tuple(
+            packed_name(arrays, "classes", number) for number in range(len(arrays["classes_offsets"]) - 1)
+        )
         self._files: dict[int, IO[bytes]] = {}
 
     def __len__(self) -> int:
@@ -102,7 +104,7 @@ class ArchiveIndex(StoredIndex):
 
     def name(self, index: int) -> str:
         """Return the name of image `index` in its archive."""
-        return name_at(self.arrays, "names", index)
+        return packed_name(self.arrays, "names", index)
 
     def path(self, index: int) -> str:
         """Return the archive of image `index`."""
@@ -394,7 +396,7 @@ class _Found:
         archive, start, end = arrays["archive"][order], arrays["offset"][order], _ends_of(arrays)[order]
         if len(wrong := np.flatnonzero((archive[1:] == archive[:-1]) & (start[1:] < end[:-1]))):
             index = order[wrong[0] + 1]
-            path, name = self.source.paths[arrays["archive"][index]], name_at(arrays, "names", index)
+            path, name = self.source.paths[arrays["archive"][index]], packed_name(arrays, "names", index)
             raise member_error(path, name, "shares bytes with another member; fix: pack the archive again")
 
 

@@ -170,6 +170,6 @@ def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
     return {f"{prefix}_bytes": np.frombuffer(b"".join(names), np.uint8), f"{prefix}_offsets": offsets}
 
 
-def name_at(arrays: Arrays, prefix: str, index: int) -> str:
+def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
     """Return name `index` of `pack_names` as text."""
     return base.name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)

@@ -25,8 +25,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import (
     OtherVersionError,
     checksum_of,
-    name_at,
     pack_names,
+    packed_name,
     read_arrays,
     write_arrays,
 )
@@ -127,7 +127,7 @@ class FolderIndex(StoredIndex):
         folder_class, sample_folder = arrays["folder_class"], arrays["sample_folder"]
         # The folder of the classes has no class, and comes first.
         first_folders = np.searchsorted(folder_class, np.arange(folder_class[-1] + 1))
-        self.classes = tuple(name_at(arrays, "paths", number) for number in first_folders)
+        self.classes = tuple(packed_name(arrays, "paths", number) for number in first_folders)
         self._bounds = [*np.searchsorted(sample_folder, first_folders).tolist(), len(sample_folder)]
 
     def __len__(self) -> int:
@@ -135,8 +135,8 @@ class FolderIndex(StoredIndex):
 
     def path(self, index: int) -> str:
         """Return the file of image `index`."""
-        folder = name_at(self.arrays, "paths", self.arrays["sample_folder"][index])
-        return os.path.join(self.folder, folder, name_at(self.arrays, "names", index))
+        folder = packed_name(self.arrays, "paths", self.arrays["sample_folder"][index])
+        return os.path.join(self.folder, folder, packed_name(self.arrays, "names", index))
 
     def class_bounds(self, number: int) -> tuple[int, int]:
         """Return the index of the first image of a class and of the one after its last."""
@@ -150,7 +150,7 @@ class FolderIndex(StoredIndex):
         numbers, step = range(len(mtimes)), 64
 
         def find_mtimes(first: int) -> list[int]:
-            paths = [name_at(self.arrays, "paths", number) for number in numbers[first : first + step]]
+            paths = [packed_name(self.arrays, "paths", number) for number in numbers[first : first + step]]
             stamps = [file_stamp(os.path.join(self.folder, path)) for path in paths]
             return [stamp[1] if stamp else NOT_KNOWN for stamp in stamps]
 

@@ -151,7 +151,7 @@ class ParquetSet(TableSet):
         columns = cls.read_columns(cfg)
         if name == "TRAIN" or columns.split or cfg.TRAIN.SPLIT == cfg.TEST.SPLIT or not len(table):
             return
-        if table.files.paths == find_files(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)[1]:
+        if table.files.paths == find_split_files(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)[1]:
             parent = Path(os.path.abspath(cfg.TEST.DATASET)).parent
             fix = f"set TEST.DATASET to the folder of {cfg.TEST.SPLIT}, or DATA.TABLE.split COLUMN"
             if columns.file:
@@ -269,11 +269,11 @@ def _check_type(field: Any, path: str) -> None:
 
 def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> ColumnFiles:
     """Return the files of a split of a folder or URL; raises ConfigError if there are none, or a column is missing."""
-    system, paths = find_files(root, split, columns)
+    system, paths = find_split_files(root, split, columns)
     return ColumnFiles(paths, needed, system)
 
 
-def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
+def find_split_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
     """Return the file system, None: local, and the paths of a split; raises ConfigError if there are none."""
     system, base, names = _list_url(root) if "://" in root else (None, root, _list_folder(root))
     for folder in (Path(root, split), Path(root)) if system is None and not columns.file else ():

@@ -40,7 +40,7 @@ Problems = dict[str, list[str]]
 # By column: the names that define the labels, in the order of the classes, or the type of numbers.
 Names = dict[str, tuple[str, ...] | str]
 # The number of a line, its path and its labels.
-Row = tuple[int, str, list[str]]
+CsvLine = tuple[int, str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _strip_unless_quoted(cell: str, source: str) -> str:
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[Row]:
+def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[CsvLine]:
     """Yield line, path and labels of the rows of a split; add invalid lines and headers to `problems`."""
     read = _read_parquet if path.lower().endswith(".parquet") else _read_csv
     values: set[str] = set()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.locks import lock_file
 
 logger = logging.getLogger(__name__)
@@ -80,19 +81,14 @@ class DiskCache:
         """Write a file unless it is too large; without space, nothing is written for REST_S."""
         if not self.is_writable or size >= KEPT * self.max_bytes:
             return
-        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
         try:
             self._reserve(size)
-            with temporary.open("wb") as file:
+            with replacing(path, survives_power_failure=False) as file:
                 file.writelines(parts)
-            os.replace(temporary, path)
         except OSError as error:
             self._rests_until = time.monotonic() + REST_S
             fix = "free some space, lower DATA.CACHE_GB, or set DATA.CACHE_DIR to another disk"
             logger.warning("%s: %s: data is read without the cache; %s", self.folder, error.strerror, fix)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def drop(self, name: str) -> None:
         """Delete a file if it exists."""

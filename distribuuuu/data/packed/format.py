@@ -20,7 +20,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, Place, name_at, read_arrays
+from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, Place, packed_name, read_arrays
 
 # The second version has targets other than one label per image.
 KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
@@ -60,7 +60,7 @@ def shard_header(number: int, identity: Identity) -> bytes:
 
 def describe_image(folder: Path | str, columns: Arrays, index: int) -> str:
     """Return the original name of image `index` and its place in the pack."""
-    return f"{name_at(columns, 'name', index)} (image {index} of {folder})"
+    return f"{packed_name(columns, 'name', index)} (image {index} of {folder})"
 
 
 def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, np.ndarray]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.metric_writers import TrackedRun
-from distribuuuu.records.trackers.spool import Row, Spool
+from distribuuuu.records.trackers.spool import MetricRow, Spool
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Tracker(ABC):
         """Continue the run of an identifier, or begin one if it is empty; return the identifier."""
 
     @abstractmethod
-    def send_rows(self, rows: list[Row]) -> None:
+    def send_rows(self, rows: list[MetricRow]) -> None:
         """Send rows in the order of the steps."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import Row
+from distribuuuu.records.trackers.spool import MetricRow
 
 # Limits of MLflow's REST API: metrics and parameters of a request, characters of a parameter and of a metric's name.
 _MAX_METRICS, _MAX_PARAMS, _MAX_VALUE, _MAX_KEY = 1000, 100, 500, 250
@@ -47,7 +47,7 @@ class MLflow(Tracker):
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
 
-    def send_rows(self, rows: list[Row]) -> None:
+    def send_rows(self, rows: list[MetricRow]) -> None:
         """Send the numbers, at most `_MAX_METRICS` per request."""
         from mlflow.entities import Metric
 

@@ -23,7 +23,7 @@ MAX_ROWS = 200
 _MAX_FILE, _MAX_TAG = 1 << 26, 180
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """A row of metrics.jsonl: the step of the run from its start, the time in seconds since 1970, and the numbers."""
 
     step: int
@@ -82,13 +82,13 @@ class Spool:
             self._state["run"] = run_id
             self._save()
 
-    def next_rows(self) -> list[Row]:
+    def next_rows(self) -> list[MetricRow]:
         """Return the next rows that the tracker lacks, up to `MAX_ROWS`; `note_rows` notes that it has them.
 
         Rows up to the last one of their kind that was sent are not repeated, even if a rollback or a resume has
         replaced them.
         """
-        rows: list[Row] = []
+        rows: list[MetricRow] = []
         self._read_rows = dict(self._state["rows"])
         if not self._metrics.exists():  # before the first row
             return rows
@@ -112,10 +112,10 @@ class Spool:
         self._read_rows[kind] = position
         return True
 
-    def _row(self, record: dict[str, Any]) -> Row:
+    def _row(self, record: dict[str, Any]) -> MetricRow:
         curves = {tag: value for tag, value in curves_of(record).items() if type(value) in (int, float)}
         time_s = record["time"] if type(record.get("time")) in (int, float) else 0.0
-        return Row((record["epoch"] - 1) * self._state["num_steps"] + record["step"], time_s, curves)
+        return MetricRow((record["epoch"] - 1) * self._state["num_steps"] + record["step"], time_s, curves)
 
     def note_rows(self) -> None:
         """Note that the tracker has the rows of `next_rows`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import Row
+from distribuuuu.records.trackers.spool import MetricRow
 
 
 @TRACKERS.register("trackio")
@@ -30,7 +30,7 @@ class Trackio(Tracker):
         self._run: Any = trackio.init(project, run_id, config=options, resume="allow", **quiet)
         return run_id
 
-    def send_rows(self, rows: list[Row]) -> None:
+    def send_rows(self, rows: list[MetricRow]) -> None:
         """Hand the rows to the thread of Trackio."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)

@@ -9,7 +9,7 @@ from typing import Any
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TRACKERS_FOLDER
 from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import Row
+from distribuuuu.records.trackers.spool import MetricRow
 
 
 @TRACKERS.register("wandb")
@@ -33,7 +33,7 @@ class Wandb(Tracker):
         )  # fmt: skip
         return run_id
 
-    def send_rows(self, rows: list[Row]) -> None:
+    def send_rows(self, rows: list[MetricRow]) -> None:
         """Hand the rows to the process of W&B."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)

@@ -15,7 +15,7 @@ from support.runs import ROOT
 from distribuuuu.commands.measure import timing
 from distribuuuu.commands.plan import tune
 from distribuuuu.commands.plan.plan import format_text, parse_flags_and_cfg
-from distribuuuu.commands.plan.tune import Change, Gain, Process, Unusable, format_command, list_changes
+from distribuuuu.commands.plan.tune import Change, Gain, Process, Unusable, format_command, list_candidates
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch_plan import BatchPlan
@@ -80,10 +80,10 @@ def test_noise_and_drift_are_no_gain():
     recommended = 0
     for seed in range(400):
         machine = Machine(factors(), noise=0.2, drift=0.01, seed=seed)
-        recommended += tune.compare(machine(()), machine(())).is_real
+        recommended += tune.measure_gain(machine(()), machine(())).is_real
     assert recommended <= 8  # one in fifty
     with_drift = Machine(factors(AMP=1.1), drift=0.02)
-    gain = tune.compare(with_drift(()), with_drift([AMP]))
+    gain = tune.measure_gain(with_drift(()), with_drift([AMP]))
     assert gain.ratio == pytest.approx(1.1, rel=0.03) and 0 < gain.spread < 0.1 and gain.is_real
 
 
@@ -91,7 +91,7 @@ def test_one_disturbed_pair_does_not_hide_a_gain_and_small_gains_are_not_real():
     base, fast = (Machine(factors(AMP=1.5))(changes) for changes in ((), [AMP]))
     speeds = iter([100, 100, 100, 9, 100, 100, 100])
     base.block = lambda: next(speeds)
-    assert tune.compare(base, fast) == Gain(pytest.approx(1.5), pytest.approx(0, abs=1e-9))
+    assert tune.measure_gain(base, fast) == Gain(pytest.approx(1.5), pytest.approx(0, abs=1e-9))
     assert not Gain(1.019, 0.0).is_real and Gain(1.021, 0.0).is_real and not Gain(1.1, 0.11).is_real
     assert not Gain(0.99, 0.0).is_loss and Gain(0.9, 0.05).is_loss and not Gain(0.9, 0.2).is_loss
 
@@ -151,7 +151,7 @@ def test_a_combination_that_is_slower_than_the_base_is_not_recommended():
 )  # fmt: skip
 def test_the_changes_are_the_other_values_of_options_outside_of_the_recipe(words, is_cuda, expected, missing):
     cfg = load_cfg(None, words)
-    changes = list_changes(cfg, is_cuda)
+    changes = list_candidates(cfg, is_cuda)
     assert expected <= set(changes) and not missing & {change.key for change in changes}
     here = Launch("test")
     for change in changes:
@@ -166,14 +166,14 @@ def test_the_changes_are_the_other_values_of_options_outside_of_the_recipe(words
 
 def test_installed_decoders_are_measured(monkeypatch):
     monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: object() if name == "simplejpeg" else None)
-    assert Change("DATA.DECODER", "simplejpeg") in list_changes(load_cfg(None), True)
-    assert not any(change.value == "nvimgcodec" for change in list_changes(load_cfg(None), True))
+    assert Change("DATA.DECODER", "simplejpeg") in list_candidates(load_cfg(None), True)
+    assert not any(change.value == "nvimgcodec" for change in list_candidates(load_cfg(None), True))
 
     def find_no_parent(name):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(tune.importlib.util, "find_spec", find_no_parent)
-    assert not any(change.key == "DATA.DECODER" for change in list_changes(load_cfg(None), True))
+    assert not any(change.key == "DATA.DECODER" for change in list_candidates(load_cfg(None), True))
 
 
 def test_the_command_replaces_the_options_that_it_changes():

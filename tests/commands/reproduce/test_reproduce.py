@@ -10,7 +10,7 @@ from support.runs import ROOT, run_tool
 
 command = command_module("reproduce.reproduce")
 verdict = command_module("reproduce.verdict")
-Run = verdict.Run
+RecordedRun = verdict.RecordedRun
 ROWS = ROOT / "benchmarks" / "results"
 RECORD = json.loads((ROWS / "shapes" / "resnet14" / "seed_0.json").read_text())
 HASHED = {
@@ -34,7 +34,7 @@ def change(record: dict, **changes) -> dict:
 
 def make_row(*values: float | None, **changes) -> list:
     record = change({**RECORD, **HASHED}, **changes)
-    return [Run(Path(f"seed_{seed}.json"), change(record, seed=seed, accuracy__raw__last__top1=value))
+    return [RecordedRun(Path(f"seed_{seed}.json"), change(record, seed=seed, accuracy__raw__last__top1=value))
             for seed, value in enumerate(values)]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_the_verdict(row, rerun, is_reproduced, texts):
 
 
 def test_a_row_without_hashes_is_compared_by_its_interval():
-    runs = [Run(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
+    runs = [RecordedRun(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
     found, text = verdict.compare_run(runs, {**RECORD, **HASHED})
     assert found and "not compared: the row has no sha256 of its weights" in text
 

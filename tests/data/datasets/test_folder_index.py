@@ -15,7 +15,7 @@ from support.processes import on_processes
 from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.data.datasets import folder_index
-from distribuuuu.data.datasets.array_file import checksum_of, name_at, pack_names, read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import checksum_of, pack_names, packed_name, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import EXTENSIONS, walk_images
 from distribuuuu.data.datasets.folder_index import FolderIndex, open_index
 from distribuuuu.data.datasets.imagefolder import ImageFolder
@@ -257,7 +257,7 @@ def test_an_index_of_others_with_invalid_values_is_replaced(root, scans, caplog)
 
 
 def renamed(arrays: dict, prefix: str, index: int, name: str) -> dict:
-    names = [name_at(arrays, prefix, number) for number in range(len(arrays[f"{prefix}_offsets"]) - 1)]
+    names = [packed_name(arrays, prefix, number) for number in range(len(arrays[f"{prefix}_offsets"]) - 1)]
     names[index] = name
     return pack_names(prefix, [os.fsencode(name) for name in names])
 

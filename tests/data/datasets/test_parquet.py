@@ -5,7 +5,7 @@ import pickle
 import re
 
 import pytest
-from mutations import count_verdicts
+from bench_support.mutations import count_verdicts
 from support.batches import assert_same_batches, batches_of
 from support.packs import pack
 from support.sources import NAMES, image_rows, save_to_disk, to_arrow, write_parquet

@@ -12,8 +12,6 @@ import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
 from support.errors import message_of
-from support.images import draw_folder
-from support.object_store import object_store
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
 
@@ -30,41 +28,33 @@ URL = "s3://bucket/sets/small"
 
 
 @pytest.fixture(scope="module")
-def server():
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory) -> Path:
-    """A local pack of 60 training images in several shards and of 20 evaluation images; `images/` is its source."""
+def packed(sixty_images, tmp_path_factory) -> Path:
+    """A local pack of the images, in several shards."""
     root = tmp_path_factory.mktemp("sets")
-    draw_folder(root / "images", "train", {"ant": 20, "bee": 20, "cat": 20})
-    draw_folder(root / "images", "val", {"ant": 6, "bee": 7, "cat": 7})
-    assert pack_command("pack", pack_words(root / "local", root, root)) == 0
+    assert pack_command("pack", pack_words(root / "local", sixty_images, root)) == 0
     return root / "local"
 
 
-def pack_words(out, root: Path, tmp_path: Path) -> list[str]:
-    words = [out, "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", root / "images"]
+def pack_words(out, images: Path, tmp_path: Path) -> list[str]:
+    words = [out, "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", images]
     return [str(word) for word in [*words, "DATA.CACHE_DIR", tmp_path / "packer"]]
 
 
 @pytest.fixture
-def store(server, packed, tmp_path, monkeypatch):
+def store(object_server, sixty_images, tmp_path, monkeypatch):
     """The server, with the pack at URL; blocks have a few images, and retries come at once."""
-    for name, value in server.environment.items():
+    for name, value in object_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(pack, "MEMORY_S", 0)  # failures before the pack was written
-    server.refusal = None
+    object_server.refusal = None
     transport._open_filesystem.cache_clear()
     with contextlib.suppress(FileNotFoundError):
         files().rm("bucket", recursive=True)
     files().mkdir("bucket")
-    assert pack_command("pack", pack_words(URL, packed.parent, tmp_path)) == 0
-    return server
+    assert pack_command("pack", pack_words(URL, sixty_images, tmp_path)) == 0
+    return object_server
 
 
 def files():
@@ -112,7 +102,7 @@ def test_a_replaced_object_is_reported_and_never_mixed_in(store, packed, tmp_pat
     assert bytes(images.read(0)) == bytes(local.read(0))
 
 
-def test_missing_objects_and_refused_access_are_reported_before_training(store, packed, tmp_path, capsys):
+def test_missing_objects_and_refused_access_are_reported_before_training(store, sixty_images, tmp_path, capsys):
     for url in ("s3://no-such-bucket/set", "s3://bucket/none"):
         assert f"{url}/train/index.bin: no such object; fix: check the URL" in problem_of(url, tmp_path)
     images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
@@ -124,10 +114,10 @@ def test_missing_objects_and_refused_access_are_reported_before_training(store, 
         begin = time.monotonic()
         assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
     capsys.readouterr()
-    assert pack_command("pack", pack_words(URL, packed.parent, tmp_path)) == 2
+    assert pack_command("pack", pack_words(URL, sixty_images, tmp_path)) == 2
     assert "access denied" in capsys.readouterr().err
     store.refusal = None
-    assert pack_command("pack", pack_words("s3://no-such-bucket/set", packed.parent, tmp_path)) == 2
+    assert pack_command("pack", pack_words("s3://no-such-bucket/set", sixty_images, tmp_path)) == 2
     assert "OUT: s3://no-such-bucket: no such object" in capsys.readouterr().err  # before an image is read
 
 
@@ -152,7 +142,7 @@ def test_two_processes_with_one_cache_train_the_weights_of_the_local_pack(store,
     assert {*weights[0][0]} == {*weights[1][0]}
 
 
-def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
+def test_a_pack_at_a_gs_url_is_the_local_one(packed, sixty_images, tmp_path, monkeypatch):
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
     pytest.importorskip("gcsfs", reason="gcsfs is not installed")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
@@ -165,7 +155,7 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     try:
-        assert pack_command("pack", pack_words(url, packed.parent, tmp_path)) == 0
+        assert pack_command("pack", pack_words(url, sixty_images, tmp_path)) == 0
         for kind in ("thread", "process"):
             words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
             remote = batches_of(cfg_of(url, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind))

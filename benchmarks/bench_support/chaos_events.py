@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training_process import RunEnded, TrainingProcess, read_records
+from bench_support.training_process import RunEnded, TrainingProcess, read_records
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from gpu_contestants import Contestant, speed_ratios, take_turns
-from loader_images import make_jpegs
-from machine import show_spread
+from bench_support.gpu_contestants import Contestant, speed_ratios, take_turns
+from bench_support.loader_images import make_jpegs
+from bench_support.machine import show_spread
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
@@ -34,7 +34,7 @@ from distribuuuu.trainer import train_epoch, train_step
 BAR = 0.95
 MODEL, LOADER, BOTH = "ours, no loader", "loader alone", "ours with loader"
 SYNTHETIC = "synthetic"
-PACKER = Path(__file__).resolve().parents[1] / "tools" / "pack_dataset.py"
+PACKER = Path(__file__).resolve().parents[2] / "tools" / "pack_dataset.py"
 
 
 class BlockLoader:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Process with one data loader: for each line of standard input it runs one pass and prints the measurement.
 
-    python loader_contestants.py NAME '{"folder": ..., ...}'
+    python benchmarks/bench_support/loader_contestants.py NAME '{"folder": ..., ...}'
 
 Each loader function below returns a function that runs one pass over the images and returns their number. The first
 pass is a warm-up and is not printed.

@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from chaos_events import EVERY_STEPS, FULL_DISKS, Event, Progress, inject, phase_of, wait_polling
-from kill_resume import COMPILED_HANGS_AFTER_S, NUM_IMAGES, SETTINGS, TRAIN_NET, WORKERS, draw_images
-from training_process import HANGS_AFTER_S, RunEnded, TrainingProcess, read_records
+from bench_support.chaos_events import EVERY_STEPS, FULL_DISKS, Event, Progress, inject, phase_of, wait_polling
+from bench_support.small_training import COMPILED_HANGS_AFTER_S, NUM_IMAGES, SETTINGS, TRAIN_NET, WORKERS, draw_images
+from bench_support.training_process import HANGS_AFTER_S, RunEnded, TrainingProcess, read_records
 
 BATCH = 6
 NUM_STEPS = NUM_IMAGES["train"] // BATCH

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_process import read_records
+from bench_support.training_process import read_records
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
