@@ -12,8 +12,11 @@ of the loop itself; and `train_epoch` without model and optimizer, whose microse
 loop takes while its code and data stay in the caches. With --bind, each process runs on a core of its own, which
 varies less.
 
-With --trackers our loop also sends its rows to these trackers, whose addresses are environment variables; compare the
-ratio with that of the same call without them.
+With --trackers or --mirror one more loop runs: `train_epoch` of a run that sends its rows to these trackers, whose
+addresses are environment variables, and whose OUT_DIR is a file:// URL that a child process mirrors. It has a model and
+an optimizer of its own. An epoch that is not timed precedes each block, so that the row before it is sent during the
+block. After the block, the trackers receive its row before the next loop, and the mirror is stopped. It scans the
+folder in each block, more often than the once per second of a run.
 
 With --layer-norms one more loop runs: `train_epoch` with LOG.LAYER_NORMS, on a model and an optimizer of its own; its
 cost is relative to our loop without them. It grows with the number of layers.
@@ -29,6 +32,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -45,6 +49,7 @@ from torch import nn
 from distribuuuu import trainer
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.run_files import TRACKERS_FOLDER, local_folder
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
@@ -56,6 +61,7 @@ from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
+from distribuuuu.mirror.client import MirrorClient
 from distribuuuu.records.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.tasks.metrics import StepOutput
@@ -70,6 +76,8 @@ FEATURES = "TRAIN.AMP bf16 EMA.HALF_LIFE 10000 EMA.RAMP_UP 0 OPTIM.CLIP_NORM 1"
 BARS = {1: 1.01, 2: 1.01}
 # Deviation of the control from 1 above which the machine was too busy for a result.
 MAX_DEVIATION = 0.01
+# Seconds until the trackers must have a row.
+SEND_S = 300
 
 
 class MemoryLoader:
@@ -122,12 +130,66 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
     overrides += f"OPTIM.BASE_LR {BASE_LR} RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
     overrides += FEATURES if args.features else ""
-    trackers = ("LOG.TRACKERS", str(args.trackers)) if args.trackers else ()
-    return load_cfg(None, [*overrides.split(), *trackers])
+    return load_cfg(None, overrides.split())
+
+
+class Recorded:
+    """Our loop with trackers and a mirror, which work only within `lead_in`.
+
+    Args:
+        cfg: the config of the other loops.
+        loader: the loader.
+        trackers: LOG.TRACKERS.
+        mirror: mirror OUT_DIR to a file:// URL.
+        stack: ends the log and the mirror.
+    """
+
+    def __init__(self, cfg, loader: MemoryLoader, trackers: list[str], mirror: bool, stack: contextlib.ExitStack):
+        self.trackers, self.pid = trackers if dist.is_main() else [], 0
+        os.environ["XDG_CACHE_HOME"] = f"{cfg.OUT_DIR}/cache"  # OUT_DIR of a URL is below it
+        self.folder = Path(local_folder(f"file://{cfg.OUT_DIR}/store/run"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if mirror and dist.is_main():
+            client = stack.enter_context(MirrorClient(self.folder))
+            if problem := client.start():
+                raise SystemExit(problem)
+            self.pid = client._process.pid
+            stack.callback(self.signal, signal.SIGCONT)
+        changes = {"OUT_DIR": str(self.folder), "LOG.TRACKERS": trackers, "OPTIM.MAX_EPOCH": 1 << 20}
+        self.run = build_memory_run(changed(cfg, changes), loader)
+        stack.enter_context(self.run.log)
+
+    def __call__(self) -> None:
+        """Run STEPS steps: an epoch, since trackers get each position once."""
+        self.run.state.epoch, self.run.state.step = self.run.state.epoch + 1, 0
+        train_epoch(self.run)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process of the mirror."""
+        if self.pid:
+            os.kill(self.pid, number)
+
+    @contextlib.contextmanager
+    def lead_in(self) -> Iterator[None]:
+        """Run an epoch before the block, and wait after it until its row is sent."""
+        self()
+        self.signal(signal.SIGCONT)
+        yield
+        deadline = time.monotonic() + SEND_S
+        while not all(self._has_sent(name) for name in self.trackers):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"a tracker has not received a row within {SEND_S} s: see its address")
+            time.sleep(0.01)
+        self.signal(signal.SIGSTOP)
+
+    def _has_sent(self, name: str) -> bool:
+        path = self.folder / TRACKERS_FOLDER / f"{name}.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
+        return rows.get("train") == [self.run.state.epoch + 1, STEPS]
 
 
 def build_loops(
-    cfg, device: torch.device, stack: contextlib.ExitStack, layer_norms: bool
+    cfg, device: torch.device, stack: contextlib.ExitStack, args: argparse.Namespace
 ) -> dict[str, Callable[[], None]]:
     """Return the loops by name, each a function that runs STEPS steps; their logs are opened on the stack.
 
@@ -135,7 +197,7 @@ def build_loops(
         cfg: the config.
         device: this process's device.
         stack: closes the logs.
-        layer_norms: build the loop with LOG.LAYER_NORMS too.
+        args: flags of the command, which name the further loops.
     """
     size, batch_size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE
     images = torch.randn(batch_size, 3, size, size, device=device)
@@ -166,7 +228,9 @@ def build_loops(
             ours()
 
     loops = {"bare": bare, "ours": ours, "control": bare, "empty": empty, "idle": idle}
-    if layer_norms:
+    if args.trackers or args.mirror:
+        loops["recorded"] = Recorded(cfg, loader, args.trackers, args.mirror, stack)
+    if args.layer_norms:
         with_norms = build_memory_run(changed(cfg, {"LOG.LAYER_NORMS": True}), loader)
         stack.enter_context(with_norms.log)
 
@@ -281,13 +345,15 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: t
     names = list(loops)
     for number in range(WARM_UP_ROUNDS + num_blocks):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            loops[name]()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if number >= WARM_UP_ROUNDS:
-                seconds[name].append(time.perf_counter() - start)
+            loop = loops[name]
+            with loop.lead_in() if isinstance(loop, Recorded) else contextlib.nullcontext():
+                dist.barrier()
+                start = time.perf_counter()
+                loop()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if number >= WARM_UP_ROUNDS:
+                    seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
@@ -305,7 +371,7 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
         with process_group(launch, device, timeout_s=600):
             set_up_logging(folder, "train.log")
             with contextlib.ExitStack() as stack:
-                loops = build_loops(make_cfg(args, folder), device, stack, args.layer_norms)
+                loops = build_loops(make_cfg(args, folder), device, stack, args)
                 if not args.parts:
                     del loops["empty"], loops["idle"]
                 seconds = time_blocks(loops, args.blocks, device)
@@ -319,9 +385,11 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
     columns = "launch   bare ms   ours ms   ratio   control" + "   without parts   loop us" * args.parts
-    columns += "   norms / ours" * args.layer_norms
+    has_recorded = bool(args.trackers or args.mirror)
+    columns += "   recorded / bare   recorded / ours" * has_recorded + "   norms / ours" * args.layer_norms
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
     ratios, controls, empties, norms = [], [], [], []
+    recorded: dict[str, list[float]] = {"bare": [], "ours": []}
     for number in range(args.launches):
         args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -333,6 +401,10 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         if args.parts:
             empties.append(step_ms["empty"] / step_ms["bare"])
             row += f" {empties[-1]:>15.3f} {1e3 * step_ms['idle']:>9.1f}"
+        if has_recorded:
+            for name, values in recorded.items():
+                values.append(step_ms["recorded"] / step_ms[name])
+                row += f" {values[-1]:>17.3f}"
         if args.layer_norms:
             norms.append(step_ms["norms"] / step_ms["ours"])
             row += f" {norms[-1]:>14.3f}"
@@ -341,6 +413,9 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
     if args.parts:
         print(f"without metrics, log, seeding and stop requests / bare: {show_spread(empties)}")
+    if has_recorded:
+        names = " and ".join([*args.trackers, *["a mirror"] * args.mirror])
+        print(f"with {names} / bare: {show_spread(recorded['bare'])}; / ours: {show_spread(recorded['ours'])}")
     if args.layer_norms:
         print(f"with LOG.LAYER_NORMS / ours: {show_spread(norms)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
@@ -358,8 +433,9 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=5, help="launches per number of processes")
     parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
-    trackers = "LOG.TRACKERS of ours, e.g. mlflow trackio; the bare loop has none"
+    trackers = "measure the loop with these LOG.TRACKERS, too, e.g. mlflow trackio"
     parser.add_argument("--trackers", nargs="+", default=[], help=trackers)
+    parser.add_argument("--mirror", action="store_true", help="measure the loop with a mirrored OUT_DIR, too")
     parser.add_argument("--parts", action="store_true", help="measure the loop without metrics, log and the like, too")
     parser.add_argument("--layer-norms", action="store_true", help="measure the loop with LOG.LAYER_NORMS, too")
     parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")

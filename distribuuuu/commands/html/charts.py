@@ -90,8 +90,9 @@ class _Axes:
     """The map from values to positions, with the axes and grid of a chart; of a logarithmic axis, x is log10."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_log: bool = False,
-                 x_names: Sequence[str] = ()):  # fmt: skip
+                 x_names: Sequence[str] = (), is_whole: bool = False):  # fmt: skip
         self.x_range, self.y_range, self.is_log, self.x_names = x_range, y_range, is_log, x_names
+        self.is_whole = is_whole
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value."""
@@ -112,6 +113,7 @@ class _Axes:
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
         x_ticks = find_log_ticks(*self.x_range) if self.is_log else find_ticks(*self.x_range, num=6)
+        x_ticks = [tick for tick in x_ticks if not (self.is_whole and tick % 1)]
         texts = [(float(x), _clip(name, 12)) for x, name in enumerate(self.x_names)]
         for x, text in texts or [(tick, format_tick(tick)) for tick in x_ticks]:
             parts.append(f'<text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{_escape(text)}</text>')
@@ -155,7 +157,8 @@ def line_chart(
     low, high = min(x_values), max(x_values)
     has_zero = not is_log and (0 <= low <= high / 2 or low == high > 0)
     x_range = (-0.5, len(x_names) - 0.5) if x_names else _widen(0.0 if has_zero else low, high, 0)
-    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, x_names)
+    is_whole = all(x % 1 == 0 for x, _ in points)  # e.g. numbers of trials, of which there are no halves
+    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, x_names, is_whole)
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))

@@ -21,7 +21,7 @@ class MLflow(Tracker):
     name = package = "mlflow"
 
     def connect(self, run_id: str) -> str:
-        """Open the run; a new one gets the options as parameters."""
+        """Open the run; the options become its parameters."""
         from mlflow import MlflowClient
 
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, and the thread repeats
@@ -29,21 +29,25 @@ class MLflow(Tracker):
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         logging.getLogger("urllib3").addHandler(logging.NullHandler())  # otherwise its retries are printed
         self._client: Any = MlflowClient()
-        self._run_id = run_id
         if run_id:
             self._client.update_run(run_id, status="RUNNING")
-            return run_id
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._run_id = self._client.create_run(experiment, run_name=self.run.out_dir.name).info.run_id
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            run_id = self._client.create_run(experiment, run_name=self.run.out_dir.name).info.run_id
+            self.spool.begin(run_id)  # at once: a failure of the next request must not begin another run
+        self._run_id = run_id
         self._send_options()
-        return self._run_id
+        return run_id
 
     def _send_options(self) -> None:
+        """Send the options that the run lacks; MLflow refuses to change a parameter."""
         from mlflow.entities import Param
 
-        params = [Param(_key(key), str(value)[:_MAX_VALUE]) for key, value in self.run.options.items()]
+        known = self._client.get_run(self._run_id).data.params
+        options = {_key(key): str(value)[:_MAX_VALUE] for key, value in self.run.options.items()}
+        params = [Param(key, value) for key, value in options.items() if key not in known]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
 

@@ -82,6 +82,12 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_whole_numbers_have_whole_ticks():
+    charts = [line_chart("Trials", [Series("one", x, [2.0, 3.0])], "trial") for x in ([0, 1], [0, 0.5])]
+    assert [">0.2</text>" in chart for chart in charts] == [False, True]
+    assert all(f">{tick}</text>" in charts[0] for tick in (0, 1))
+
+
 def test_the_live_table(sweep, states, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("LINES", "7")

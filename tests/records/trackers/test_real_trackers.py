@@ -42,6 +42,31 @@ def test_mlflow(small_cfg, tmp_path, monkeypatch, finished_run):
     assert "WARNING" not in (tmp_path / "out" / "train.log").read_text()
 
 
+def test_a_run_of_mlflow_whose_options_fail_is_continued(small_cfg, tmp_path, monkeypatch):
+    client = load("mlflow").MlflowClient
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    cfg, left = small_cfg("LOG.TRACKERS", "mlflow"), ["a failure"]
+    log_batch = client.log_batch
+
+    def fail_once(*args, **kwargs):
+        if left:
+            raise ConnectionError(left.pop())
+        return log_batch(*args, **kwargs)
+
+    monkeypatch.setattr(client, "log_batch", fail_once)
+    monkeypatch.setattr(importlib.import_module("distribuuuu.records.trackers.base"), "FLUSH_S", 60.0)
+    monkeypatch.setattr(importlib.import_module("distribuuuu.records.trackers.base"), "RETRY_S", 0.05)
+    train_model(cfg)
+    client = client()
+    (run,) = client.search_runs([client.get_experiment_by_name("distribuuuu").experiment_id])
+    assert {key: run.data.params[key] for key in ("MODEL.ARCH", "RNG_SEED")} == {
+        "MODEL.ARCH": "resnet8",
+        "RNG_SEED": "3",
+    }
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == STEPS
+
+
 def test_trackio(image_folder, tmp_path, finished_run):
     load("trackio")
     args = small_options(image_folder, tmp_path / "out", "LOG.TRACKERS", "trackio")

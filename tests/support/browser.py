@@ -1,0 +1,136 @@
+"""A headless Chromium, driven by its DevTools protocol over two pipes."""
+
+import base64
+import collections
+import fcntl
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+# Limit that catches a hang, in seconds: a page takes one or two.
+LOAD_S = 120
+_PROBLEMS = {
+    "Runtime.consoleAPICalled": lambda event: [argument.get("value") for argument in event["args"]],
+    "Runtime.exceptionThrown": lambda event: event["exceptionDetails"],
+    "Log.entryAdded": lambda event: event["entry"],
+    "Network.loadingFailed": lambda event: event,
+}
+
+
+def find_browser() -> str | None:
+    """Return the path of a Chromium, or None."""
+    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """A browser with one page; a context manager.
+
+    Attributes:
+        requests: the URLs that the page of the last `open` has requested.
+        problems: its messages in the console, exceptions, and requests that failed or had a status from 400.
+    """
+
+    def __init__(self, program: str):
+        self._folder = tempfile.mkdtemp()
+        (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out)]
+        actions = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
+        actions += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+        command = [program, *FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
+        self._pid = os.posix_spawn(program, command, os.environ, file_actions=actions)
+        for fd in (theirs_in, theirs_out, *high):
+            os.close(fd)
+        self._buffer, self._number, self._session = b"", 0, {}
+        self._events: collections.deque[dict] = collections.deque()
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+
+    def __enter__(self) -> "Browser":
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for name in ("Page", "Network", "Runtime", "Log"):
+            self.call(f"{name}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
+        return self
+
+    def __exit__(self, *error) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+        os.waitpid(self._pid, 0)
+        os.close(self._in)
+        os.close(self._out)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _receive(self) -> dict:
+        while b"\0" not in self._buffer:
+            if not (data := os.read(self._in, 1 << 16)):
+                raise ConnectionError("the browser has ended")
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def call(self, method: str, **params: Any) -> dict:
+        """Call a method of the protocol; return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, **self._session}
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._out, data) :]
+        while (answer := self._receive()).get("id") != self._number:
+            self._events.append(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, url: str, width: int, scheme: str) -> None:
+        """Load a page, and wait until it requests nothing more.
+
+        Args:
+            url: the address.
+            width: of the page, in pixels.
+            scheme: "light" or "dark".
+        """
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._events.clear()
+        self.requests, self.problems = [], []
+        loader, deadline = self.call("Page.navigate", url=url)["loaderId"], time.monotonic() + LOAD_S
+        while time.monotonic() < deadline:
+            event = self._events.popleft() if self._events else self._receive()
+            params = event.get("params", {})
+            self._note(event.get("method", ""), params)
+            if params.get("name") == "networkIdle" and params.get("loaderId") == loader:
+                return
+        raise TimeoutError(url)
+
+    def _note(self, method: str, params: dict) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Network.responseReceived" and params["response"]["status"] >= 400:
+            self.problems.append(f"{params['response']['status']} {params['response']['url']}")
+        elif method in _PROBLEMS:
+            self.problems.append(f"{method} {_PROBLEMS[method](params)}")
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression of JavaScript."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"]["value"]
+
+    def screenshot(self, path: Path, whole: bool = False) -> None:
+        """Write what is visible, or the whole page, as PNG."""
+        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(image["data"]))
