@@ -14,7 +14,7 @@ mixing. Its optimizer, parameter groups, schedule, loss, moving average and loss
 
 The table shows the largest difference over all steps: of the loss, relative to it; of the weights and their average,
 relative to the largest weight of a tensor. Exit status 1: one of them is above its tolerance, which is for rounding.
-`--planted` puts a known difference into the reference, which each certificate must find.
+`--planted` puts a known difference into the reference, which each certificate must find; a schedule lags by one step.
 """
 
 import argparse
@@ -105,10 +105,10 @@ class Reference:
 
     def train_step(self, batch: Batch, epoch: int, step: int) -> float:
         """Train with a batch; return its loss."""
-        lagging = max(0, epoch - 1), max(0, step - 1)
-        total = epoch * STEPS_PER_EPOCH + step
-        is_late = self.planted == "schedule lag"
-        self.set_lr(lagging[0] if is_late else epoch, max(0, total - 1) if is_late else total)
+        scheduled = epoch * STEPS_PER_EPOCH + step
+        if self.planted == "schedule lag":  # of one step: a schedule by epoch is late in the first step of each
+            scheduled = max(0, scheduled - 1)
+        self.set_lr(scheduled // STEPS_PER_EPOCH, scheduled)
         self.model.train()
         logits = self.model(batch.images)
         loss = self.loss(logits.float() if logits.dtype == torch.float16 else logits, batch.targets)
@@ -167,8 +167,25 @@ class ProcedureA2(Timm):
         return BinaryCrossEntropy(smoothing=0.0, target_threshold=0.2)(logits, targets)
 
 
+class AveragedA2(ProcedureA2):
+    """The same with timm's ModelEmaV3, called after each step with the number of updates, as in timm's train.py."""
+
+    average_decay = 0.9
+
+    def __init__(self, model: nn.Module, planted: str, num_epochs: int):
+        from timm.utils import ModelEmaV3
+
+        super().__init__(model, planted, num_epochs)
+        # It copies the weights until the first step of the second epoch, as EMA.START_EPOCH 1 does.
+        self.model_ema = ModelEmaV3(model, self.average_decay, update_after_step=STEPS_PER_EPOCH)
+        self.average = self.model_ema.module
+
+    def update_average(self, epoch: int, step: int) -> None:
+        self.model_ema.update(self.model, step=epoch * STEPS_PER_EPOCH + step + 1)
+
+
 class ScaledA2(ProcedureA2):
-    """The same in float16, with timm's scaler."""
+    """Procedure A2 in float16, with timm's scaler."""
 
     def __init__(self, model: nn.Module, planted: str, num_epochs: int):
         from timm.utils import NativeScaler
@@ -325,10 +342,14 @@ class Certificate:
 
 _VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 8, "img_size": 32, "drop_path_rate": 0.05}
 _DEIT3 = {**_VIT, "init_values": 1e-4}
+# Updates until a decay of 0.9 has halved a weight: log(0.5) / log(0.9).
+_HALF_LIFE = 6.578813478960585
 _SHORT = {"AUG.POLICY": "none", "AUG.MIX_GROUP": 0, "OPTIM.WARMUP_EPOCHS": 2}
 _SMALL_TIMM = {**_SHORT, "MODEL.ARCH": "timm/test_resnet", "MODEL.KWARGS": {"drop_path_rate": 0.05}}
 CERTIFICATES = {
     "timm, A2": Certificate("resnet50_a2", ProcedureA2, _SMALL_TIMM),
+    "timm, A2, EMA": Certificate("resnet50_a2", AveragedA2, {
+        **_SMALL_TIMM, "EMA.HALF_LIFE": BATCH * _HALF_LIFE, "EMA.RAMP_UP": 0, "EMA.START_EPOCH": 1}),
     "timm, A2, float16": Certificate("resnet50_a2", ScaledA2, {**_SMALL_TIMM, "TRAIN.AMP": "fp16"}, 1e-4),
     "timm, DeiT-III": Certificate("deit3_small", DeiT3, {
         "MODEL.ARCH": "timm/deit3_small_patch16_224", "MODEL.KWARGS": _DEIT3, **_SHORT}),
@@ -336,7 +357,7 @@ CERTIFICATES = {
                                    {"MODEL.ARCH": "torchvision/shufflenet_v2_x0_5", "OPTIM.STEPS": [2, 4]}),
     "torchvision, V2": Certificate("resnet50_torchvision_v2", TorchvisionV2, {
         "MODEL.ARCH": "torchvision/shufflenet_v2_x0_5", "TEST.CROP_SIZE": 32, **_SHORT,
-        "EMA.START_EPOCH": 2, "EMA.EVERY_STEPS": 4, "EMA.HALF_LIFE": 4 * BATCH * 6.578813478960585}),
+        "EMA.START_EPOCH": 2, "EMA.EVERY_STEPS": 4, "EMA.HALF_LIFE": 4 * BATCH * _HALF_LIFE}),
     "big_vision, plain ViT": Certificate("plain_vit_small", PlainVit, {
         "MODEL.ARCH": "plain_vit_tiny", "MODEL.KWARGS": {"patch": 8, "mlp_head": True}, "AUG.POLICY": "none",
         "OPTIM.WARMUP_EPOCHS": 2}, 1e-4, "torch adds 1e-6 to the norm by which it clips"),

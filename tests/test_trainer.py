@@ -70,6 +70,16 @@ def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path, 
     assert [{**row, "best_top1": None} for row in timeless(cfg.OUT_DIR)] == rows
 
 
+def test_options_choose_the_kept_checkpoints_and_the_metrics_of_training(small_cfg):
+    keep = ("CHECKPOINT.KEEP_LAST", 1, "CHECKPOINT.KEEP_EVERY", 2)
+    cfg = small_cfg("OPTIM.MAX_EPOCH", 4, *keep, "TRAIN.METRICS", "topk")
+    train_model(cfg)
+    kept = sorted(path.name for path in Path(cfg.OUT_DIR, "checkpoints").iterdir())
+    assert kept == ["ckpt_ep_002.pth.tar", "ckpt_ep_004.pth.tar"]
+    first = {kind: next(row for row in records(cfg.OUT_DIR) if row["kind"] == kind) for kind in ("train", "eval")}
+    assert "top3" in first["train"] and "top1" not in first["train"] and {"top1", "top3"} <= first["eval"].keys()
+
+
 def test_a_run_writes_the_expected_files(finished_run):
     files = " ".join(sorted(path.name for path in finished_run.iterdir()))
     assert files == "best.pth.tar checkpoints config.yaml metrics.jsonl predictions.npz results.json train.log"

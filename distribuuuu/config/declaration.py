@@ -10,6 +10,8 @@ from distribuuuu.config.registry import Registry
 
 # A word that some options take instead of a number: it is found on this machine or in the data.
 AUTO = "auto"
+# No value equals it.
+_NONE = object()
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Option:
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.
+        hash_default: the value with which it is left out of the hash: the first default of an option that was added
+            after results had been recorded, so that runs of before and after count as seeds of one config.
         neutral: it is not meant to change results: never an override of a recipe.
         recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
         compared: a comparison of two runs names it if it differs.
@@ -46,6 +50,7 @@ class Option:
     needs: str = ""
     path: bool = False
     hashed: bool = True
+    hash_default: Any = _NONE
     neutral: bool = False
     recipe: bool = True
     compared: bool = True

@@ -14,7 +14,9 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.snapshot import hash_tensors
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.declaration import Option
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.results_content import RunResults, write_test_results
@@ -24,6 +26,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.results import config_name, hash_config, list_overrides, read_results
+from distribuuuu.records.run_groups import Run, group_runs
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
@@ -213,6 +216,34 @@ def test_seeds_and_places_share_a_hash_and_nothing_else_does(image_folder, tmp_p
     others = {"OPTIM.BASE_LR": "0.2", "MODEL.WEIGHTS": "a", "MODEL.KWARGS.width": "8", "TRAIN.SPLIT": "b",
               "DATA.CROP_SCALE": "(0.1, 1.0)", "TRAIN.WORKERS": "1"}  # fmt: skip
     assert len({first, *(hashed(key, value) for key, value in others.items())}) == 1 + len(others)
+
+
+def test_the_defaults_have_the_hash_of_the_recorded_runs():
+    # If this fails after an option was added: give it `hash_default`, or all rows of earlier results are split. After a
+    # default was edited or an option removed, results of before are of another config.
+    assert hash_config(get_cfg()) == "6b13999432882ede58b0502064b373131be007af7b44e888a1889a0915ac6a74"
+
+
+def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
+    record = json.loads((ROOT / "benchmarks/results/shapes/resnet14/seed_0.json").read_text())
+
+    def add_run(seed: int, *args: str) -> int:
+        """Record a run, and return the number of rows."""
+        content = {**record, "seed": seed, "config_hash": hash_config(load_cfg(None, list(args)))}
+        runs.append(Run(Path(f"seed_{seed}.json"), content))
+        return len(group_runs(runs)[0])
+
+    runs: list[Run] = []
+    assert add_run(0) == 1
+    monkeypatch.setitem(OPTIONS, "OPTIM.ADDED", Option(0.5, hash_default=0.5))
+    monkeypatch.setitem(OPTIONS, "DATA.ADDED", Option("auto", auto=True, hash_default="auto"))
+    assert add_run(1) == add_run(2, "OPTIM.ADDED", "0.5") == 1
+    assert add_run(3, "OPTIM.ADDED", "0.7") == 2
+    monkeypatch.setitem(OPTIONS, "OPTIM.ADDED", Option(0.7, hash_default=0.5))  # the default is edited later
+    assert add_run(4) == add_run(5, "OPTIM.ADDED", "0.5") == 2  # one more run in either row
+    assert sorted(len(group) for group in group_runs(runs)[0]) == [2, 4]
+    monkeypatch.setitem(OPTIONS, "OPTIM.OLDER", Option(0.5))  # by default an option is in the hash
+    assert add_run(6) == 3
 
 
 def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_path):

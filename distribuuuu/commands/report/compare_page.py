@@ -105,7 +105,9 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
     )
     configs = {name: read_config(members[0].out_dir) for name, members in runs.items()}
     ignored = [key for key, option in OPTIONS.items() if not option.compared]
-    changes = config_difference(configs, ignored) if all(configs.values()) else None
+    given = {key: option.default for key, option in OPTIONS.items()}
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}  # as in YAML
+    changes = config_difference(configs, ignored, defaults) if all(configs.values()) else None
     return Comparison(runs, pairs, groups, changes)
 
 

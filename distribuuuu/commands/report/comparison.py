@@ -275,13 +275,16 @@ def describe_groups(pair: GroupPair, metric: str) -> str:
 # ---------------------------------------------------------------------------------------- config
 
 
-def config_difference(configs: Mapping[str, Mapping[str, Any]], ignored: Sequence[str]) -> dict[str, list[Any]]:
+def config_difference(
+    configs: Mapping[str, Mapping[str, Any]], ignored: Sequence[str], defaults: Mapping[str, Any]
+) -> dict[str, list[Any]]:
     """Return the options that differ: option -> its value in each config; None where it is missing.
 
     Args:
         configs: the options of each run, by dotted key.
         ignored: options to leave out, e.g. paths.
+        defaults: values of options that are missing in the config of an older version.
     """
     keys = dict.fromkeys(key for config in configs.values() for key in config if key not in ignored)
-    rows = {key: [config.get(key) for config in configs.values()] for key in keys}
+    rows = {key: [config.get(key, defaults.get(key)) for config in configs.values()] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}

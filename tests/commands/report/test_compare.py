@@ -59,6 +59,13 @@ def test_json_has_every_figure(tmp_path, capsys):
     assert found["config"] == {} and found["groups"] == []
 
 
+def test_an_option_that_an_older_run_does_not_have_counts_as_its_default(tmp_path, capsys):
+    added = {"CLIP_LIMIT": 0.0, "STEPS": [], "LAST_EPOCH": 0.5}
+    runs = make_run(tmp_path / "a", 200), make_run(tmp_path / "b", 201, **added)
+    assert run(*runs, "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["config"] == {"OPTIM.LAST_EPOCH": [1.0, 0.5]}
+
+
 def test_seeds_of_two_sides(tmp_path, capsys):
     for seed, (low, high) in enumerate([(200, 240), (202, 243), (199, 241), (204, 245)]):
         make_run(tmp_path / "low" / f"seed_{seed}", low)

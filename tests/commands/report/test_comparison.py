@@ -116,4 +116,5 @@ def test_groups_of_seeds():
 
 def test_only_differing_options_are_listed():
     configs = {"A": {"OPTIM.BASE_LR": 0.1, "OUT_DIR": "a", "RNG_SEED": 1}, "B": {"OPTIM.BASE_LR": 0.2, "OUT_DIR": "b"}}
-    assert comparison.config_difference(configs, ("OUT_DIR",)) == {"OPTIM.BASE_LR": [0.1, 0.2], "RNG_SEED": [1, None]}
+    expected = {"OPTIM.BASE_LR": [0.1, 0.2], "RNG_SEED": [1, None]}
+    assert comparison.config_difference(configs, ("OUT_DIR",), {}) == expected

@@ -1,0 +1,20 @@
+"""Set-up of a run: the settings of torch that options change."""
+
+import pytest
+import torch
+
+from distribuuuu.config import load_cfg
+from distribuuuu.engine.setup import set_backends
+
+
+@pytest.mark.parametrize(("benchmark", "deterministic"), [(True, False), (False, False), (True, True)])
+def test_cudnn_has_the_settings_of_the_config(benchmark, deterministic, monkeypatch):
+    calls, expected = [], {"benchmark": benchmark and not deterministic, "deterministic": deterministic}
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **settings: calls.append(args))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # one that is set stays
+    for name, value in expected.items():
+        monkeypatch.setattr(torch.backends.cudnn, name, not value)
+    set_backends(load_cfg(None, ["CUDNN.BENCHMARK", str(benchmark), "CUDNN.DETERMINISTIC", str(deterministic)]),
+                 torch.device("cpu"))  # fmt: skip
+    assert {name: getattr(torch.backends.cudnn, name) for name in expected} == expected
+    assert calls == [(True,)] * deterministic
