@@ -66,7 +66,8 @@ def test_each_published_recipe_has_a_file_and_its_header_the_published_figures()
 
 
 def test_the_configs_of_the_transfer_table_are_one_recipe():
-    own = ("DATA.TABLE", "MODEL.NUM_CLASSES", "OPTIM.MAX_EPOCH", "TRAIN.DATASET", "TEST.DATASET", "TEST.SPLIT", "OUT_DIR")
+    own = ("DATA.TABLE", "MODEL.NUM_CLASSES", "OPTIM.MAX_EPOCH", "TRAIN.DATASET", "TEST.DATASET", "TEST.SPLIT",
+           "OUT_DIR")  # fmt: skip
     num_train = {"sign_digits": 1650, "alphabets": 3872, "grocery": 2640}
     recipes = []
     for name, num in num_train.items():
