@@ -25,9 +25,10 @@ from distribuuuu.data.datasets.layouts import (
     describe_table,
     find_inner_root,
     find_splits,
+    find_tables,
     missing_root,
 )
-from distribuuuu.data.datasets.table_file import csv_line, find_tables
+from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.files.untrusted import open_regular

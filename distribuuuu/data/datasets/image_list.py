@@ -21,13 +21,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import read_settings, setting
-from distribuuuu.data.datasets.base import (
-    ImageDataset,
-    class_count_mismatch,
-    file_stamp,
-    first_few,
-)
-from distribuuuu.data.datasets.layouts import TRAIN_NAMES, missing_root, sort_splits
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, file_stamp, first_few
+from distribuuuu.data.datasets.layouts import TRAIN_NAMES, find_tables, missing_root, sort_splits
 from distribuuuu.data.datasets.table_file import (
     ENDINGS,
     Layout,
@@ -35,7 +30,6 @@ from distribuuuu.data.datasets.table_file import (
     Problems,
     Table,
     as_number,
-    find_tables,
     find_template,
     list_missing,
     read_table,
@@ -50,12 +44,17 @@ if TYPE_CHECKING:
 class TableColumns:
     """The keys of DATA.TABLE that all tables have."""
 
-    file: str = setting("", "table below the folder of the data, {} for the split; default: {}.csv, .tsv or .parquet")
+    file: str = setting(
+        "", "table below the folder of the data, {} for the split; default: {}.csv, .tsv, .parquet, .txt"
+    )
     split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
 
     def __post_init__(self) -> None:
-        if PurePath(self.file).is_absolute() or ".." in PurePath(self.file).parts:
-            raise ValueError(f"got file {self.file!r}; expected a path below the folder of the data")
+        self._check_file("file", self.file)
+
+    def _check_file(self, key: str, file: str) -> None:
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ValueError(f"got {key} {file!r}; expected a path below the folder of the data")
 
 
 @dataclass
@@ -65,6 +64,8 @@ class PathColumns(TableColumns):
     path: str = setting("path", "column of the paths of the images")
     template: str = setting("{}", "path of an image, with the field of the column in the place of {}")
     delimiter: str = setting("", "between the fields; default: a comma, or a tab in a .tsv")
+    columns: tuple[str, ...] = setting((), "names of all columns of a text without a header")
+    names: tuple[str, ...] = setting((), "table of class names: its file, its column of labels, its column of names")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +73,12 @@ class PathColumns(TableColumns):
             raise ValueError(f"got template {self.template!r}; expected a path with {{}}, e.g. train/{{}}.jpg")
         if len(self.delimiter) > 1 or self.delimiter in ('"', "\r", "\n"):
             raise ValueError(f"got delimiter {self.delimiter!r}; expected one character, e.g. ';'")
+        if len({*self.columns}) < len(self.columns):
+            raise ValueError(f"got columns {[*self.columns]}; expected a different name for each column")
+        if len(self.names) not in (0, 3):
+            raise ValueError(f"got names {[*self.names]}; expected a file and two of its columns: [FILE, LABEL, NAME]")
+        if self.names:
+            self._check_file("names", self.names[0])
 
 
 @dataclass
@@ -281,8 +288,8 @@ class ImageList(TableSet):
     @classmethod
     def build_layout(cls, columns: Any, value: str) -> Layout:
         """Return the layout of a table by the settings of DATA.TABLE and the name of the split."""
-        names = columns.path, cls.key, getattr(columns, cls.key)
-        return Layout(*names, columns.template, columns.delimiter, columns.split, value if columns.split else "")
+        names, value = (columns.path, cls.key, getattr(columns, cls.key)), value if columns.split else ""
+        return Layout(*names, columns.template, columns.delimiter, columns.split, value, columns.columns, columns.names)
 
     @classmethod
     def locate(cls, cfg, section) -> tuple[Path, Layout]:

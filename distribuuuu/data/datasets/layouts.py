@@ -18,7 +18,7 @@ from distribuuuu.data.datasets.base import (
     list_classes,
     walk_images,
 )
-from distribuuuu.data.datasets.table_file import find_tables
+from distribuuuu.data.datasets.table_file import ENDINGS
 
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
@@ -91,12 +91,8 @@ def split_of_archive(name: str) -> str:
 
 
 def list_archives(names: Iterable[str]) -> list[str]:
-    """Return those of some file names, sorted, that are archives which can be read without unpacking."""
-    return sorted(name for name in names if name.lower().endswith((".tar", ".zip")) and not _is_weights(name))
-
-
-def _is_weights(name: str) -> bool:
-    return name.lower().endswith(".pth.tar")
+    """Return those of some file names, sorted, that are archives which can be read without unpacking; no weights."""
+    return sorted(name for name in names if re.search(r"(?<!\.pth)\.tar$|\.zip$", name.lower()))
 
 
 def describe_archives(folder: Path, split: str = "") -> str:
@@ -107,6 +103,12 @@ def describe_archives(folder: Path, split: str = "") -> str:
             if is_meant and "archive" in (text := describe_file(folder / name)):
                 return f"; it holds {name}, {text}"
     return ""
+
+
+def find_tables(folder: Path) -> list[str]:
+    """Return the names of the tables in a folder, sorted; of the .txt files those that have the name of a split."""
+    tables = [path for path in folder.glob("*") if path.suffix.lower() in ENDINGS]
+    return sorted(path.name for path in tables if path.suffix.lower() != ".txt" or path.stem.lower() in SPLIT_NAMES)
 
 
 def describe_table(root: Path) -> str:

@@ -1,6 +1,7 @@
 """Tables of images: CSV, TSV and parquet files with a column of paths and one or more columns of labels.
 
-A CSV is in UTF-8 and has a header; other columns are ignored. Spaces around a field are ignored, unless it is quoted.
+A CSV is in UTF-8 and has a header, unless the names of its columns are given; other columns are ignored. Spaces around
+a field are ignored, unless it is quoted.
 """
 
 import csv
@@ -16,7 +17,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import near_matches
-from distribuuuu.data.datasets.base import EXTENSIONS, file_stamp, first_few, is_class, list_classes, name_at
+from distribuuuu.data.datasets.base import EXTENSIONS, file_stamp, first_few, is_class, is_image, list_classes, name_at
 from distribuuuu.files.untrusted import open_regular
 
 # A field that needs no quotes.
@@ -26,7 +27,7 @@ _MAX_LINE = 1 << 20
 # Characters of a place in a message, which has the text of a field.
 _MAX_PLACE = 300
 # Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
-ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": ""}
+ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
 # Texts of 0 and 1 in columns of one class each.
 _BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 # Usual names of columns, in lower case, for the fix in a message.
@@ -55,6 +56,8 @@ class Layout:
         delimiter: between the fields; empty: by the ending of the file.
         split: the column that selects rows; empty: all rows.
         value: the value of that column.
+        header: the names of the columns of a text without a header; empty: it has one.
+        names: a further table, its column of labels, and that of their names, which replace them; empty: none.
     """
 
     path: str = "path"
@@ -64,6 +67,8 @@ class Layout:
     delimiter: str = ""
     split: str = ""
     value: str = ""
+    header: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -137,17 +142,19 @@ class Table:
 
 def read_table(path: str | os.PathLike, layout: Layout) -> Table:
     """Return the contents of a table, with its problems; an unchanged file is read once."""
-    return _read_table(os.fspath(path), layout, file_stamp(path))
+    files = [os.fspath(path), *(os.path.join(os.path.dirname(path), name) for name in layout.names[:1])]
+    return _read_table(files[0], layout, tuple(map(file_stamp, files)))
 
 
 @functools.lru_cache(maxsize=4)
-def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
+def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) -> Table:
     problems: Problems = {}
     table = Table(path, layout)
     is_one_hot = len(layout.columns) > 1 and layout.key != "targets"
     numbers: dict[str, int] = {name: number for number, name in enumerate(layout.columns)} if is_one_hot else {}
     first_lines: dict[str, int] = {}
     try:
+        names_of = _read_names(os.path.dirname(path), *layout.names) if layout.names else {}
         for line, image, cells in _read_rows(path, layout, problems):
             image = layout.template.replace("{}", image)
             key = os.path.normpath(image)
@@ -157,6 +164,9 @@ def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
                 continue
             first_lines[key] = line
             names = parse_labels(layout, cells)
+            if names_of and not isinstance(names, str):
+                named = [names_of[name] for name in names if name in names_of]
+                names = named if len(named) == len(names) else f"has labels without a name in {layout.names[0]}"
             if isinstance(names, str):
                 problems.setdefault(names, []).append(f"line {line}, {image!r}")
             else:
@@ -164,7 +174,7 @@ def _read_table(path: str, layout: Layout, stamp: tuple[int, ...]) -> Table:
     except ConfigError as error:
         return Table(path, layout, problems=tuple(map(str, error.problems)))
     except OSError as error:
-        return Table(path, layout, problems=(f"{path} cannot be read: {error.strerror or error}",))
+        return Table(path, layout, problems=(f"{error.filename or path} cannot be read: {error.strerror or error}",))
     except (UnicodeError, csv.Error) as error:
         return Table(path, layout, problems=(f"{path} is not a CSV in UTF-8: {error}",))
     # From the order of appearance to alphabetical order.
@@ -259,7 +269,7 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
     with open_regular(path, encoding="utf-8-sig", newline="") as file:
         delimiter = layout.delimiter or ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
         reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
-        header = [name.strip() for name in next(reader, [])]
+        header = [*layout.header] or [name.strip() for name in next(reader, [])]
         if problem := find_missing(layout, header):
             raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
         places = [header.index(name) for name in layout.needed]
@@ -270,11 +280,23 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
             if not row:  # an empty line
                 continue
             if len(row) != len(header):
-                kind = f"has lines with another number of fields than the header's {len(header)}"
+                of = "DATA.TABLE.columns'" if layout.header else "the header's"
+                kind = f"has lines with another number of fields than {of} {len(header)}"
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
                 problems.setdefault(kind, []).append(f"line {line} has {len(row)}")
             else:
                 yield line, [_strip_unless_quoted(row[place], text) for place in places]
+
+
+def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
+    """Return the name of each label in a table of both."""
+    path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
+    for line, text, (named,) in _read_rows(path, Layout(label, "name", (name,)), problems):
+        if not named or names.setdefault(text, named) != named:
+            problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
+    if problems:
+        raise ConfigError([*sentences(path, problems)])
+    return names
 
 
 def _read_parquet(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
@@ -297,10 +319,27 @@ def find_missing(layout: Layout, header: Sequence[str]) -> str:
     missing = [name for name in dict.fromkeys(layout.needed) if name not in header]
     if not missing:
         return ""
-    other = next((mark for mark in ("\t", ";", "|", ",") if len(header) == 1 and mark in header[0]), "")
-    words = f"DATA.TABLE.delimiter {other!r}" if other else " ".join(_suggest_words(layout, header) if header else ())
+    other = next((mark for mark in ("\t", ";", "|", ",", " ") if len(header) == 1 and mark in header[0]), "")
+    fields = [field.strip() for field in header[0].split(other)] if other else header
+    words = [f"DATA.TABLE.delimiter {other!r}"] if other else []
+    if not layout.header and any(map(is_image, fields)):
+        words.append(f"DATA.TABLE.columns '[{', '.join(_name_columns(layout, fields))}]', as it has no header")
+    elif header and not other:
+        words += _suggest_words(layout, header)
     known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
-    return f"has no column {' and no column '.join(missing)}; {known}{f'; fix: add {words}' if words else ''}"
+    fix = f"; fix: add {' '.join(words)}" if words else ""
+    fix = "; fix: see DATA.TABLE.names" if layout.key == "name" else fix
+    return f"has no column {' and no column '.join(missing)}; {known}{fix}"
+
+
+def _name_columns(layout: Layout, fields: Sequence[str]) -> list[str]:
+    """Return names for the columns of a text without a header, by the fields of its first line."""
+    names = [f"column_{number}" for number in range(1, len(fields) + 1)]
+    path = next(place for place, field in enumerate(fields) if is_image(field))
+    names[path] = layout.path
+    if len(fields) > 1 and layout.columns:
+        names[1 if path == 0 else 0] = layout.columns[0]
+    return names
 
 
 def _suggest_words(layout: Layout, header: Sequence[str]) -> Iterator[str]:
@@ -354,8 +393,3 @@ def find_template(folder: Path, name: str) -> str:
     endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
     found = (f"{place}{{}}{ending}" for place in places for ending in endings)
     return next((text for text in found if os.path.isfile(folder / text.replace("{}", name))), "")
-
-
-def find_tables(folder: Path) -> list[str]:
-    """Return the names of the tables in a folder, sorted."""
-    return sorted(path.name for path in folder.glob("*") if path.suffix.lower() in ENDINGS)

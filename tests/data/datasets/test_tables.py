@@ -98,6 +98,8 @@ WRONG = {
     "its columns are id, file, label; fix: add DATA.TABLE.path file": (
         "id,file,label\na,a.jpg,x\n", ("DATA.TABLE.path", "fil")),
     "its columns are path;label; fix: add DATA.TABLE.delimiter ';'": ("path;label\na.jpg;x\n", ()),
+    "fix: add DATA.TABLE.delimiter ' ' DATA.TABLE.columns '[path, label]', as it has no header": ("a.jpg 1\n", ()),
+    "fix: add DATA.TABLE.columns '[label, path]', as it has no header": ("x,a.jpg\n", ()),
     "has images without exactly one 1: line 2, 'a.jpg'; line 3, 'b.jpg'": (
         "path,x,y\na.jpg,1,1\nb.jpg,0,0\n", ("DATA.TABLE.label", "[x, y]")),
     "has values other than 0 and 1 in columns of one class each: line 2, 'a.jpg'": (
@@ -148,6 +150,9 @@ def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
         ("{template: a.jpg}", "DATA.TABLE: .*expected a path with {}"),
         ("{delimiter: ab}", "DATA.TABLE: .*expected one character"),
         ("{targets: [a]}", "DATA.TABLE.targets .*no such setting"),
+        ("{columns: [path, path]}", "DATA.TABLE: .*a different name for each column"),
+        ("{names: [a.csv, b]}", "DATA.TABLE: .*a file and two of its columns"),
+        ("{names: [../a.csv, b, c]}", "DATA.TABLE: .*below the folder of the data"),
     ],
 )
 def test_wrong_words(table, message):
@@ -170,3 +175,54 @@ def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys
     assert expected in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"train.{ending}: is a table; expected images, .* `distribuuuu test`"):
         list_images([str(tmp_path / f"train.{ending}")])
+
+
+NO_HEADER = "fix: add DATA.TABLE.columns '[path, label, column_3]', as it has no header"
+
+
+def test_a_text_without_a_header_needs_the_words_that_the_message_names(cfg_of, small_cfg, image_folder, tmp_path):
+    for split in ("train", "val"):
+        rows = list_rows(image_folder, split)
+        (tmp_path / f"{split}.txt").write_text("".join(f"{row['path']}, {row['breed']}, 0\n" for row in rows))
+    (problem, _) = map(str, find_run_problems(cfg_of(), train=True))
+    assert f"{tmp_path / 'train.txt'} has no column path" in problem and NO_HEADER in problem
+    cfg = cfg_of("DATA.TABLE.columns", "[path, label, column_3]")
+    assert find_run_problems(cfg, train=True) == []
+    for part in (True, False):
+        assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
+    (problem, _) = map(str, find_run_problems(cfg_of("DATA.TABLE.columns", "[path, label]"), train=True))
+    assert "number of fields than DATA.TABLE.columns' 2" in problem and "line 1 has 3" in problem
+
+
+def test_numbers_get_the_names_of_another_table(cfg_of, small_cfg, image_folder, tmp_path):
+    for split in ("train", "val"):
+        rows = list_rows(image_folder, split)
+        write_rows(tmp_path / f"{split}.csv", [{**row, "label": NAMES.index(row["breed"])} for row in rows])
+    names = [{"id": number, "shade": "dark", "class": name} for number, name in enumerate(NAMES)]
+    write_rows(tmp_path / "classes.csv", names)
+    cfg = cfg_of("DATA.TABLE.names", "[classes.csv, id, class]")
+    assert find_run_problems(cfg, train=True) == [] and build_images(cfg, train=True).classes == NAMES
+    for part in (True, False):
+        assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
+    # A table that changes is read again, and several labels may have one name.
+    write_rows(tmp_path / "classes.csv", [*names[:2], {**names[2], "class": names[1]["class"]}])
+    assert build_images(changed(cfg, {"MODEL.NUM_CLASSES": 2}), train=True).classes == NAMES[:2]
+
+
+NAMELESS = {
+    "has labels without a name in classes.csv: line 2, 'a.jpg'": "id,class\n2,cat\n",
+    "classes.csv has labels without one name: line 3, '1'": "id,class\n1,cat\n1,dog\n",
+    "classes.csv has labels without one name: line 2, '1'": "id,class\n1,\n",
+    "classes.csv has no column id; its columns are number, class; fix: see DATA.TABLE.names": "number,class\n1,cat\n",
+    "classes.csv cannot be read: No such file": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NAMELESS)
+def test_mistakes_in_the_table_of_names_are_reported_before_the_start(cfg_of, tmp_path, message):
+    (tmp_path / "a.jpg").touch()
+    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\n")
+    if text := NAMELESS[message]:
+        (tmp_path / "classes.csv").write_text(text)
+    cfg = cfg_of("TEST.SPLIT", "train", "DATA.TABLE.names", "[classes.csv, id, class]")
+    assert any(message in str(problem) for problem in find_run_problems(cfg, train=True))
