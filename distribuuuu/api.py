@@ -311,11 +311,11 @@ def _run_of_program() -> Iterator[None]:
     try:
         _import_torch()
         with _preserved_settings(), _preserved_random_state():
-            SignalState.on_second_signal = _interrupt_main_thread
+            SignalState.current = SignalState(on_second_signal=_interrupt_main_thread)
             try:
                 yield
             except Exception:
-                if SignalState.is_ending:  # of several processes: the launcher ends this one soon
+                if SignalState.current.is_ending:  # of several processes: the launcher ends this one soon
                     traceback.print_exc()
                 raise
     except (ConfigError, RunStopped, KeyboardInterrupt) as error:
@@ -354,11 +354,10 @@ def _preserved_settings() -> Iterator[None]:
 
     cudnn, logger = torch.backends.cudnn, logging.getLogger("distribuuuu")
     places: list[tuple[Any, str]] = [
-        *((cudnn, name) for name in ("benchmark", "deterministic")),
-        *((SignalState, name) for name in ("has_begun", "is_ending", "stacks_file", "on_second_signal")),
-        *((logger, name) for name in ("handlers", "propagate")),
-        *((GroupState, "local_rank"), (PIL.Image, "MAX_IMAGE_PIXELS"), (threading, "excepthook")),
-    ]
+        (cudnn, "benchmark"), (cudnn, "deterministic"), (logger, "handlers"), (logger, "propagate"),
+        (SignalState, "current"), (GroupState, "local_rank"), (PIL.Image, "MAX_IMAGE_PIXELS"),
+        (threading, "excepthook"),
+    ]  # fmt: skip
     values = [getattr(owner, name) for owner, name in places]
     on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     precision, level, workspace = torch.get_float32_matmul_precision(), logger.level, "CUBLAS_WORKSPACE_CONFIG"

@@ -38,7 +38,7 @@ def isolated_state():
     flags, precision = (cudnn.benchmark, cudnn.deterministic), torch.get_float32_matmul_precision()
     loggers = [logging.getLogger(name) for name in ("distribuuuu", "torch.distributed")]
     log_settings = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    signal_state = SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file
+    SignalState.current = SignalState()
     yield
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
@@ -51,7 +51,6 @@ def isolated_state():
         logger.handlers[:] = handlers
         logger.setLevel(level)
         logger.propagate = propagate
-    SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file = signal_state
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed.comm import GroupState
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.launch import signals
-from distribuuuu.launch.signals import RunStopped, SignalState, exit_now
+from distribuuuu.launch.signals import RunStopped, SignalState
 
 
 @pytest.fixture
@@ -235,9 +235,10 @@ def test_a_second_ctrl_c_interrupts_and_the_process_continues(options, tmp_path,
     monkeypatch.setattr(signals, "ECHO_S", 0.0)
     monkeypatch.setattr(StopRequest, "check", lambda self, position: None)  # hangs, as far as signals are concerned
     settings = {**options, "MODEL.ARCH": "signaling", "OPTIM.MAX_EPOCH": 50}
+    before = SignalState.current
     with pytest.raises(KeyboardInterrupt):
         distribuuuu.train(None, settings)
-    assert SignalState.on_second_signal is exit_now
+    assert SignalState.current is before
     assert not (tmp_path / "out" / ".lock").exists(), "OUT_DIR is not locked any more"
     monkeypatch.undo()
 
@@ -259,7 +260,7 @@ def state_of_the_process() -> dict:
         "logger": (logger.handlers[:], logger.level, logger.propagate),
         "torch": (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),
                   torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled()),
-        "classes": (GroupState.local_rank, SignalState.has_begun, SignalState.is_ending, SignalState.stacks_file),
+        "classes": (GroupState.local_rank, SignalState.current, vars(SignalState.current).copy()),
         "process": (PIL.Image.MAX_IMAGE_PIXELS, threading.excepthook, sys.excepthook, dict(os.environ), os.getcwd()),
     }  # fmt: skip
 

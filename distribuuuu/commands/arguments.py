@@ -92,13 +92,13 @@ def run_guarded(run: Callable[[], int]) -> int:
             return run()
         except ConfigError as error:
             report(error)
-            if SignalState.is_ending:  # an error of this process alone, which cannot leave the process group
+            if SignalState.current.is_ending:  # an error of this process alone, which cannot leave the process group
                 end_process(error.status)
             return error.status
         except RunStopped as stopped:
             return stopped.status
         except Exception:
-            if not SignalState.is_ending:
+            if not SignalState.current.is_ending:
                 raise
             sys.excepthook(*sys.exc_info())
             end_process(1)

@@ -113,7 +113,7 @@ def process_group(
         ConfigError: the backend does not support the device, or the port is taken.
     """
     GroupState.local_rank = launch.local_rank
-    SignalState.stacks_file = Path(report_dir) / STACKS / f"rank_{launch.rank}.txt"
+    SignalState.current.stacks_file = Path(report_dir) / STACKS / f"rank_{launch.rank}.txt"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"DIST.BACKEND: nccl needs CUDA, but the device is {device.type}; use gloo or auto")
     if launch.world_size == 1 and backend == "auto":
@@ -187,7 +187,7 @@ def _run_watchdog(
         yield
     except Exception as error:
         if not getattr(error, "on_all_processes", False):
-            SignalState.is_ending = True
+            SignalState.current.is_ending = True
             status = error.status if isinstance(error, ConfigError) else None
             if Watchdog.current:
                 watchdog.fail(status, isinstance(error, PeerError) or is_communication_error(error))

@@ -31,7 +31,7 @@ class StopRequest:
 
     def __init__(self, max_hours: float = 0.0):
         self._deadline = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
-        self._signals = SignalState()
+        self._signals = SignalState.current.begin_run()
         self._handling = handled_by(self._signals.receive)
         self._begun = {""}
         self.begin_phase()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
 REQUEUE = 75
@@ -52,10 +53,10 @@ class RunStopped(Exception):
 
 def exit_now(signum: int) -> None:
     """Exit immediately with the status of the signal; process 0 prints one line."""
-    if SignalState.is_ending:
+    if SignalState.current.is_ending:
         return
     if is_first_process():
-        left = "the newest checkpoint stays" if SignalState.has_begun else "no step was made, nothing is lost"
+        left = "the newest checkpoint stays" if SignalState.current.has_begun else "no step was made, nothing is lost"
         with contextlib.suppress(OSError):  # standard error may be closed
             os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
     os._exit(STATUS_OF[signum])
@@ -91,7 +92,7 @@ def is_first_process() -> bool:
 @contextlib.contextmanager
 def handled_by(
     handler: Callable[[int], None],
-    on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalState.stacks_file, "on SIGQUIT"),
+    on_quit: Callable[[int], None] = lambda signum: write_stacks(SignalState.current.stacks_file, "on SIGQUIT"),
 ) -> Iterator[None]:
     """Call handler(signum) for the signals of STATUS_OF, and on_quit(signum) for SIGQUIT, within the block.
 
@@ -113,7 +114,7 @@ def handled_by(
     finally:
         signal.set_wakeup_fd(fd_before)
         for signum, handler_before in before.items():  # Python prints an error after this
-            signal.signal(signum, signal.SIG_IGN if SignalState.is_ending else handler_before)
+            signal.signal(signum, signal.SIG_IGN if SignalState.current.is_ending else handler_before)
         sender.shutdown(socket.SHUT_RDWR)
         sender.close()
         listener.join()
@@ -160,24 +161,31 @@ def write_stacks(path: Path | None, title: str) -> None:
 
 
 class SignalState:
-    """The first signal of a run; a second one ends the process, unless it is an echo of the first.
+    """The answers of this process to signals: a second one ends it, unless it is an echo of the first.
+
+    Args:
+        on_second_signal: called with the number of a second signal.
 
     Attributes:
-        has_begun: whether a run in this process has had something to save.
+        current: the state of this process.
+        first: the first signal since the start of the run.
+        has_begun: whether a run has had something to save.
         is_ending: whether this process has an error to print and exits by itself; the launcher's signals are ignored.
         stacks_file: the file for this process's stacks.
-        on_second_signal: called with the number of a second signal.
     """
 
-    has_begun = False
-    is_ending = False
-    stacks_file: Path | None = None
-    on_second_signal: Callable[[int], None] = staticmethod(exit_now)
+    current: ClassVar["SignalState"]
 
-    def __init__(self):
-        SignalState.has_begun = True
+    def __init__(self, on_second_signal: Callable[[int], None] = exit_now):
         self.first: int | None = None
-        self._received_at = 0.0
+        self.has_begun, self.is_ending = False, False
+        self.stacks_file: Path | None = None
+        self._on_second_signal, self._received_at = on_second_signal, 0.0
+
+    def begin_run(self) -> "SignalState":
+        """Forget the signals of an earlier run; return the state."""
+        self.first, self.has_begun = None, True
+        return self
 
     def receive(self, signum: int) -> None:
         """Handle a signal."""
@@ -185,7 +193,10 @@ class SignalState:
         if self.first is None:
             self.first, self._received_at = signum, now
         elif now - self._received_at > ECHO_S:
-            SignalState.on_second_signal(signum)
+            self._on_second_signal(signum)
+
+
+SignalState.current = SignalState()
 
 
 def ignore_signals() -> None:

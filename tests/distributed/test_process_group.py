@@ -223,7 +223,7 @@ import os, signal
 from distribuuuu.launch.signals import SignalState, exit_now, handled_by
 try:
     with handled_by(exit_now):
-        SignalState.is_ending = True
+        SignalState.current.is_ending = True
         raise ArithmeticError('the flux has run out')
 finally:
     os.kill(os.getpid(), signal.SIGTERM)
