@@ -1,12 +1,17 @@
 """The documentation site and the notebooks, built and run from the first page to the last."""
 
+import functools
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from support.browser import Browser, find_browser
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {
@@ -20,6 +25,10 @@ FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)
 @pytest.fixture
 def environment(monkeypatch):
     """Commands of this Python and of this checkout."""
+    set_environment(monkeypatch)
+
+
+def set_environment(monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -33,21 +42,90 @@ def test_each_page_is_once_in_the_navigation():
     assert pages <= set(listed), pages - set(listed)
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path, environment, monkeypatch):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built without a warning."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
-    monkeypatch.setenv("GALLERY", str(tmp_path / "gallery"))
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch)
+        patch.setenv("GALLERY", str(folder / "gallery"))
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_the_site_has_the_pages_that_are_generated(site):
     pages = {str(path.relative_to(site)): path.read_text() for path in site.rglob("*.html")}
     assert not [name for name, page in pages.items() if FETCHED.search(page)], "a page asks another host"
     assert "OPTIM.BASE_LR" in pages["options/index.html"]
     assert 'id="distribuuuu.api.train"' in pages["reference/index.html"]
     assert "accuracy" in pages["gallery/report.html"]
     assert "sharpness" in pages["source/examples/sam.py/index.html"].lower()
+
+
+@pytest.fixture
+def browser():
+    if not (program := find_browser()):
+        pytest.skip("Chromium is not installed")
+    with Browser(program) as browser:
+        yield browser
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def address(site):
+    """The URL of the site, from a server in a thread."""
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def find_overflow(browser) -> str:
+    """Return how much wider a page is than the window; empty: it is not."""
+    width, window = browser.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    return f"{width} px in a window of {window} px" * (width > window)
+
+
+@pytest.mark.slow
+def test_each_page_in_a_browser(site, address, browser):
+    """As wide as a phone: no message, failed or foreign request, or horizontal scrolling; each link has a target."""
+    problems, anchors, links = [], {}, {}
+    for path in sorted(site.rglob("*.html")):
+        url = address + str(path.relative_to(site)).removesuffix("index.html")
+        browser.show(390, "light")
+        browser.open(url)
+        problems += [(url, problem) for problem in browser.problems]
+        problems += [(url, asked) for asked in browser.requests if not asked.startswith((address, "data:", "blob:"))]
+        problems += [(url, text) for text in [find_overflow(browser)] if text]
+        anchors[url] = {"", *browser.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)")}
+        links[url] = browser.evaluate("[...document.links].map(link => link.href)")
+    for url, targets in links.items():
+        for target in targets:
+            page, _, anchor = target.partition("#")
+            page = page.removesuffix("index.html")
+            if page in anchors and unquote(anchor) not in anchors[page]:
+                problems.append((url, f"no anchor: {target}"))
+            elif page.startswith(address) and page not in anchors and not (site / page[len(address) :]).is_file():
+                problems.append((url, f"no page: {target}"))
+    assert not problems and len(links) > 60
+
+
+@pytest.mark.slow
+def test_the_colors_of_the_site_are_those_of_the_system(address, browser):
+    for scheme, expected in (("light", "default"), ("dark", "slate")):
+        browser.show(1280, scheme)
+        browser.open(address)
+        assert browser.evaluate("document.body.dataset.mdColorScheme") == expected
 
 
 @pytest.mark.slow

@@ -135,6 +135,7 @@ def on_files(files: Files, config) -> Files:
     for path in sorted(linked):
         if Path(path).suffix in (".svg", ".png") and not path.startswith("docs/"):
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "site.css", abs_src_path=str(ROOT / "docs" / "site" / "site.css")))
     for name, page in build_gallery(ROOT).items():
         files.append(File.generated(config, f"gallery/{name}", abs_src_path=str(page)))
     return files

@@ -1,6 +1,5 @@
 """A headless Chromium, driven by its DevTools protocol over two pipes."""
 
-import base64
 import collections
 import fcntl
 import json
@@ -9,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -41,7 +39,7 @@ class Browser:
 
     Attributes:
         requests: the URLs that the page of the last `open` has requested.
-        problems: its messages in the console, exceptions, and requests that failed or had a status from 400.
+        problems: its messages in the console, exceptions, and requests that failed or had a status of 400 or more.
     """
 
     def __init__(self, program: str):
@@ -95,16 +93,13 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, url: str, width: int, scheme: str) -> None:
-        """Load a page, and wait until it requests nothing more.
-
-        Args:
-            url: the address.
-            width: of the page, in pixels.
-            scheme: "light" or "dark".
-        """
+    def show(self, width: int, scheme: str) -> None:
+        """Set the width of the page in pixels, and the color scheme of the system, "light" or "dark"."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def open(self, url: str) -> None:
+        """Load a page, and wait until it requests nothing more."""
         self._events.clear()
         self.requests, self.problems = [], []
         loader, deadline = self.call("Page.navigate", url=url)["loaderId"], time.monotonic() + LOAD_S
@@ -129,8 +124,3 @@ class Browser:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"]["value"]
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write what is visible, or the whole page, as PNG."""
-        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(image["data"]))
