@@ -140,9 +140,14 @@ def parse_sweep(module: ModuleType, args: list[str]) -> None:
     assert not [*problems, *found, *module.read_trials(flags.cfg, fixed, [values])[1]]
 
 
+def parse_split(module: ModuleType, args: list[str]) -> None:
+    flags, words, problems = parse_flags(module.build_parser(""), args)
+    assert not [*problems, *read_cfg(None, ["DATA.NAME", "list", *words] if words else [])[1]]
+
+
 # For commands whose arguments are more than flags.
 PARSE_WITH = {
-    "table": parse_table, "pack": parse_pack, "sweep": parse_sweep,
+    "split": parse_split, "table": parse_table, "pack": parse_pack, "sweep": parse_sweep,
     "doctor": lambda module, args: module.parse_args(None, args),
     "plan": lambda module, args: module.parse_flags_and_cfg(None, args),
 }  # fmt: skip

@@ -1,15 +1,14 @@
 """Channels and depths: decoding against PIL, numpy and tifffile, models of any number of channels, and whole runs."""
 
 import io
-import struct
 import sys
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from support.archives import files_of, write_tar
+from support.images import deep_png
 from torch import nn
 
 from distribuuuu.api import train
@@ -45,17 +44,6 @@ def encoded(image: Image.Image, kind: str, **settings) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **settings)
     return file.getvalue()
-
-
-def deep_png(size: int = 4) -> bytes:
-    """Return a PNG of 16-bit RGB, which PIL cannot write."""
-    rows = b"".join(b"\0" + bytes(range(6)) * size for _ in range(size))
-    chunks = {b"IHDR": struct.pack(">IIBBBBB", size, size, 16, 2, 0, 0, 0), b"IDAT": zlib.compress(rows), b"IEND": b""}
-    parts = (
-        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-        for kind, data in chunks.items()
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def pixels_of(item, options: DecodeOptions, decoder: str = "auto") -> np.ndarray:

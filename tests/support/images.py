@@ -2,7 +2,9 @@
 
 import os
 import random
+import struct
 import time
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,3 +55,14 @@ def age(root: Path, seconds: float = 100) -> None:
     """Date all folders back, so that an index relies on them."""
     for parent, _, _ in os.walk(root):
         os.utime(parent, (time.time() - seconds,) * 2)
+
+
+def deep_png(size: int = 4) -> bytes:
+    """Return a PNG of 16-bit RGB, which PIL cannot write."""
+    rows = b"".join(b"\0" + bytes(range(6)) * size for _ in range(size))
+    chunks = {b"IHDR": struct.pack(">IIBBBBB", size, size, 16, 2, 0, 0, 0), b"IDAT": zlib.compress(rows), b"IEND": b""}
+    parts = (
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in chunks.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

@@ -16,6 +16,7 @@ from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import (
     ANIMATED,
     BROKEN,
+    DEEP,
     FLAT,
     GRAY,
     OVERSIZED,
@@ -248,6 +249,13 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
         ("oversized", OVERSIZED, PROBLEM, most, reduce),
         ("animated", ANIMATED, NOTE, "of several frames, of which training uses the first", "split them into images"),
         ("single_color", FLAT, NOTE, "of a single color", "check whether these images are placeholders"),
+        (
+            "reduced",
+            DEEP,
+            NOTE,
+            "of 16 bits, which training reduces to 8",
+            "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files",
+        ),
         ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotated),
     ):
         if (found := scan.where(flag)) and fix:

@@ -23,10 +23,12 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.reader import CfgFiles
 from distribuuuu.config.registry import task_class
+from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
+from distribuuuu.data.decode import build_decode_options
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
-from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.launch.processes import die_with_parent
@@ -41,6 +43,12 @@ class LostProcessError(ConfigError):
     """A process of a prediction was killed or has crashed."""
 
     status = 1
+
+
+class _Files(UnlabeledImages):
+    """Images that are all files."""
+
+    has_files = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,8 @@ def predict_files(job: PredictJob) -> int:
         return num_broken
     out = Journal(job.out, description, header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
+    if reduced := find_reduced(_Files(job.files), build_decode_options(run.cfg)).partition(";")[0]:
+        print(printable(f"{reduced}, as in the evaluation of the run"), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))
     if done:

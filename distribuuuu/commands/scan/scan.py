@@ -20,8 +20,8 @@ from distribuuuu.launch.pool import map_in_order
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
-# Flags of a record. FLAT: of one color, so without a perceptual hash.
-BROKEN, TRUNCATED, OVERSIZED, ANIMATED, FLAT, ROTATED, GRAY = (1 << number for number in range(7))
+# Flags of a record. FLAT: of one color, so without a perceptual hash. DEEP: of 16 bits per channel.
+BROKEN, TRUNCATED, OVERSIZED, ANIMATED, FLAT, ROTATED, GRAY, DEEP = (1 << number for number in range(8))
 UNUSABLE = BROKEN | TRUNCATED | OVERSIZED
 
 # JPEGs are scaled down while they are decoded, by 2, 4 or 8, but not below this shorter side. On photographs of 400 px,
@@ -148,6 +148,7 @@ def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndar
     image = _open(item, options)
     record["width"], record["height"] = image.size
     flags = ANIMATED * bool(getattr(image, "is_animated", False)) | ROTATED * _is_rotated(image)
+    flags |= DEEP * _is_deep(item, image)
     image = _load(image)
     counts = np.array(image.histogram()).reshape(3, 256)
     flags |= GRAY * bool((counts == counts[0]).all())
@@ -181,6 +182,15 @@ def _load(image: Image.Image) -> Image.Image:
     if image.mode in ("RGB", "L"):
         return image.convert("RGB")
     return Image.fromarray(pil_to_tensor(image).permute(1, 2, 0).contiguous().numpy())
+
+
+def _is_deep(item: Any, image: Image.Image) -> bool:
+    """Return whether an opened file has more than 8 bits per channel, which `DATA.PIXELS uint8` reduces to 8."""
+    if image.format == "PNG" and is_file(item):
+        return bytes(item[24:25]) == b"\x10"  # the bit depth in the header: PIL opens 16-bit colors as 8-bit ones
+    if image.format == "TIFF":
+        return max(getattr(image, "tag_v2", {}).get(258, (8,))) > 8  # BitsPerSample
+    return image.mode.startswith("I")
 
 
 def _is_rotated(image: Image.Image) -> bool:

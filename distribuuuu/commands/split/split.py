@@ -1,4 +1,4 @@
-"""The command split: lists of training, validation and test images of a folder without splits."""
+"""The command split: lists of training, validation and test images of a folder or a table without splits."""
 
 import contextlib
 import shlex
@@ -7,25 +7,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
-from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.terminal import align_columns
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.run_files import check_out
 from distribuuuu.files.untrusted import open_regular, printable
 
 # Headers of images, evenly spaced, that are read for the suggested sizes.
 MAX_HEADERS = 1000
 
-SUMMARY = "split a folder of images into lists"
-_DESCRIPTION = """Split a folder with one sub-folder of images per class into lists, which
-DATA.NAME list reads. No image is copied, moved or deleted. The classes keep their
-shares in each list. The split depends on the names and the seed only, and equal
-files are never divided.
+SUMMARY = "split a folder or a table of images into lists"
+_DESCRIPTION = """Split a folder with one sub-folder of images per class, or a table of paths and
+classes, into lists, which DATA.NAME list reads. No image is copied, moved or
+deleted. The classes keep their shares in each list. The split depends on the
+names and the seed only, and equal files are never divided.
 
   %(prog)s my_images --val 0.2 --out my_lists
   %(prog)s my_images --val 0.1 --test 0.1 --group-by '^(patient\\d+)' --out my_lists
   %(prog)s my_images --folds 5 --out my_folds
+  %(prog)s dogs/labels.csv --val 0.2 --out dog_lists DATA.TABLE.path id
 """
 
 
@@ -35,14 +37,21 @@ def split(prog: str, args: list[str]) -> int:
 
 
 def _run(prog: str, args: list[str]) -> int:
-    flags = build_parser(prog).parse_args(args)
-    if problems := list(_find_problems(flags)):
-        raise ConfigError(problems)
+    flags, words, problems = parse_flags(build_parser(prog), args)
+    from distribuuuu.data.datasets.table_file import ENDINGS
+
+    source = Path(flags.folder)
+    is_table = source.is_file() and source.suffix.lower() in ENDINGS
+    if words and not is_table:
+        problems.append(Problem(COMMAND_LINE, f"got {' '.join(words)}; expected KEY VALUE pairs after a table only"))
+    if found := [*problems, *(Problem("", text) for text in _find_problems(flags))]:
+        raise ConfigError(found)
     check_out("--out", flags.out)
-    from distribuuuu.commands.split.splitting import plan_split, write_split
+    from distribuuuu.commands.split.splitting import list_class_images, list_table_images, plan_split, write_split
 
     try:
-        plan = plan_split(Path(flags.folder), Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
+        images = list_table_images(source, words) if is_table else list_class_images(source)
+        plan = plan_split(images, Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
                           flags.group_by, flags.seed)  # fmt: skip
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -60,8 +69,8 @@ def _run(prog: str, args: list[str]) -> int:
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder, "MODEL.NUM_CLASSES": 0}
     options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
-    words = shlex.join(str(word) for option in options.items() for word in option)
-    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train {words}"))
+    command = shlex.join(str(word) for option in options.items() for word in option)
+    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train {command}"))
     return 0
 
 
@@ -81,9 +90,15 @@ def _suggest_sizes(paths: Sequence[Path]) -> dict[str, int]:
 
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command line."""
-    parser = CommandParser(prog=prog, description=_DESCRIPTION)
+    parser = CommandParser(
+        prog=prog,
+        description=_DESCRIPTION,
+        usage="%(prog)s FOLDER|TABLE --out FOLDER [flags] [KEY VALUE ...]",
+        epilog="KEY VALUE arguments name the columns of a table, see DATA.TABLE of --help-config.",
+    )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS")
+    add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS; or a table: .csv, "
+        ".tsv, .parquet or .txt")  # fmt: skip
     add("--out", metavar="FOLDER", required=True, help="folder of the lists")
     add("--val", metavar="SHARE", type=float, help="share of the validation images, above 0 and below 1")
     add("--test", metavar="SHARE", type=float, default=0.0, help="share of the test images (0: none)")

@@ -1,6 +1,6 @@
-"""Stratified splits of a folder of images into lists, which `DATA.NAME list` reads.
+"""Stratified splits of a folder or a table of images into lists, which `DATA.NAME list` reads.
 
-A split is a function of the seed and the names below the folder. Images that must stay together form a group: equal
+A split is a function of the seed and the names of the images. Images that must stay together form a group: equal
 files, and files for whose names `--group-by` finds the same text. A group is never divided.
 """
 
@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distribuuuu.commands.scan.disjoint_sets import DisjointSets
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
+from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.layouts import (
     describe_archives,
     describe_arrays,
@@ -39,19 +42,41 @@ _CHUNK = 2**20
 
 @dataclass
 class Images:
-    """The images of a folder with one sub-folder per class.
+    """The images of a folder with one sub-folder per class, or of a table.
 
     Attributes:
-        folder: the folder.
-        names: paths relative to the folder, sorted, with "/" between the parts.
+        folder: the folder, of the images or of the table.
+        names: paths relative to the folder, sorted, with "/" between the parts; those of a table may be absolute.
         labels: the class of each image, an index into `classes`.
-        classes: the sorted names of the class folders.
+        classes: the sorted names of the classes.
+        in_class_folders: whether the names begin with the class.
     """
 
     folder: Path
     names: list[str]
     labels: list[int]
     classes: tuple[str, ...]
+    in_class_folders: bool = True
+
+
+def list_table_images(table: Path, words: Sequence[str]) -> Images:
+    """Return the images of a table.
+
+    Args:
+        table: the file.
+        words: KEY VALUE pairs, e.g. DATA.TABLE.label breed.
+
+    Raises:
+        ConfigError: an option, the table or an image in it is invalid.
+    """
+    own = ["DATA.NAME", "list", "TRAIN.DATASET", str(table.parent), "DATA.TABLE.file", table.name]
+    cfg, problems = read_cfg(None, [*words, *own])
+    if problems := problems or [Problem(*found) for found in ImageList.find_problems(cfg, train=True)
+                                if found[0] != "MODEL.NUM_CLASSES"]:  # fmt: skip
+        raise ConfigError(problems)
+    found = ImageList.read_table(cfg, "TRAIN")
+    rows = sorted((os.path.normpath(found.image(index)), label) for index, label in enumerate(found.labels))
+    return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.names, False)
 
 
 def list_class_images(folder: Path) -> Images:
@@ -61,10 +86,12 @@ def list_class_images(folder: Path) -> Images:
         ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
     """
     if list_classes(folder) and (hint := describe_table(folder)):
-        raise ConfigError(f"FOLDER: {folder} has no class folders; expected CLASS/IMAGE{hint}")
+        command = f"distribuuuu split {shlex.quote(str(folder / find_tables(folder)[0]))}"
+        raise ConfigError(f"FOLDER: {folder} has no class folders; expected CLASS/IMAGE{hint}; or split it: {command}")
     if table := _find_table(folder):
-        fix = "fix: add a column with the split of each row, and set DATA.TABLE.split to its name"
-        raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; {fix}")
+        fix = "add a column with the split of each row, and set DATA.TABLE.split to its name"
+        fix = f"use {table}" if table.suffix != ".parquet" else f"use {table} if it has paths of images, or {fix}"
+        raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; fix: {fix}")
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []
@@ -134,7 +161,7 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
     """Return groups of two or more images for whose names a regular expression finds the same text.
 
     The text is what the first group of the expression matches, or without groups the whole match. The name is relative
-    to the folder of the class, so a group may have images of several classes.
+    to the folder of the class, so a group may have images of several classes; of a table it is the path in the table.
 
     Raises:
         ConfigError: the expression is invalid, or matches no name.
@@ -145,12 +172,16 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
         raise ConfigError(f"--group-by: got {pattern!r}; expected a regular expression: {error}") from None
     by_text: dict[str, list[int]] = defaultdict(list)
     for index, name in enumerate(images.names):
-        if match := search(name.partition("/")[2]):
+        if match := search(_without_class(images, name)):
             by_text[match[1] if match.re.groups else match[0]].append(index)
     if not by_text:
-        example = images.names[0].partition("/")[2]
+        example = _without_class(images, images.names[0])
         raise ConfigError(f"--group-by: {pattern!r} matches no name; the first is {example!r}")
     return [indices for indices in by_text.values() if len(indices) > 1]
+
+
+def _without_class(images: Images, name: str) -> str:
+    return name.partition("/")[2] if images.in_class_folders else name
 
 
 def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -291,12 +322,12 @@ class SplitPlan:
 
 
 def plan_split(
-    folder: Path, out: Path, val: float, test: float = 0.0, folds: int = 0, pattern: str = "", seed: int = 0
+    images: Images, out: Path, val: float, test: float = 0.0, folds: int = 0, pattern: str = "", seed: int = 0
 ) -> SplitPlan:
-    """Return the split of a folder.
+    """Return the split of some images.
 
     Args:
-        folder: the folder, with one sub-folder per class.
+        images: of `list_class_images` or `list_table_images`.
         out: the output folder.
         val: share of the validation images; without effect with folds.
         test: share of the test images; 0: none.
@@ -305,9 +336,8 @@ def plan_split(
         seed: seed of the split.
 
     Raises:
-        ConfigError: the folder cannot be split.
+        ConfigError: the images cannot be split.
     """
-    images = list_class_images(folder)
     duplicates = find_duplicates(images)
     named = find_named_groups(images, pattern) if pattern else []
     groups = merge_groups([*duplicates, *named])
@@ -401,7 +431,9 @@ def _list_lines(plan: SplitPlan, name: str) -> Iterator[bytes]:
     images, folder = plan.images, _folder_in_list(plan.images.folder, (plan.out / name).parent)
     yield csv_line(("path", "label")).encode()
     for index in plan.files[name]:
-        yield csv_line((f"{folder}{images.names[index]}", images.classes[images.labels[index]])).encode()
+        name = images.names[index]
+        path = name if os.path.isabs(name) else f"{folder}{name}"
+        yield csv_line((path, images.classes[images.labels[index]])).encode()
 
 
 def _folder_in_list(folder: Path, list_folder: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.images import draw_folder
+from support.images import deep_png, draw_folder
 from support.packs import pack
 
 from distribuuuu.commands.doctor.findings import examine, spelling_key
@@ -107,6 +107,17 @@ def test_unusual_images_are_notes(root):
     }
     assert report["status"] == "clean" and all(finding["fix"] for finding in found.values())
     assert "rotated" not in kinds(check(root, DecodeOptions(exif_rotate=True)))
+
+
+def test_images_of_16_bits_are_noted(root):
+    noise = np.random.default_rng(0).integers(0, 1 << 16, (50, 60), np.uint16)
+    for ending in ("png", "tif", "pgm"):
+        Image.fromarray(noise).save(root / f"train/ant/deep.{ending}")
+    (root / "train/ant/colors.png").write_bytes(deep_png(50))
+    found = kinds(check(root))
+    deep = [f"train/ant/{name}" for name in ("colors.png", "deep.pgm", "deep.png", "deep.tif")]
+    assert names(found["reduced"], root) == deep and found["reduced"]["severity"] == "note"
+    assert "DATA.PIXELS uint16" in found["reduced"]["fix"]
 
 
 def test_copies_are_sorted_by_what_they_mean(root):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import find_data
+from support.images import deep_png, find_data
 from support.processes import wait_for
 from support.runs import ROOT, run_python, train_and_evaluate
 from support.tiers import slow
@@ -280,6 +280,15 @@ def test_without_a_file_the_rows_are_printed(shapes_run, shapes_folder, capsysbi
     assert run(shapes_run, shapes_folder / "val" / "star" / "0000.jpg", "--topk", 1) == 0
     header, row = capsysbinary.readouterr().out.decode().splitlines()
     assert header == "path,label,probability" and row.count(",") == 2
+
+
+def test_images_of_16_bits_are_said_to_be_reduced(shapes_run, tmp_path, capsys):
+    (tmp_path / "deep.png").write_bytes(deep_png(28))
+    Image.new("RGB", (28, 28)).save(tmp_path / "plain.png")
+    assert run(shapes_run, tmp_path) == 0
+    assert f"16-bit images, e.g. {tmp_path / 'deep.png'}, are reduced to 8 bits" in capsys.readouterr().err
+    assert run(shapes_run, tmp_path / "plain.png") == 0
+    assert "16-bit" not in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -16,7 +16,14 @@ from support.tiers import pairwise, slow
 
 from distribuuuu.commands.split import splitting as split_module
 from distribuuuu.commands.split.split import split
-from distribuuuu.commands.split.splitting import Images, assign, merge_groups, plan_split, write_split
+from distribuuuu.commands.split.splitting import (
+    Images,
+    assign,
+    list_class_images,
+    merge_groups,
+    plan_split,
+    write_split,
+)
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
@@ -49,7 +56,7 @@ def run(*args) -> int:
 
 
 def test_the_classes_keep_their_shares(folder, tmp_path):
-    plan = plan_split(folder, tmp_path / "out", val=0.25, test=0.15)
+    plan = plan_split(list_class_images(folder), tmp_path / "out", val=0.25, test=0.15)
     write_split(plan)
     found = {name: rows_of(tmp_path / "out" / f"{name}.csv") for name in ("train", "val", "test")}
     names = [row for rows in found.values() for row in rows]
@@ -63,7 +70,7 @@ def test_the_classes_keep_their_shares(folder, tmp_path):
 
 
 def test_the_lists_are_read_as_a_data_set(folder, tmp_path):
-    write_split(plan_split(folder, folder.parent / "lists", val=0.3))
+    write_split(plan_split(list_class_images(folder), folder.parent / "lists", val=0.3))
     root = folder.parent / "lists"
     cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {root} TEST.DATASET {root} MODEL.NUM_CLASSES 0".split())
     cfg = resolve_num_classes(cfg)
@@ -75,19 +82,19 @@ def test_the_lists_are_read_as_a_data_set(folder, tmp_path):
 
 
 def test_a_split_depends_on_names_and_seed_alone(folder, tmp_path):
-    files = plan_split(folder, tmp_path / "a", val=0.3, seed=4).files
+    files = plan_split(list_class_images(folder), tmp_path / "a", val=0.3, seed=4).files
     copied = tmp_path / "elsewhere"
     for path in sorted(folder.rglob("*.jpg"), reverse=True):
         target = copied / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    assert plan_split(copied, tmp_path / "b", val=0.3, seed=4).files == files
-    assert plan_split(folder, tmp_path / "c", val=0.3, seed=5).files != files
+    assert plan_split(list_class_images(copied), tmp_path / "b", val=0.3, seed=4).files == files
+    assert plan_split(list_class_images(folder), tmp_path / "c", val=0.3, seed=5).files != files
 
 
 def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
     (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "001.jpg").read_bytes())
-    plan = plan_split(folder, tmp_path / "out", val=0.3, test=0.2, pattern=r"(p\d+)/")
+    plan = plan_split(list_class_images(folder), tmp_path / "out", val=0.3, test=0.2, pattern=r"(p\d+)/")
     names, part_of = plan.images.names, {}
     for file, indices in plan.files.items():
         part_of |= {names[index]: file for index in indices}
@@ -102,7 +109,7 @@ def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
 
 
 def test_each_image_is_validated_in_one_fold(folder, tmp_path):
-    plan = plan_split(folder, tmp_path / "out", val=0, folds=4, test=0.1)
+    plan = plan_split(list_class_images(folder), tmp_path / "out", val=0, folds=4, test=0.1)
     write_split(plan)
     test = rows_of(tmp_path / "out" / "test.csv")
     validated = []
@@ -190,7 +197,7 @@ def test_folders_that_cannot_be_split(tmp_path, capsys):
     with open(os.fsencode(tmp_path / "empty" / "cat") + b"/\xff.jpg", "wb") as file:
         file.write(b"1")
     with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: 'cat/.udcff.jpg'"):
-        plan_split(tmp_path / "empty", tmp_path / "out", val=0.5)
+        plan_split(list_class_images(tmp_path / "empty"), tmp_path / "out", val=0.5)
 
 
 NAMES = ["a\rb.jpg", "a\nb.jpg", "a\r\nb.jpg", " a.jpg", 'a"b.jpg', '"a".jpg', "a,b.jpg", "\ta.jpg", "=cmd().jpg",
@@ -285,3 +292,65 @@ def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_table(folder: Path, path: Path, prefix: str = "") -> None:
+    """Write a table of the images of a folder, `id,breed`, in another order, without the ends of the names."""
+    names = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.jpg"))
+    random.Random(1).shuffle(names)
+    path.write_text("id,breed\n" + "".join(f"{prefix}{name},{name.partition('/')[0]}\n" for name in names))
+
+
+COLUMNS = ("DATA.TABLE.path", "id", "DATA.TABLE.label", "breed")
+
+
+@pytest.mark.parametrize("place", ["below", "beside", "absolute"])
+def test_a_table_is_split_like_the_folder_of_its_images(folder, tmp_path, capsys, place):
+    table = (tmp_path if place == "beside" else folder) / "labels.csv"
+    prefix = {"below": "", "beside": "images/", "absolute": f"{folder}/"}[place]
+    write_table(folder, table, prefix)
+    (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "000.jpg").read_bytes())
+    with table.open("a") as file:
+        file.write(f"{prefix}ant/copy,ant\n")
+    out, words = tmp_path / "lists", (*COLUMNS, "DATA.TABLE.template", "{}.jpg")
+    assert run(table, "--val", 0.25, "--test", 0.15, "--out", out, *words) == 0
+    text = capsys.readouterr().out
+    assert "62 images of 5 classes" in text and "equal files in several classes" in text
+    cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {out} TEST.DATASET {out} MODEL.NUM_CLASSES 5".split())
+    assert find_run_problems(cfg, train=True) == []
+    parts = {part: ImageList(out / f"{part}.csv") for part in ("train", "val", "test")}
+    found = {part: {os.path.realpath(images.describe(index)) for index in range(len(images))}
+             for part, images in parts.items()}  # fmt: skip
+    assert set.union(*found.values()) == {os.path.realpath(path) for path in folder.rglob("*.jpg")}
+    assert sum(map(len, found.values())) == 62
+    equal = {str(folder / "ant" / "copy.jpg"), str(folder / "bee" / "p0" / "000.jpg")}
+    assert any(equal <= names for names in found.values())
+    for images in parts.values():
+        for index in range(len(images)):
+            assert f"/images/{images.classes[images.label(index)]}/" in os.path.realpath(images.describe(index))
+
+
+def test_the_split_of_a_table_does_not_depend_on_the_order_of_its_rows(folder, tmp_path):
+    write_table(folder, folder / "a.csv")
+    header, *lines = (folder / "a.csv").read_text().splitlines()
+    (folder / "b.tsv").write_text("\n".join([header, *reversed(lines)]).replace(",", "\t"))
+    words = ("--folds", 3, *COLUMNS, "DATA.TABLE.template", "{}.jpg", "--group-by", r"^\w+/(p\d+)/")
+    assert run(folder / "a.csv", "--out", tmp_path / "a", *words) == 0
+    assert run(folder / "b.tsv", "--out", tmp_path / "b", *words) == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    patients = [{path.split("/")[-2] for path, _ in rows_of(tmp_path / "a" / f"fold_1/{part}.csv")}
+                for part in ("train", "val")]  # fmt: skip
+    assert not patients[0] & patients[1]
+
+
+def test_tables_that_cannot_be_split(folder, tmp_path, capsys):
+    write_table(folder, folder / "a.csv")
+    for source, words, message in [
+        (folder / "a.csv", (), "has no column path and no column label; its columns are id, breed"),
+        (folder / "a.csv", COLUMNS, "images that do not exist"),
+        (folder / "a.csv", ("DATA.TABEL.path", "id"), "DATA.TABEL.path (command line): no such key"),
+        (folder, COLUMNS, "expected KEY VALUE pairs after a table only"),
+        (folder / "non.csv", (), "no such folder"),
+    ]:
+        assert run(source, "--val", 0.2, "--out", tmp_path / "out", *words) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

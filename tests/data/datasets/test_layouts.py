@@ -14,6 +14,7 @@ from support.runs import small_options
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets.base import list_classes
 from distribuuuu.data.datasets.layouts import find_inner_root, missing_root, missing_split
+from distribuuuu.data.datasets.table_file import ENDINGS
 from distribuuuu.engine.preflight import find_run_problems
 
 FILES = {
@@ -59,7 +60,8 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
         for dataset in ("imagefolder", "packed", "list"):
             found = errors_of(path, tmp_path, "DATA.NAME", dataset)
             assert f"TRAIN.DATASET (command line): {path} {message}" in found and "no such folder" not in found
-        assert refusals_of(path, tmp_path, capsys).count(f"FOLDER: {path} {message}") == 2
+        num_refusals = 1 if path.suffix in ENDINGS else 2  # split reads tables
+        assert refusals_of(path, tmp_path, capsys).count(f"FOLDER: {path} {message}") == num_refusals
 
 
 @pytest.mark.parametrize("name", ["my images.zip", "images.tar", "images.tar.gz", "images.tgz", "$x;.tar.xz"])

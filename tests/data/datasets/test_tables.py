@@ -171,7 +171,7 @@ def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys
     write_rows(tmp_path / f"train.{ending}", list_rows(image_folder, "train"))
     words = [str(tmp_path), "--val", "0.2", "--out", str(tmp_path / "lists")]
     assert command_module("split.split").split("distribuuuu split", words) == 2
-    expected = f"train.{ending} is a table; expected a folder CLASS/IMAGE; fix: add a column with the split"
+    expected = f"is a table; expected a folder CLASS/IMAGE; fix: use {tmp_path}/train.{ending}"
     assert expected in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"train.{ending}: is a table; expected images, .* `distribuuuu test`"):
         list_images([str(tmp_path / f"train.{ending}")])
