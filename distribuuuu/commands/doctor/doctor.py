@@ -12,11 +12,12 @@ from typing import Any
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
+from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.commands.terminal import FORMATS, WIDTH, align_columns, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.reader import COMMAND_LINE, list_files, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, list_files
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores
 
@@ -93,7 +94,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     """
     flags, rest, problems = parse_flags(build_parser(prog), args)
     folder = Path(rest.pop(0)) if len(rest) % 2 else None
-    cfg, found = read_cfg(flags.cfg, rest)
+    cfg, found = read_data_cfg(flags.cfg, rest)
     # What the flag is to find may be missing.
     problems += [one for one in found if not (flags.statistics and one.key in ("DATA.MEAN", "DATA.STD"))]
     if folder is None and not flags.cfg and not rest:

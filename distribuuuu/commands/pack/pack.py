@@ -15,12 +15,12 @@ from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
 from distribuuuu.commands.pack.upload import find_url_problem
 from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
+from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.commands.terminal import open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import cache_folder
-from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.data.datasets.base import get_dataset
@@ -86,7 +86,7 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
         raise ConfigError(unknown)
     if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
-    cfg, found = read_cfg(args.cfg, rest[1:])
+    cfg, found = read_data_cfg(args.cfg, rest[1:])
     problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
     job = _job_of(args, rest[0], cfg)
     if args.verify and job.url:

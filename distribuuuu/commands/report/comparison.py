@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,9 +122,12 @@ class GroupPair:
 
 # ---------------------------------------------------------------------------------------- images
 
+# The archive in the name of an image, e.g. "val.tar:" of "val.tar:cat/1.jpg".
+_ARCHIVE = re.compile(r"^[^/:]+\.(tar|zip):", re.IGNORECASE)
+
 
 def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
-    """Return the index in `other` of each image of `first`.
+    """Return the index in `other` of each image of `first`; in other archives, images are matched by their names.
 
     Args:
         first, other: the predictions of two runs.
@@ -138,11 +142,14 @@ def match_images(first: Predictions, other: Predictions, names: tuple[str, str])
         raise ConfigError(f"{where}: have other classes: {difference}")
     order = np.arange(len(other))
     if not np.array_equal(first.path, other.path):
-        if difference := _describe_sets(first.path.tolist(), other.path.tolist(), names):
+        own, others = first.path.tolist(), other.path.tolist()
+        if difference := _describe_sets(own, others, names):
             numbers = f"{counted(len(first), 'image')} and {counted(len(other), 'image')}"
-            raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
-        places = {path: place for place, path in enumerate(other.path.tolist())}
-        order = np.array([places[path] for path in first.path.tolist()], dtype=np.int64)
+            own, others = ([_ARCHIVE.sub("", str(path)) for path in paths] for paths in (own, others))
+            if set(own) != set(others) or len(set(others)) < len(others) or len(own) != len(others):
+                raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
+        places = {path: place for place, path in enumerate(others)}
+        order = np.array([places[path] for path in own], dtype=np.int64)
     labels = other.label[order]
     if first.label.shape != labels.shape or not np.array_equal(first.label, labels):
         differs = (first.label != labels) if first.label.ndim == 1 else (first.label != labels).any(axis=1)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.layouts import (
@@ -70,7 +70,7 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
         ConfigError: an option, the table or an image in it is invalid.
     """
     own = ["DATA.NAME", "list", "TRAIN.DATASET", str(table.parent), "DATA.TABLE.file", table.name]
-    cfg, problems = read_cfg(None, [*words, *own])
+    cfg, problems = read_data_cfg(None, [*words, *own])
     if problems := problems or [Problem(*found) for found in ImageList.find_problems(cfg, train=True)
                                 if found[0] != "MODEL.NUM_CLASSES"]:  # fmt: skip
         raise ConfigError(problems)

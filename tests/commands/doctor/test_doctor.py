@@ -136,3 +136,13 @@ def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors and "SIGINT" in errors
     wait_for(lambda: have_ended(workers), timeout_s=END_S)
+
+
+def test_several_labels_need_no_loss(tmp_path, capsys):
+    for split in ("train", "val"):
+        draw_folder(tmp_path, split, {"ant": 3})
+        rows = "".join(f"{split}/ant/{number:03d}.jpg,x\n" for number in range(3))
+        (tmp_path / f"{split}.csv").write_text(f"image,labels\n{rows}")
+    doctor.doctor("distribuuuu doctor", ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(tmp_path), "--workers", "0"])
+    printed = capsys.readouterr()
+    assert "6 images, 2 splits" in printed.out and "LOSS.NAME" not in printed.err

@@ -21,6 +21,7 @@ from support.packs import pack
 from support.processes import END_S, have_ended, list_children, wait_for
 from support.runs import ROOT, run_python, run_tool, small_options
 
+from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.pack import encode
 from distribuuuu.commands.pack import writer as pack_writer
 from distribuuuu.commands.pack.encode import encode_jpeg
@@ -634,3 +635,22 @@ def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, mon
     shutil.copy(tmp_path / "copy", left[0])
     pack(tmp_path / "out", *source(folder))
     assert not left[0].exists() and len(Packed(tmp_path / "out", "train")) == 14
+
+
+def test_options_of_training_alone_are_not_demanded(folder, tmp_path, capsys):
+    """Neither the loss of several labels nor the statistics of five channels; a wrong value that is set is reported."""
+    for split in ("train", "val"):
+        names = sorted(str(path.relative_to(folder)) for path in (folder / split).rglob("*.jpg"))
+        rows = "".join(f"{name},{name.split('/')[1]};both\n" for name in names)
+        (folder / f"{split}.csv").write_text(f"image,labels\n{rows}")
+        (tmp_path / "bands" / split / "x").mkdir(parents=True)
+        np.save(tmp_path / "bands" / split / "x" / "a.npy", np.zeros((8, 9, 5), np.uint16))
+    words = ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(folder)]
+    assert dispatch("distribuuuu", ["pack", str(tmp_path / "out"), "--workers", "0", *words]) == 0
+    assert "LOSS.NAME" not in capsys.readouterr().err
+    five = ["DATA.CHANNELS", "5", "DATA.PIXELS", "uint16", "TRAIN.DATASET", str(tmp_path / "bands")]
+    assert dispatch("distribuuuu", ["pack", str(tmp_path / "five"), "--workers", "0", *five]) == 0
+    assert "DATA.MEAN" not in capsys.readouterr().err
+    for wrong, message in {("LOSS.NAME", "ce"): "LOSS.NAME", ("DATA.MEAN", "[1]"): "DATA.MEAN"}.items():
+        assert dispatch("distribuuuu", ["pack", str(tmp_path / "non"), *five, *wrong]) == 2
+        assert f"{message} (command line): got" in capsys.readouterr().err

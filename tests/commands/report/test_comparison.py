@@ -72,6 +72,23 @@ def test_images_in_another_order_are_matched_by_name(right):
     assert found.only_a.tolist() == expected.only_a.tolist() and found.p == expected.p
 
 
+def test_images_of_a_tar_and_of_a_zip_are_matched_by_their_names(right):
+    a, b = predictions(right["A"]), predictions(right["B"])
+    expected, order = compare_pair(a, b, NAMES), np.random.default_rng(1).permutation(len(b))
+    a.path = np.array([f"val.tar:x/{index}.jpg" for index in range(len(a))])
+    b.path = np.array([f"val.zip:x/{index}.jpg" for index in range(len(b))])
+    shuffled = Predictions(b.path[order], b.label[order], b.loss[order], b.classes, b.meta, b.scores[order])
+    found = compare_pair(a, shuffled, NAMES)
+    assert found.only_a.tolist() == expected.only_a.tolist() and found.p == expected.p
+    shuffled.path = shuffled.path.astype(object)
+    shuffled.path[3] = "val.zip:x/other.jpg"
+    with pytest.raises(ConfigError, match="only B has val.zip:x/0.jpg"):
+        compare_pair(a, shuffled, NAMES)
+    shuffled.path[3] = shuffled.path[4]  # ambiguous
+    with pytest.raises(ConfigError, match="evaluated on other images"):
+        compare_pair(a, shuffled, NAMES)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [(lambda run: run.path.__setitem__(7, "other.jpg"), "other images, .*: only A has image 7; only B has other.jpg"),

@@ -1,0 +1,22 @@
+"""Configs of commands that read images and train nothing."""
+
+from collections.abc import Sequence
+
+from distribuuuu.config import Config, Problem
+from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.reader import CfgFiles, read_cfg
+
+
+def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config, list[Problem]]:
+    """Return the tree of `read_cfg` and its problems, except those of options that training alone would need.
+
+    These are options that are not set and do not say how images are read, e.g. a loss that suits the labels.
+    """
+    cfg, problems = read_cfg(cfg_file, overrides)
+    return cfg, [problem for problem in problems if not _is_of_training(cfg, problem)]
+
+
+def _is_of_training(cfg: Config, problem: Problem) -> bool:
+    keys = [problem.key] if isinstance(problem.key, str) else problem.key
+    is_of_data = any(key.startswith("DATA.") and key not in ("DATA.MEAN", "DATA.STD") for key in keys)
+    return not is_of_data and all(key in OPTIONS and key not in cfg.origins for key in keys)
