@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from distribuuuu.checkpoint.best_weights import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.terminal import ending_with_reader, open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
@@ -126,16 +127,14 @@ def parse_args(
     """
     flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
-    run_config = None
+    run, run_config = "", None
     if not train:
-        overrides = expand_run(overrides)
+        run, overrides = expand_run(overrides)
     if not flags.cfg and not train and flags.help_config is None:
-        run_config = find_run_config(overrides)
+        run_config = find_run_config(["OUT_DIR", run] if run else overrides)
     if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
         with contextlib.suppress(OSError):
-            print(
-                f"--cfg is not set; using {run_config}, the config of the run in OUT_DIR", file=sys.stderr, flush=True
-            )
+            print(f"--cfg is not set; using {run_config}, the config of the run", file=sys.stderr, flush=True)
     cfg, found = read_cfg(flags.cfg or run_config, overrides)
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
         cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
@@ -154,8 +153,10 @@ def parse_args(
     return None, flags
 
 
-def expand_run(words: list[str]) -> list[str]:
-    """Return KEY VALUE arguments for the words of an evaluation, whose first one may name a run instead.
+def expand_run(words: list[str]) -> tuple[str, list[str]]:
+    """Return the folder of the run that the first word of an evaluation names, or "", and KEY VALUE arguments.
+
+    With an OUT_DIR of their own, the results are written there.
 
     Raises:
         ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one.
@@ -164,7 +165,7 @@ def expand_run(words: list[str]) -> list[str]:
     is_path = words and os.path.exists(words[0])
     is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0])
     if not is_path and (is_key or len(words) % 2 == 0):
-        return words
+        return "", words
     run, name = Path(words[0]), get_cfg().CFG_DEST
     # A relative path need not name the folders above it.
     folder = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / name).is_file()), None)
@@ -175,8 +176,10 @@ def expand_run(words: list[str]) -> list[str]:
         elif run.is_file():
             found = f"no {name} beside {run} or in the folder above"
         raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
-    weights = [] if run == folder else ["MODEL.WEIGHTS", str(run)]
-    return ["OUT_DIR", str(folder), *weights, *words[1:]]
+    weights = run if run != folder else None
+    if "OUT_DIR" in words[1::2]:
+        weights = weights or find_best(folder) or best_paths(folder)[RAW]
+    return str(folder), ["OUT_DIR", str(folder), *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
 
 
 def find_run_config(overrides: Sequence[str]) -> str | None:

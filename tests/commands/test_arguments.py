@@ -167,6 +167,9 @@ def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path
     done = run_tool("test_net.py", "TRAIN.DATASET", image_folder, "OUT_DIR", out)
     assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
     assert f"--cfg is not set; using {out}/config.yaml" in done.stderr
+    elsewhere = tmp_path / "elsewhere"
+    done = run_tool("test_net.py", out, "TRAIN.DATASET", image_folder, "OUT_DIR", elsewhere)
+    assert done.returncode == 0 and (elsewhere / "test_results.json").is_file(), done.stderr
     draw_folder(other, "val", {"ant": 1, "bee": 1, "cat": 1})
     cfg, _ = parse_args("", ["OUT_DIR", str(out), "TRAIN.TOPK", "3", "TRAIN.DATASET", str(other)], train=False)
     assert (cfg.MODEL.ARCH, cfg.MODEL.KWARGS.width, cfg.TRAIN.TOPK) == ("resnet8", 8, 3)
@@ -199,6 +202,9 @@ def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, 
         cfg, _ = parse_args("", [str(word) for word in words], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH) == (str(run), "resnet8")
         assert (cfg.MODEL.WEIGHTS or "").rpartition("/")[2] == (weights or "")
+    other = str(tmp_path / "other")  # the results go there, config and best weights come from the run
+    cfg, _ = parse_args("", [str(run), "TEST.BATCH_SIZE", "3", "OUT_DIR", other], train=False)
+    assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (other, "resnet8", str(run / "best.pth.tar"))
     for folder, file in ((run, "best.pth.tar"), (run / "checkpoints", "ckpt_ep_001.pth.tar")):
         monkeypatch.chdir(folder)
         cfg, _ = parse_args("", [file], train=False)
