@@ -26,7 +26,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.results import config_name, hash_config, list_overrides, read_results
-from distribuuuu.records.run_groups import Run, group_runs
+from distribuuuu.records.run_groups import RecordedRun, group_runs
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
@@ -230,7 +230,7 @@ def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
     def add_run(seed: int, *args: str) -> int:
         """Record a run, and return the number of rows."""
         content = {**record, "seed": seed, "config_hash": hash_config(load_cfg(None, list(args)))}
-        runs.append(Run(Path(f"seed_{seed}.json"), content))
+        runs.append(RecordedRun(Path(f"seed_{seed}.json"), content))
         return len(group_runs(runs)[0])
 
     runs: list[Run] = []
