@@ -49,7 +49,10 @@ def test_a_recipe_is_the_same_for_images_in_folders():
     """A recipe states each value that DATA.NAME imagefolder would change."""
     folder = get_dataset("imagefolder")
     for path in map(str, RECIPES):
-        own, cfg = get_dataset(load_cfg(path).DATA.NAME), load_cfg(path, ["DATA.NAME", "imagefolder", "DATA.TABLE", "{}"])
+        own, cfg = (
+            get_dataset(load_cfg(path).DATA.NAME),
+            load_cfg(path, ["DATA.NAME", "imagefolder", "DATA.TABLE", "{}"]),
+        )
         assert cfg.DATA.CROP != "auto" or folder.crop == own.crop, path
         for key, attribute in (("DATA.MEAN", "mean"), ("DATA.STD", "std")):
             assert get_value(cfg, key) or getattr(folder, attribute) == getattr(own, attribute), (path, key)
