@@ -277,9 +277,11 @@ def script_of(page: str) -> str:
         for line in re.sub(r"\.venv/bin/(python|pip|distribuuuu)", r"\1", block.replace("\\\n", " ")).splitlines():
             line = re.sub(r"^distribuuuu\b", "python -m distribuuuu", line.split("&& ")[-1])
             extra = next((more for (where, part), more in RUN.items() if where == page and part in line), "skip")
+            if "://" in line:  # a download, or data that is not there
+                continue
             if "tools/" not in line and not re.match(r"\.|python3|torchrun|.*-m distribuuuu", line):
                 lines.append(line)  # a loop, a here-document, mkdir, cp
-            elif extra != "skip" and "://" not in line:  # a URL of data that is not there
+            elif extra != "skip":
                 command = line.partition("  #")[0]
                 lines.append(command if extra is None else f"{command} {SMALL} {extra}")
     return "\n".join(lines)
