@@ -233,7 +233,7 @@ def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
         runs.append(RecordedRun(Path(f"seed_{seed}.json"), content))
         return len(group_runs(runs)[0])
 
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     assert add_run(0) == 1
     monkeypatch.setitem(OPTIONS, "OPTIM.ADDED", Option(0.5, hash_default=0.5))
     monkeypatch.setitem(OPTIONS, "DATA.ADDED", Option("auto", auto=True, hash_default="auto"))
