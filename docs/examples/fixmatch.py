@@ -1,6 +1,7 @@
 """FixMatch (Sohn et al., arXiv 2001.07685): learn from 100 labels and many unlabeled images.
 
-Not measured yet.
+Measured on shapes, three seeds: top-1 12.8, 14.6, 13.6 %; without the unlabeled images 15.6, 16.6, 13.8 %.
+No gain: with ten labels of each class, both stay little above chance, 10 %.
 """
 
 from collections.abc import Mapping, Sequence

