@@ -151,10 +151,12 @@ def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) 
     problems: Problems = {}
     table = Table(path, layout)
     is_one_hot = len(layout.columns) > 1 and layout.key != "targets"
-    numbers: dict[str, int] = {name: number for number, name in enumerate(layout.columns)} if is_one_hot else {}
+    numbers: dict[str, int] = {}
     first_lines: dict[str, int] = {}
     try:
         names_of = _read_names(os.path.dirname(path), *layout.names) if layout.names else {}
+        for name in layout.columns if is_one_hot else ():  # also a column without a 1 is a class
+            numbers.setdefault(names_of.get(name, name), len(numbers))
         for line, image, cells in _read_rows(path, layout, problems):
             image = layout.template.replace("{}", image)
             key = os.path.normpath(image)
@@ -165,8 +167,7 @@ def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) 
             first_lines[key] = line
             names = parse_labels(layout, cells)
             if names_of and not isinstance(names, str):
-                named = [names_of[name] for name in names if name in names_of]
-                names = named if len(named) == len(names) else f"has labels without a name in {layout.names[0]}"
+                names = _replace_labels(names, names_of, layout)
             if isinstance(names, str):
                 problems.setdefault(names, []).append(f"line {line}, {image!r}")
             else:
@@ -175,18 +176,24 @@ def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) 
         return Table(path, layout, problems=tuple(map(str, error.problems)))
     except OSError as error:
         return Table(path, layout, problems=(f"{error.filename or path} cannot be read: {error.strerror or error}",))
-    except (UnicodeError, csv.Error) as error:
-        return Table(path, layout, problems=(f"{path} is not a CSV in UTF-8: {error}",))
     # From the order of appearance to alphabetical order.
     table.names = tuple(sorted(numbers))
     places = {name: place for place, name in enumerate(table.names)}
     order = [places[name] for name in numbers]
     table.labels = array("i", (order[number] for number in table.labels))
     if not problems and not len(table):
-        table.problems = (f"{path} has no line but its header",)
+        table.problems = (f"{path} has no line{'' if layout.header else ' but its header'}",)
     else:
         table.problems = sentences(path, problems)
     return table
+
+
+def _replace_labels(labels: Sequence[str], names_of: dict[str, str], layout: Layout) -> Sequence[str] | str:
+    """Return the names of the labels of an image, or what is wrong with them."""
+    if any(label not in names_of for label in labels):
+        return f"has labels without a name in {layout.names[0]}"
+    names = [names_of[label] for label in labels]
+    return [*dict.fromkeys(names)] if layout.key == "labels" else names  # labels of one name are one class
 
 
 def parse_labels(layout: Layout, cells: Sequence[Any]) -> Sequence[str] | str:
@@ -235,23 +242,30 @@ def _strip_unless_quoted(cell: str, source: str) -> str:
 
 
 def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[CsvLine]:
-    """Yield line, path and labels of the rows of a split; add invalid lines and headers to `problems`."""
+    """Yield line, path and labels of the rows of a split; add invalid lines to `problems`.
+
+    Raises:
+        ConfigError: the header lacks a column, or the file is no text in UTF-8; the message has no key.
+    """
     read = _read_parquet if path.lower().endswith(".parquet") else _read_csv
     values: set[str] = set()
     is_empty = True
-    for line, cells in read(path, layout, problems):
-        image, *labels = cells
-        if layout.split:
-            value = labels.pop()
-            if len(values) < 100:
-                values.add(value)
-            if value != layout.value:
-                continue
-        is_empty = False
-        if image.strip():
-            yield line, image, labels
-        else:
-            problems.setdefault("has lines without an image", []).append(f"line {line}")
+    try:
+        for line, cells in read(path, layout, problems):
+            image, *labels = cells
+            if layout.split:
+                value = labels.pop()
+                if len(values) < 100:
+                    values.add(value)
+                if value != layout.value:
+                    continue
+            is_empty = False
+            if image.strip():
+                yield line, image, labels
+            else:
+                problems.setdefault("has lines without an image", []).append(f"line {line}")
+    except (UnicodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not a CSV in UTF-8: {error}") from error
     if values and is_empty:
         problems[f"has no row with {layout.split} {layout.value}; the column has"] = sorted(values)
 

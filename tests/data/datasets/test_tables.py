@@ -11,6 +11,7 @@ from support.sources import DELIMITERS, NAMES, image_rows, list_rows, to_arrow, 
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.data.datasets.table_file import Layout, read_table
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.image_arguments import list_images
@@ -209,12 +210,28 @@ def test_numbers_get_the_names_of_another_table(cfg_of, small_cfg, image_folder,
     assert build_images(changed(cfg, {"MODEL.NUM_CLASSES": 2}), train=True).classes == NAMES[:2]
 
 
+@pytest.mark.parametrize(
+    "columns, rows",
+    [
+        (("labels",), ["a.jpg,0;1\n", "b.jpg,1;2\n"]),
+        (("0", "1", "2", "3"), ["a.jpg,1,1,0,0\n", "b.jpg,0,1,1,0\n"]),  # no image has the last one
+    ],
+)
+def test_several_labels_of_one_name_are_one_class(tmp_path, columns, rows):
+    (tmp_path / "train.csv").write_text("".join([f"path,{','.join(columns)}\n", *rows]))
+    (tmp_path / "classes.csv").write_text("id,class\n0,cat\n1,cat\n2,dog\n3,ant\n")
+    table = read_table(tmp_path / "train.csv", Layout("path", "labels", columns, names=("classes.csv", "id", "class")))
+    assert table.problems == () and table.names == ("ant", "cat", "dog")[len(columns) == 1 :]
+    assert table.values("labels") == [["cat"], ["cat", "dog"]]
+
+
 NAMELESS = {
     "has labels without a name in classes.csv: line 2, 'a.jpg'": "id,class\n2,cat\n",
     "classes.csv has labels without one name: line 3, '1'": "id,class\n1,cat\n1,dog\n",
     "classes.csv has labels without one name: line 2, '1'": "id,class\n1,\n",
     "classes.csv has no column id; its columns are number, class; fix: see DATA.TABLE.names": "number,class\n1,cat\n",
     "classes.csv cannot be read: No such file": "",
+    "classes.csv is not a CSV in UTF-8": "id,class\n1,\udcff\n",
 }  # fmt: skip
 
 
@@ -223,6 +240,6 @@ def test_mistakes_in_the_table_of_names_are_reported_before_the_start(cfg_of, tm
     (tmp_path / "a.jpg").touch()
     (tmp_path / "train.csv").write_text("path,label\na.jpg,1\n")
     if text := NAMELESS[message]:
-        (tmp_path / "classes.csv").write_text(text)
+        (tmp_path / "classes.csv").write_text(text, "utf-8", "surrogateescape")
     cfg = cfg_of("TEST.SPLIT", "train", "DATA.TABLE.names", "[classes.csv, id, class]")
     assert any(message in str(problem) for problem in find_run_problems(cfg, train=True))
