@@ -127,11 +127,9 @@ def parse_args(
     """
     flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
-    run, run_config = "", None
-    if not train:
-        run, overrides = expand_run(overrides)
-    if not flags.cfg and not train and flags.help_config is None:
-        run_config = find_run_config(["OUT_DIR", run] if run else overrides)
+    run, overrides = ("", overrides) if train else expand_run(overrides)
+    is_needed = not flags.cfg and not train and flags.help_config is None
+    run_config = find_run_config(["OUT_DIR", run] if run else overrides) if is_needed else None
     if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
         with contextlib.suppress(OSError):
             print(f"--cfg is not set; using {run_config}, the config of the run", file=sys.stderr, flush=True)

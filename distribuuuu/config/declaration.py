@@ -10,8 +10,6 @@ from distribuuuu.config.registry import Registry
 
 # A word that some options take instead of a number: it is found on this machine or in the data.
 AUTO = "auto"
-# No value equals it.
-_NONE = object()
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Option:
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.
         hash_default: the value with which it is left out of the hash: the first default of an option that was added
-            after results had been recorded, so that runs of before and after count as seeds of one config.
+            after results had been recorded, so that runs of before and after count as seeds of one config; `...`: none.
         neutral: it is not meant to change results: never an override of a recipe.
         recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
         compared: a comparison of two runs names it if it differs.
@@ -50,7 +48,7 @@ class Option:
     needs: str = ""
     path: bool = False
     hashed: bool = True
-    hash_default: Any = _NONE
+    hash_default: Any = ...
     neutral: bool = False
     recipe: bool = True
     compared: bool = True

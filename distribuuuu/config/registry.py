@@ -72,10 +72,7 @@ class Registry:
     def _declared(self) -> dict[str, tuple[str, bool]]:
         """Each name in a decorator: its module, and whether that declares settings; read from the sources.
 
-        A module with computed names is imported instead.
-
-        Raises:
-            ValueError: two decorators have the same name.
+        A module with computed names is imported instead. Two decorators with one name are a ValueError.
         """
         name, declared = re.escape(self.name), dict[str, tuple[str, bool]]()
         for module, source in self._sources():

@@ -77,6 +77,15 @@ def open_image(file: Buffer | IO[bytes], max_pixels: int = DEFAULTS.max_pixels) 
     return image
 
 
+def has_16_bits(image: Image, file: Buffer = b"") -> bool:
+    """Return whether an opened image has more than 8 bits per channel; of a PNG by the bytes of its file."""
+    if image.format == "PNG" and file:
+        return bytes(file[24:25]) == b"\x10"  # the header: PIL opens colors of 16 bits as those of 8
+    if image.format == "TIFF":
+        return max(getattr(image, "tag_v2", {}).get(258, (8,))) > 8  # BitsPerSample
+    return image.mode.startswith("I")
+
+
 def check_size(width: int, height: int, max_pixels: int) -> None:
     """Raise ValueError if an image has more than `max_pixels`."""
     if width * height > max_pixels:

@@ -101,9 +101,8 @@ def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], li
 def _find_split_configs(groups: Sequence[list[RecordedRun]]) -> Iterator[str]:
     """Yield a message for each two groups of one name whose configs differ.
 
-    The hash covers the values of options, so it moves when a default or a YAML file is edited. In versions before
-    `hash_default`, it also moved when an option was added. Results do not tell one from the other, so such runs are not
-    averaged.
+    The hash moves when a default or a YAML file is edited; before `hash_default` it also did when an option was added.
+    Results do not tell one from the other, so such runs are not averaged.
     """
     first: dict[tuple, RecordedRun] = {}
     for group in groups:

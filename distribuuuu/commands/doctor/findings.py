@@ -29,6 +29,7 @@ from distribuuuu.commands.scan.scan import (
 )
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset, first_few, list_classes
+from distribuuuu.data.datasets.file_check import KEEP_16_BITS
 from distribuuuu.data.datasets.layouts import find_inner_root, find_splits, holds_images, split_command
 from distribuuuu.data.decode import DecodeOptions
 
@@ -249,13 +250,7 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
         ("oversized", OVERSIZED, PROBLEM, most, reduce),
         ("animated", ANIMATED, NOTE, "of several frames, of which training uses the first", "split them into images"),
         ("single_color", FLAT, NOTE, "of a single color", "check whether these images are placeholders"),
-        (
-            "reduced",
-            DEEP,
-            NOTE,
-            "of 16 bits, which training reduces to 8",
-            "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files",
-        ),
+        ("reduced", DEEP, NOTE, "of 16 bits, which training reduces to 8", KEEP_16_BITS),
         ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotated),
     ):
         if (found := scan.where(flag)) and fix:

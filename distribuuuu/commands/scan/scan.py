@@ -14,7 +14,7 @@ from PIL import Image
 
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
-from distribuuuu.data.image_file import DecodeOptions, open_image
+from distribuuuu.data.image_file import DecodeOptions, has_16_bits, open_image
 from distribuuuu.data.samples import reason_of
 from distribuuuu.launch.pool import map_in_order
 
@@ -148,7 +148,7 @@ def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndar
     image = _open(item, options)
     record["width"], record["height"] = image.size
     flags = ANIMATED * bool(getattr(image, "is_animated", False)) | ROTATED * _is_rotated(image)
-    flags |= DEEP * _is_deep(item, image)
+    flags |= DEEP * has_16_bits(image, item if is_file(item) else b"")
     image = _load(image)
     counts = np.array(image.histogram()).reshape(3, 256)
     flags |= GRAY * bool((counts == counts[0]).all())
@@ -182,15 +182,6 @@ def _load(image: Image.Image) -> Image.Image:
     if image.mode in ("RGB", "L"):
         return image.convert("RGB")
     return Image.fromarray(pil_to_tensor(image).permute(1, 2, 0).contiguous().numpy())
-
-
-def _is_deep(item: Any, image: Image.Image) -> bool:
-    """Return whether an opened file has more than 8 bits per channel, which `DATA.PIXELS uint8` reduces to 8."""
-    if image.format == "PNG" and is_file(item):
-        return bytes(item[24:25]) == b"\x10"  # the bit depth in the header: PIL opens 16-bit colors as 8-bit ones
-    if image.format == "TIFF":
-        return max(getattr(image, "tag_v2", {}).get(258, (8,))) > 8  # BitsPerSample
-    return image.mode.startswith("I")
 
 
 def _is_rotated(image: Image.Image) -> bool:

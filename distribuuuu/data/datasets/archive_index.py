@@ -94,9 +94,8 @@ class ArchiveIndex(StoredIndex):
 
     def __init__(self, source: ArchiveSource, meta: dict, arrays: dict[str, np.ndarray], file: Path | None = None):
         super().__init__(source, meta, arrays, file)
-        self.classes = tuple(
-            packed_name(arrays, "classes", number) for number in range(len(arrays["classes_offsets"]) - 1)
-        )
+        numbers = range(len(arrays["classes_offsets"]) - 1)
+        self.classes = tuple(packed_name(arrays, "classes", number) for number in numbers)
         self._files: dict[int, IO[bytes]] = {}
 
     def __len__(self) -> int:

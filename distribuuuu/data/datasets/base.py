@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
@@ -291,6 +291,6 @@ def read_file(path: str) -> bytearray:
     return data
 
 
-def is_file(image: object) -> bool:
+def is_file(image: object) -> TypeGuard[bytes | bytearray | memoryview]:
     """Return whether `ImageDataset.read` returned the bytes of an image file rather than pixels."""
     return isinstance(image, (bytes, bytearray, memoryview))

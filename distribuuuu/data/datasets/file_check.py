@@ -5,7 +5,6 @@ epoch; of training images only the file sizes are read. An intact file is checke
 """
 
 import contextlib
-import io
 import os
 import pickle
 import time
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, open_nonblocking, read_file
+from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, is_file, open_nonblocking, read_file
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
 from distribuuuu.data.decode import build_decode_options, decode
-from distribuuuu.data.image_file import DecodeOptions, check_size, open_image
+from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.samples import reason_of
 from distribuuuu.files.locks import take_turn
@@ -34,6 +33,8 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
 _CHUNK, _STRIDE = 64, 16
 # Files in which 16-bit pixels are looked for.
 _SAMPLES = 8
+# How images of 16 bits are read without a loss.
+KEEP_16_BITS = "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
 # Broken files after which a check stops.
 _MOST_BROKEN = 1000
 
@@ -73,24 +74,17 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
 
 
 def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
-    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8); a few images are read."""
+    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8), else ""; a few images are read."""
     is_read = images.has_files or (images.holds_files and images.remote is None)
     num = len(images) if is_read and options.pixels == "uint8" else 0
     for index in range(0, num, max(1, num // _SAMPLES)):
         with contextlib.suppress(Exception):  # a broken image, which others report
             if images.holds_files and index == 0:  # the files that are opened here are not those of the run
                 images = pickle.loads(pickle.dumps(images))
-            data = images.read(index)
-            if not isinstance(data, (bytes, bytearray, memoryview)):
+            if not is_file(data := images.read(index)):
                 return ""
-            head = bytes(data[:26])
-            is_deep = head[:4] == b"\x89PNG" and head[24:25] == b"\x10"
-            if head[:2] in (b"II", b"MM"):
-                file = open_image(io.BytesIO(data), options.max_pixels)
-                is_deep = max(getattr(file, "tag_v2", {}).get(258, (8,))) > 8
-            if is_deep:
-                fix = "to keep 16 set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
-                return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits; {fix}"
+            if has_16_bits(open_image(data, options.max_pixels), data):
+                return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits"
     return ""
 
 

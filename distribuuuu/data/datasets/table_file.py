@@ -148,15 +148,12 @@ def read_table(path: str | os.PathLike, layout: Layout) -> Table:
 
 @functools.lru_cache(maxsize=4)
 def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) -> Table:
-    problems: Problems = {}
-    table = Table(path, layout)
-    is_one_hot = len(layout.columns) > 1 and layout.key != "targets"
-    numbers: dict[str, int] = {}
-    first_lines: dict[str, int] = {}
+    table, problems, numbers, first_lines = Table(path, layout), Problems(), dict[str, int](), dict[str, int]()
     try:
         names_of = _read_names(os.path.dirname(path), *layout.names) if layout.names else {}
-        for name in layout.columns if is_one_hot else ():  # also a column without a 1 is a class
-            numbers.setdefault(names_of.get(name, name), len(numbers))
+        if len(layout.columns) > 1 and layout.key != "targets":  # also a column without a 1 is a class
+            classes = dict.fromkeys(names_of.get(name, name) for name in layout.columns)
+            numbers |= {name: number for number, name in enumerate(classes)}
         for line, image, cells in _read_rows(path, layout, problems):
             image = layout.template.replace("{}", image)
             key = os.path.normpath(image)
@@ -181,10 +178,8 @@ def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) 
     places = {name: place for place, name in enumerate(table.names)}
     order = [places[name] for name in numbers]
     table.labels = array("i", (order[number] for number in table.labels))
-    if not problems and not len(table):
-        table.problems = (f"{path} has no line{'' if layout.header else ' but its header'}",)
-    else:
-        table.problems = sentences(path, problems)
+    empty = f"{path} has no line{'' if layout.header else ' but its header'}"
+    table.problems = sentences(path, problems) if problems or len(table) else (empty,)
     return table
 
 
