@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 class TableColumns:
     """The keys of DATA.TABLE that all tables have."""
 
-    file: str = setting(
-        "", "table below the folder of the data, {} for the split; default: {}.csv, .tsv, .parquet, .txt"
-    )
+    file: str = setting("", "table below the data's folder, {} for the split; default: {}.csv, .tsv, .parquet, .txt")
     split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
 
     def __post_init__(self) -> None:
