@@ -1,4 +1,4 @@
-"""The base class of trackers: a thread that sends what the run records, and can neither slow nor end the run."""
+"""The base class of trackers: a thread that sends what the run records, and cannot end the run."""
 
 import importlib
 import logging
