@@ -14,9 +14,10 @@ varies less.
 
 With --trackers or --mirror one more loop runs: `train_epoch` of a run that sends its rows to these trackers, whose
 addresses are environment variables, and whose OUT_DIR is a file:// URL that a child process mirrors. It has a model and
-an optimizer of its own. An epoch that is not timed precedes each block, so that the row before it is sent during the
-block. After the block, the trackers receive its row before the next loop, and the mirror is stopped. It scans the
-folder in each block, more often than the once per second of a run.
+an optimizer of its own. Trackers send every few seconds, so use --epochs to make the blocks longer than that. An epoch
+that is not timed precedes each block. Its row is sent at the start of the block: a block of seven seconds includes two
+requests of each tracker. After the block, the trackers receive the last row before the next loop, and the mirror is
+stopped.
 
 With --layer-norms one more loop runs: `train_epoch` with LOG.LAYER_NORMS, on a model and an optimizer of its own; its
 cost is relative to our loop without them. It grows with the number of layers.
@@ -171,7 +172,7 @@ class Recorded:
 
     @contextlib.contextmanager
     def lead_in(self) -> Iterator[None]:
-        """Run an epoch before the block, and wait after it until its row is sent."""
+        """Run an epoch before the block, and wait after the block until the last row is sent."""
         self()
         self.signal(signal.SIGCONT)
         yield
@@ -339,8 +340,10 @@ def run_bare_features(
             torch._foreach_copy_(*counts)
 
 
-def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: torch.device) -> dict[str, list[float]]:
-    """Return the seconds of each block; each round runs every loop once, starting with a different one."""
+def time_blocks(
+    loops: dict[str, Callable[[], None]], num_blocks: int, num_epochs: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the seconds per epoch of each block; each round runs every loop once, starting with a different one."""
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     names = list(loops)
     for number in range(WARM_UP_ROUNDS + num_blocks):
@@ -349,11 +352,12 @@ def time_blocks(loops: dict[str, Callable[[], None]], num_blocks: int, device: t
             with loop.lead_in() if isinstance(loop, Recorded) else contextlib.nullcontext():
                 dist.barrier()
                 start = time.perf_counter()
-                loop()
+                for _ in range(num_epochs):
+                    loop()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 if number >= WARM_UP_ROUNDS:
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append((time.perf_counter() - start) / num_epochs)
     return seconds
 
 
@@ -374,7 +378,7 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
                 loops = build_loops(make_cfg(args, folder), device, stack, args)
                 if not args.parts:
                     del loops["empty"], loops["idle"]
-                seconds = time_blocks(loops, args.blocks, device)
+                seconds = time_blocks(loops, args.blocks, args.epochs, device)
             close_logging()
         sys.stderr = sys.__stderr__
     if rank == 0:
@@ -431,7 +435,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="images per process and step")
     parser.add_argument("--im-size", type=int, default=32, help="side of the images in pixels")
     parser.add_argument("--launches", type=int, default=5, help="launches per number of processes")
-    parser.add_argument("--blocks", type=int, default=60, help=f"blocks of {STEPS} steps per loop and launch")
+    parser.add_argument("--blocks", type=int, default=60, help="blocks per loop and launch")
+    parser.add_argument("--epochs", type=int, default=1, help=f"epochs of {STEPS} steps per block")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
     trackers = "measure the loop with these LOG.TRACKERS, too, e.g. mlflow trackio"
     parser.add_argument("--trackers", nargs="+", default=[], help=trackers)
@@ -446,7 +451,7 @@ def main() -> None:
         "with bf16, two micro-batches, clipping and an average of the weights" if args.features else "float32 and SGD"
     )
     print(f"{args.arch}, {args.batch} images of {args.im_size} px a process, {args.threads} thread(s); medians of "
-          f"{args.blocks} blocks of {STEPS} steps with one read and log")  # fmt: skip
+          f"{args.blocks} blocks of {args.epochs} x {STEPS} steps with one read and log")  # fmt: skip
     for num_processes in args.processes:
         measure(num_processes, args)
 

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 # Seconds between two attempts.
 RETRY_S = 5.0
 # The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
-YIELD_S = 1e-3
+YIELD_S = 5e-3
 # Seconds between two warnings about failed attempts.
 WARN_EVERY_S = 30.0
 

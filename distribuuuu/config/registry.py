@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.errors import ConfigError, did_you_mean
 
 
 class UnknownNameError(LookupError):
@@ -36,7 +36,7 @@ class Registry:
         """Register a function or class under its own name, or, if called with a string, under that name.
 
         Raises:
-            ValueError: the name is already taken, also by a module of the package that is not imported yet.
+            ConfigError: the name is already taken, also by a module of the package that is not imported yet.
         """
         if isinstance(entry, str):
             return lambda function: self._add(entry, function)
@@ -54,9 +54,9 @@ class Registry:
         self._table[name] = function
         return function
 
-    def _taken(self, name: str, *modules: str) -> ValueError:
+    def _taken(self, name: str, *modules: str) -> ConfigError:
         files = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
-        return ValueError(f"{self.kind} {name!r} is registered twice: in {files[0]} and in {files[1]}")
+        return ConfigError(f"{self.kind} {name!r} is registered twice: in {' and in '.join(files)}; fix: rename one")
 
     def _sources(self) -> Iterator[tuple[str, str]]:
         """Yield (module, source) of the modules below the package that register an entry, without importing them."""
@@ -72,7 +72,7 @@ class Registry:
     def _declared(self) -> dict[str, tuple[str, bool]]:
         """Each name in a decorator: its module, and whether that declares settings; read from the sources.
 
-        A module with computed names is imported instead. Two decorators with one name are a ValueError.
+        A module with computed names is imported instead. Two decorators with one name are a ConfigError.
         """
         name, declared = re.escape(self.name), dict[str, tuple[str, bool]]()
         for module, source in self._sources():

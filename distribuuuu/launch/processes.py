@@ -1,7 +1,6 @@
 """Child processes that die with their parent."""
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,7 +22,9 @@ def die_with_parent(signum: int | None = None) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL if signum is None else signum))
-    parent = multiprocessing.parent_process()
+    import multiprocessing.process  # here: with pickle it takes milliseconds, which every error message would wait
+
+    parent = multiprocessing.process.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 from support.runs import run_python
 
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import near_matches
 from distribuuuu.config.registry import DATASETS, Registry, UnknownNameError
 
@@ -48,7 +49,7 @@ def test_only_the_module_of_an_entry_is_imported(table):
 
 def test_a_name_in_two_files_of_the_package_is_refused(table, tmp_path):
     (tmp_path / table.package / "fruit.py").write_text(REGISTERS.format(package=table.package, name="pear"))
-    with pytest.raises(ValueError, match="thing 'pear' is registered twice: in things_.*fruit and in .*pear"):
+    with pytest.raises(ConfigError, match="thing 'pear' is registered twice: in things_.*fruit and in .*pear; fix: "):
         table.get("pear")
 
 

@@ -4,8 +4,6 @@
 """
 
 import contextlib
-import re
-import shlex
 import stat
 import struct
 import tarfile
@@ -14,6 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.datasets.layouts import repack
 from distribuuuu.files.untrusted import printable
 
 # Bytes that the headers of one member may have, and those of the padding after the end of a tar.
@@ -140,12 +139,6 @@ def _check_end(path: str, file: IO[bytes], position: int, end: int, last: str, r
     if reason or block.strip(b"\0"):
         problem = f"is no tar, or is damaged: it has no valid header {after}, at byte {position:,}{reason}"
         raise member_error(path, "", problem)
-
-
-def repack(path: str, tool: str) -> str:
-    """Return the advice that decompresses a tar with a tool."""
-    target = re.sub(r"(\.tar)?\.\w+$", "", path) + (".tar" if not path.endswith(".tar") else ".plain.tar")
-    return f"fix: {tool} -dc {shlex.quote(path)} > {shlex.quote(target)}"
 
 
 # --------------------------------------------------------------------------------------------- ZIP

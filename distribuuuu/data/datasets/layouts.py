@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.data.datasets.archive_members import repack
 from distribuuuu.data.datasets.base import (
     ALL_EXTENSIONS,
     MAX_DEPTH,
@@ -72,6 +71,12 @@ def describe_file(path: Path) -> str:
             commands = {tool: repack(str(path), tool) for tool in _TOOLS}
             return text.format(**quoted, **commands, read=f"set {_archive_options(tar)}")
     return "a file; expected a folder"
+
+
+def repack(path: str, tool: str) -> str:
+    """Return the advice that decompresses a tar with a tool."""
+    target = re.sub(r"(\.tar)?\.\w+$", "", path) + (".tar" if not path.endswith(".tar") else ".plain.tar")
+    return f"fix: {tool} -dc {shlex.quote(path)} > {shlex.quote(target)}"
 
 
 def _archive_options(path: Path) -> str:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the end of a run waits for its trackers, all together; seconds after a failure until the next attempt.
 FLUSH_S, RETRY_S = 10.0, 30.0
+# Seconds between two requests with rows: one costs about as much time of the interpreter with 50 rows as with one.
+SEND_EVERY_S = 5.0
 # Project of the runs if the environment names none.
 PROJECT = "distribuuuu"
 _MAX_ERROR = 200
@@ -25,9 +27,9 @@ _MAX_ERROR = 200
 class Tracker(ABC):
     """A tracker: a subclass sends to one service; each of its methods may block or raise any exception.
 
-    The thread of the run only wakes the thread of the tracker, which reads the rows from metrics.jsonl. The first
-    failure is a warning; the next attempt follows after `RETRY_S` seconds. What is missing at the end stays in
-    the spool.
+    The thread of the run only wakes the thread of the tracker, which reads the rows from metrics.jsonl and sends them
+    at most once in `SEND_EVERY_S` seconds. The first failure is a warning; the next attempt follows after `RETRY_S`
+    seconds. What is missing at the end stays in the spool.
 
     Args:
         run: the run.
@@ -115,9 +117,12 @@ class Tracker(ABC):
     # ------------------------------------------------------------------------------- the thread of the tracker
 
     def _work(self) -> None:
+        next_send = 0.0
         while True:
             self._wake.wait()
+            self._ending.wait(max(0.0, next_send - time.monotonic()))
             self._wake.clear()
+            next_send = time.monotonic() + SEND_EVERY_S
             is_last = self._ending.is_set()
             try:
                 self.send_missing(with_files=is_last)
