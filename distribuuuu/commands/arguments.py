@@ -22,7 +22,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.explain import explain_options
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
-from distribuuuu.config.run_files import local_run
+from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
@@ -157,7 +157,7 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     With an OUT_DIR of their own, the results are written there.
 
     Raises:
-        ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one.
+        ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one; or OUT_DIR is that of another run.
     """
     words = [local_run(words[i]) if i == 0 or words[i - 1] == "OUT_DIR" else words[i] for i in range(len(words))]
     is_path = words and os.path.exists(words[0])
@@ -175,7 +175,9 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
             found = f"no {name} beside {run} or in the folder above"
         raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
     weights = run if run != folder else None
-    if "OUT_DIR" in words[1::2]:
+    if other := dict(zip(words[1::2], words[2::2], strict=False)).get("OUT_DIR"):
+        if Path(other, RESULTS).is_file() and not os.path.samefile(other, folder):
+            raise ConfigError(Problem("OUT_DIR", f"{other} holds another run, whose files stay; expected a new folder"))
         weights = weights or find_best(folder) or best_paths(folder)[RAW]
     return str(folder), ["OUT_DIR", str(folder), *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
 
@@ -188,8 +190,7 @@ def find_run_config(overrides: Sequence[str]) -> str | None:
     given = dict(zip(overrides[::2], overrides[1::2], strict=False))
     if "OUT_DIR" not in given and given.keys() & {"MODEL.WEIGHTS", "MODEL.PRETRAINED"}:
         return None
-    default = get_cfg()
-    options = {"OUT_DIR": default.OUT_DIR, "CFG_DEST": default.CFG_DEST, **given}
+    options = {**get_cfg(), **given}
     path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
     return FoundConfig(path) if os.path.isfile(path) else None
 

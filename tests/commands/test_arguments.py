@@ -205,6 +205,10 @@ def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, 
     other = str(tmp_path / "other")  # the results go there, config and best weights come from the run
     cfg, _ = parse_args("", [str(run), "TEST.BATCH_SIZE", "3", "OUT_DIR", other], train=False)
     assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (other, "resnet8", str(run / "best.pth.tar"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "results.json").touch()  # of a training: another run
+    with pytest.raises(ConfigError, match="OUT_DIR: .*other holds another run, whose files stay"):
+        parse_args("", [str(run), "OUT_DIR", other], train=False)
     for folder, file in ((run, "best.pth.tar"), (run / "checkpoints", "ckpt_ep_001.pth.tar")):
         monkeypatch.chdir(folder)
         cfg, _ = parse_args("", [file], train=False)
