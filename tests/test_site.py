@@ -64,6 +64,7 @@ def test_the_site_has_the_pages_that_are_generated(site):
     assert "OPTIM.BASE_LR" in pages["options/index.html"]
     assert 'id="distribuuuu.api.train"' in pages["reference/index.html"]
     assert "accuracy" in pages["gallery/report.html"]
+    assert not [name for name, page in pages.items() if str(site.parent) in page], "a page has a path of this machine"
     assert "sharpness" in pages["source/examples/sam.py/index.html"].lower()
 
 

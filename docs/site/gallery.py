@@ -22,16 +22,18 @@ def build_gallery(root: Path) -> dict[str, Path]:
     if all(page.exists() for page in pages.values()):
         return pages
     logger.info("Training two short runs for the gallery, in %s", folder)
-    run(root, "sweep", *SWEEP, "OUT_DIR", folder / "sweep")
-    runs = sorted(path.parent for path in (folder / "sweep").rglob("predictions.npz"))
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run(*words) -> None:
+        """Run a command of the package in the folder: the pages show relative paths."""
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root.resolve()), os.environ.get("PYTHONPATH", "")))}
+        subprocess.run([sys.executable, "-m", "distribuuuu", *map(str, words)], cwd=folder, env=env, check=True)
+
+    run("sweep", *SWEEP, "OUT_DIR", "sweep")
+    runs = sorted(path.parent.relative_to(folder) for path in (folder / "sweep").rglob("predictions.npz"))
     first, last = runs[0], runs[-1]
-    run(root, "report", first)
-    shutil.copyfile(first / "report.html", pages["report.html"])
-    run(root, "compare", first, last, "--out", pages["compare.html"])
+    run("report", first)
+    shutil.copyfile(folder / first / "report.html", pages["report.html"])
+    run("compare", first, last, "--out", "compare.html")
     shutil.copyfile(folder / "sweep" / "sweep.html", pages["sweep.html"])
     return pages
-
-
-def run(root: Path, *words) -> None:
-    """Run a command of the package."""
-    subprocess.run([sys.executable, "-m", "distribuuuu", *map(str, words)], cwd=root, check=True)

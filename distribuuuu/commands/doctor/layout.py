@@ -139,7 +139,7 @@ def open_cfg(cfg) -> Splits:
                 continue
             splits[name] = ScannedFolder(root / split)
             continue
-        if issubclass(dataset, ImageList):  # with its own classes: unknown ones are a finding
+        if issubclass(dataset, ImageList) and not dataset.read_table(cfg, key).problems:  # unknown classes are findings
             splits[name] = dataset.open_split(cfg, key)
             continue
         found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]

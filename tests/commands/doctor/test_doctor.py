@@ -89,6 +89,7 @@ MISTAKES = {
     "x --format jsn": "did you mean json?", "x --workers -1": "--workers: got -1; expected 0 or more",
     "x --wrkers 1": "did you mean --workers", "x DATA.NO_SUCH 1": "DATA.NO_SUCH", "--cfg no.yaml": "no such file",
     "TRAIN.DATASET /no/such": "TRAIN.DATASET", "EMPTY": "no images",
+    "DATA.NAME multilabel TRAIN.DATASET /no/such": "no such folder: /no/such; it should hold train.csv",
 }  # fmt: skip
 
 
