@@ -96,7 +96,7 @@ class ImageFolder(SplitDataset):
         if train and labels:
             yield "TEST.LABELS", f"got {labels} in training; fix: leave it empty, and set it for `distribuuuu test`"
         elif labels:
-            problems = list(cls.find_split_problems("TEST", cfg.TEST, ()))
+            problems = list(cls.find_split_problems("TEST", cfg.TEST))
             yield from problems or find_folder_problems(labels, folder, cls.read_classes(folder))
         else:
             problems = list(super().find_problems(cfg, train))
@@ -111,7 +111,7 @@ class ImageFolder(SplitDataset):
         return list_classes(path)
 
     @classmethod
-    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for missing folders, folders that cannot be listed and empty classes."""
         root, split = Path(section.DATASET), section.SPLIT
         folder, layout = root / split, f"{split}/CLASS/IMAGE"
