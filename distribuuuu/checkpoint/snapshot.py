@@ -38,9 +38,9 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
-def find_nonfinite(value: Any, name: str = "") -> str | None:
+def find_nonfinite(value: Any) -> str | None:
     """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
-    for path, tensor in _iter_tensors(value, name):
+    for path, tensor in _iter_tensors(value, ""):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             return path
     return None

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config, get_value
-from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.declaration import AUTO, Option
 from distribuuuu.config.derived import (
     CONDITIONS,
     class_weight_beta,
@@ -56,21 +56,17 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    checks = (_check_words, _check_numbers, _check_images, _check_channels, _check_labels, _check_sizes,
-              _check_augmentation, _check_targets, _check_schedule, _check_optimizer, _check_loss, _check_finetuning,
-              _check_distillation, _check_task, find_settings_problems, _check_keywords, _check_sharding, _check_paths,
+    checks = (_check_values, _check_images, _check_channels, _check_labels, _check_sizes, _check_augmentation,
+              _check_targets, _check_schedule, _check_optimizer, _check_loss, _check_finetuning, _check_distillation,
+              _check_task, find_settings_problems, _check_keywords, _check_sharding, _check_paths,
               _check_batch)  # fmt: skip
     return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
 
 
-def _check_words(cfg: Config) -> Iterator[Problem]:
-    for key, option in OPTIONS.items():
-        yield from (Problem(key, message) for message in option.find_wrong_words(get_value(cfg, key)))
-
-
-def _check_numbers(cfg: Config) -> Iterator[Problem]:
-    for key, option in OPTIONS.items():
-        yield from (Problem(key, message) for message in option.find_wrong_number(get_value(cfg, key)))
+def _check_values(cfg: Config) -> Iterator[Problem]:
+    for find_wrong in (Option.find_wrong_words, Option.find_wrong_number):
+        for key, option in OPTIONS.items():
+            yield from (Problem(key, message) for message in find_wrong(option, get_value(cfg, key)))
 
 
 # ---------------------------------------------------------------------------------------- conflicts

@@ -91,13 +91,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def near_matches(name: str, names: Iterable[str], num: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return at most `num` names whose similarity to `name`, 0 to 1, is at least `cutoff`, the most similar first.
+def near_matches(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return at most 3 names whose similarity to `name`, 0 to 1, is at least `cutoff`, the most similar first.
 
     Case is ignored.
     """
     by_folded = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_folded, n=num, cutoff=cutoff)
+    found = difflib.get_close_matches(name.lower(), by_folded, n=3, cutoff=cutoff)
     return [by_folded[folded] for folded in found]
 
 

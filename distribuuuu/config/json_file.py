@@ -8,14 +8,14 @@ from distribuuuu.config.errors import ConfigError
 from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
 
 
-def load_json(path: str | os.PathLike, most: int = MAX_JSON) -> Any:
-    """Return the value in a JSON file of at most so many bytes; NaN and infinity are refused.
+def load_json(path: str | os.PathLike) -> Any:
+    """Return the value in a JSON file of at most `MAX_JSON` bytes; NaN and infinity are refused.
 
     Raises:
         ConfigError: the file cannot be read, is larger, or is not JSON; the message names it.
     """
     try:
-        value = parse_json(read_regular(path, most))
+        value = parse_json(read_regular(path, MAX_JSON))
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None

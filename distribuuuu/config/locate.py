@@ -45,7 +45,7 @@ def find_base(name: str, folder: str) -> str | None:
     return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), None)
 
 
-def suggest_configs(path: str, num: int = 4) -> str:
+def suggest_configs(path: str) -> str:
     """Return '; did you mean FILE?' for a missing config file, or an empty string.
 
     Searched are the folder of the path (the path itself, if it is a folder), ./configs and the shipped configs.
@@ -60,4 +60,4 @@ def suggest_configs(path: str, num: int = 4) -> str:
         found = [file for file in files if file.stem in stems]
     names = {str(file.relative_to(shipped) if shipped in file.parents else file) for file in found}
     ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, path, name).ratio(), name))
-    return f"; did you mean {', '.join(ranked[:num])}?" if ranked else ""
+    return f"; did you mean {', '.join(ranked[:4])}?" if ranked else ""

@@ -155,7 +155,8 @@ def find_reading_keywords(kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[st
         elif isinstance(value, Mapping):
             yield from find_reading_keywords(key, value)
         elif isinstance(value, (list, tuple)):
-            yield from find_reading_keywords(key, {str(i): item for i, item in enumerate(value) if _is_nested(item)})
+            nested = {str(i): item for i, item in enumerate(value) if isinstance(item, (Mapping, list, tuple))}
+            yield from find_reading_keywords(key, nested)
 
 
 def _names_source(name: str, value: Any) -> bool:
@@ -164,10 +165,6 @@ def _names_source(name: str, value: Any) -> bool:
     holds_text = isinstance(value, Mapping) or any(True for _ in _texts(value))
     is_switch = value is True and "pretrained" in words
     return name.lower() in _READING_KEYS or bool(words & _READING_WORDS and (holds_text or is_switch))
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import unicodedata
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -135,20 +134,15 @@ def find_parent_problem(path: str | os.PathLike) -> str | None:
     return None
 
 
-def check_out(flag: str, out: str | os.PathLike, own: Iterable[str] = ()) -> None:
-    """Check the path of a command's output.
-
-    Args:
-        flag: the name of the argument.
-        out: its value.
-        own: names of a run's files that this command writes itself.
+def check_out(flag: str, out: str | os.PathLike) -> None:
+    """Check the path of a command's output, the value of the argument `flag`.
 
     Raises:
         ConfigError: it is no local path, or a file of a run.
     """
     problem = find_path_problem(out) or find_parent_problem(out)
     name = Path(out).name
-    is_of_run = name in {*RUN_FILES, "config.yaml"} - {*own} or _BEST.fullmatch(name)
+    is_of_run = name in (*RUN_FILES, "config.yaml") or _BEST.fullmatch(name)
     if problem is None and is_of_run and os.path.lexists(out):
         problem = f"got {out}, which is a file of a run; fix: choose another name"
     if problem:

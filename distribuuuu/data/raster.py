@@ -27,7 +27,7 @@ def decode_raster(data: Buffer, decoder: str, options: DecodeOptions) -> torch.T
     """
     head = bytes(data[:6])
     if head == NPY:
-        return to_pixels(_read_npy(data, options), options)
+        return to_pixels(_read_npy(data), options)
     if decoder != "pil" and options.is_gray and is_common_jpeg(read_jpeg_header(data), options.max_pixels):
         from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -84,7 +84,7 @@ def to_pixels(array: np.ndarray, options: DecodeOptions) -> torch.Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy()).permute(2, 0, 1)
 
 
-def _read_npy(data: Buffer, options: DecodeOptions) -> np.ndarray:
+def _read_npy(data: Buffer) -> np.ndarray:
     """Return the array of an .npy file: numbers only; no size in its header is trusted."""
     stream = io.BytesIO(bytes(data[:_HEADER]))
     read_header = _READ_HEADER.get(np.lib.format.read_magic(stream))

@@ -9,7 +9,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -28,18 +28,6 @@ class JointKeys(BatchKeys):
     """The keys of a batch, and by name those of the batches of other data sets that come along with it."""
 
     extra: Mapping[str, BatchKeys]
-
-
-class MicroBatchSampler(Protocol):
-    """The micro-batches of one process, as lists of sample keys; those of equal samplers are equal."""
-
-    @property
-    def batch_size(self) -> int:
-        """Images of a batch, at most."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[BatchKeys]: ...
 
 
 @dataclass

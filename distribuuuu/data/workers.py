@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from distribuuuu.config import ConfigError
 from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
-from distribuuuu.data.samplers import BatchKeys, MicroBatchSampler
+from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import HostBatch, Samples
 from distribuuuu.data.shared_batches import BatchMemory
 from distribuuuu.launch.detect import Launch
@@ -59,10 +59,13 @@ def count_workers(chosen: int, launch: Launch) -> int:
 
 
 class Pass(NamedTuple):
-    """An iteration over the batches of a data set, from the sampler's position; over `num` of them if expected."""
+    """An iteration over the batches of a data set, from the sampler's position; over `num` of them if expected.
+
+    The batches of equal samplers are equal.
+    """
 
     samples: Samples
-    sampler: MicroBatchSampler
+    sampler: EvalSampler | ResumableDistributedSampler
     num: int | None = None
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,14 +77,23 @@ def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) ->
     DDP reorders them after the first backward pass of a process. Their order decides in which order the gradients of
     three or more processes are summed, so a resumed run would differ from an uninterrupted one in the last bit.
     """
-    buffers = [buffer.clone() for buffer in wrapped.module.buffers()]
     wrapped.train()
-    for _ in range(2):  # the second forward pass applies the order
-        sum_output(wrapped(example)).backward()
-    wrapped.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(wrapped.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    with restored(wrapped):
+        for _ in range(2):  # the second forward pass applies the order
+            sum_output(wrapped(example)).backward()
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model and remove its gradients after the block."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        model.zero_grad()
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
 
 
 def sum_output(output: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed.ddp import sum_output
+from distribuuuu.distributed.ddp import restored, sum_output
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.distributed.process_group import is_communication_error
 from distribuuuu.engine.out_of_memory import is_out_of_memory
@@ -67,7 +67,7 @@ def dry_run_training(
     """
     model.train()
     images = images[:MAX_IMAGES]
-    with _restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
+    with restored(model), _explained(cfg, (size_key, "TRAIN.BATCH_SIZE"), images):
         output = model(images)
         _check_output(cfg, output, len(images), num_outputs)
         sum_output(output).backward()
@@ -91,19 +91,6 @@ def dry_run_evaluation(cfg, model: nn.Module, images: torch.Tensor, num_outputs:
     model.eval()
     with _explained(cfg, ("TEST.CROP_SIZE", "TRAIN.IM_SIZE"), images), inference(model):
         _check_output(cfg, model(images), len(images), num_outputs)
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model and remove its gradients after the block."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        model.zero_grad()
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
 
 
 @contextlib.contextmanager

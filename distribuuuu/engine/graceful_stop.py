@@ -7,8 +7,7 @@ the status of the signal. A second signal ends the process at once.
 
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.watchdog import begin_start_up, mark_position
@@ -40,10 +39,8 @@ class StopRequest:
         self._handling.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handling.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
 
     def begin_phase(self, name: str = "") -> None:
         """Exchange stop requests at the next call, because the calls of a new phase may be slower or faster.

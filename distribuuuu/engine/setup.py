@@ -154,8 +154,7 @@ def make_out_dir(out_dir: str) -> None:
             Path(out_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"OUT_DIR: cannot create {out_dir}: {error.strerror}"
-    problem = dist.broadcast_object(problem)
-    if problem:
+    if problem := dist.broadcast_object(problem):
         raise ConfigError(problem)
 
 

@@ -163,16 +163,9 @@ def _is_size(value: Any) -> bool:
     return _is_numbers(value) and len(value) == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    """Return a test for the values of a type."""
+    return lambda value: isinstance(value, kind)
 
 
 def _is_names(value: Any) -> bool:
@@ -181,9 +174,9 @@ def _is_names(value: Any) -> bool:
 
 # The values that are read from config.json: a test, and its description. All may be missing or null.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_mapping, "an object")),
-    **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels"), (_is_text, "text")),
-    **dict.fromkeys(("flip", "exif_rotate"), (_is_flag, "true or false")),
+    **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_a(dict), "an object")),
+    **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels"), (_is_a(str), "text")),
+    **dict.fromkeys(("flip", "exif_rotate"), (_is_a(bool), "true or false")),
     **dict.fromkeys(("mean", "std"), (_is_numbers, "a number for each channel")),
     "num_classes": (lambda value: type(value) is int and 0 < value < 1 << 31, "a positive integer"),
     "input_size": (_is_size, "[channels, height, width] in pixels"),
@@ -191,9 +184,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "label_names": (_is_names, "a list of texts"),
 }
 _OWN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "config": (_is_mapping, "an object"),
+    "config": (_is_a(dict), "an object"),
     "classes": (_is_names, "a list of texts"),
-    "weights": (_is_text, "text"),
+    "weights": (_is_a(str), "text"),
 }
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import distribuuuu
@@ -52,9 +51,7 @@ class MirrorClient:
     def __enter__(self) -> "MirrorClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if (process := self._process) is None:
             return
         with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fsspec.callbacks import Callback
 
 from distribuuuu.config.run_files import is_run_file
-from distribuuuu.data.packed.transport import MISSING, RemoteError, call_filesystem
+from distribuuuu.data.packed.transport import MissingObjectError, call_filesystem
 from distribuuuu.files.untrusted import parse_json
 
 INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
@@ -110,10 +110,8 @@ class Store:
             if size > most:
                 raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
             return call_filesystem(f"{self.url}/{name}", "cat_file", start=0, end=size) if size else b""
-        except RemoteError as error:
-            if str(error).endswith(MISSING):
-                return None
-            raise
+        except MissingObjectError:
+            return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object and read it back; raises OSError if it differs."""
@@ -157,10 +155,8 @@ class Store:
         url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
         try:
             size, _ = call_filesystem(url, "info")
-        except RemoteError as error:
-            if str(error).endswith(MISSING):
-                raise DamagedError("its object is missing") from error
-            raise
+        except MissingObjectError as error:
+            raise DamagedError("its object is missing") from error
         if size != entry.size:
             raise DamagedError(f"its object has {size:,} bytes, expected {entry.size:,}")
         for start in range(0, size, PART):
@@ -174,10 +170,8 @@ class Store:
         """Delete the objects whose hash is not in `kept`."""
         try:
             found = call_filesystem(f"{self.url}/{OBJECTS}", "find")
-        except RemoteError as error:
-            if str(error).endswith(MISSING):
-                return
-            raise
+        except MissingObjectError:
+            return
         for name in {os.path.basename(path) for path in found}:
             if _SHA256.fullmatch(name) and name not in kept:
                 self.delete(f"{OBJECTS}/{name}")

@@ -55,12 +55,12 @@ class LoadReport:
         return f"{parts}{_abbreviate(self.initialized)}; unused in the file: {_abbreviate(self.unused)}"
 
 
-def _abbreviate(names: list[str], num: int = 4) -> str:
+def _abbreviate(names: list[str]) -> str:
     """Return the number of names and the first ones."""
     if not names:
         return "none"
-    more = ", ..." if len(names) > num else ""
-    return f"{len(names)} ({', '.join(names[:num])}{more})"
+    more = ", ..." if len(names) > 4 else ""
+    return f"{len(names)} ({', '.join(names[:4])}{more})"
 
 
 def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:

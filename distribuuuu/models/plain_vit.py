@@ -16,13 +16,13 @@ from distribuuuu.config.registry import MODELS
 _CUT_OFF_STD = 0.87962566103423978
 
 
-def sincos_positions(rows: int, columns: int, width: int, temperature: float = 10_000.0) -> torch.Tensor:
+def sincos_positions(rows: int, columns: int, width: int) -> torch.Tensor:
     """Return fixed position embeddings of a grid, float32 (1, rows * columns, width): sine and cosine of x, then of y.
 
     As in MoCo v3 (Chen et al., arXiv 2104.02057). `width` is a multiple of 4.
     """
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    omega = temperature ** -(torch.arange(width // 4) / (width // 4 - 1))
+    omega = 10_000.0 ** -(torch.arange(width // 4) / (width // 4 - 1))
     angles = [axis.flatten()[:, None] * omega for axis in (x, y)]
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1)[None]
 

@@ -99,9 +99,9 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
         raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from None
 
 
-def _one_line(error: BaseException | None, max_length: int = 300) -> str:
+def _one_line(error: BaseException | None) -> str:
     text = " ".join(without_unsafe_advice(str(error)).split())
-    return text if len(text) <= max_length else f"{text[:max_length]} ..."
+    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def _reset_by_timm(model: Any, num_classes: int) -> list[str]:

@@ -76,15 +76,9 @@ class Ema:
             torch._foreach_copy_(self._copies, self._originals)
 
 
-def build_ema(cfg, model: nn.Module) -> Ema | None:
-    """Return the average with EMA.HALF_LIFE; None if it is 0."""
-    ema = cfg.EMA
-    if not ema.HALF_LIFE:
-        return None
-    return Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)
-
-
 def build_averages(cfg, model: nn.Module) -> dict[str, Ema]:
     """Return the averages of a run's weights by kind of weights, see `checkpoint.best_weights.KINDS`."""
-    averages = {"ema": build_ema(cfg, model)}
-    return {kind: average for kind, average in averages.items() if average}
+    ema = cfg.EMA
+    if not ema.HALF_LIFE:
+        return {}
+    return {"ema": Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)}

@@ -142,23 +142,20 @@ def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable)
     import timm.optim
 
     optim, name = cfg.OPTIM, cfg.OPTIM.NAME.lower()
-    listed = timm.optim.list_optimizers() if hasattr(timm.optim, "list_optimizers") else [name]  # since timm 1.0.12
-    known = [other for other in map(str, listed) if not other.startswith(_UNSUPPORTED)]
-    if len(known) > 1:
-        keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
+    known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
+    keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
     if name not in known:
         hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
         raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {optim.NAME!r}{hint}"), cfg.origins)
     options = _given_options(cfg)
     groups = [{**group, "optimizer": name} for group in groups]  # for `_adapt_loaded_state`
     try:
-        if hasattr(timm.optim, "get_optimizer_class"):
-            optimizer_class = timm.optim.get_optimizer_class(name)
-            betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
-            if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
-                message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
-                raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
-            options |= {**kernels(optimizer_class), **_check_arguments(cfg, optimizer_class)}
+        optimizer_class = timm.optim.get_optimizer_class(name)
+        betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
+        if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
+            message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
+            raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
+        options |= {**kernels(optimizer_class), **_check_arguments(cfg, optimizer_class)}
         return timm.optim.create_optimizer_v2(
             groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
         )

@@ -152,7 +152,7 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
 
     Args:
-        facts: entries that are constant over the run (`run_results.collect_metadata`).
+        facts: entries that are constant over the run (`results_content.collect_metadata`).
         evaluations: results of `evaluate` for each kind of weights, e.g. "raw" and "ema".
     """
     path = Path(out_dir) / FILE_NAME
@@ -163,16 +163,13 @@ def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, e
     for kind, result in evaluations.items():
         last = {"epoch": progress.epochs, **_drop_count(result)}
         accuracy[kind] = {"last": last, "best": _find_best(last, progress, kind, previous.get(kind, {}))}
+    ended_early = progress.is_finished and progress.epochs < facts["training"]["epochs_planned"]
     training = {
         **facts["training"],
         "epochs_done": progress.epochs,
         "hours": round(progress.hours, 6),
         "images_per_s": progress.images_per_s,
-        **(
-            {"ended_early": True}
-            if progress.is_finished and progress.epochs < facts["training"]["epochs_planned"]
-            else {}
-        ),
+        **({"ended_early": True} if ended_early else {}),
     }
     record = {
         "schema": SCHEMA_VERSION,

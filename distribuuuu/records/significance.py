@@ -10,6 +10,10 @@ import numpy as np
 
 # Splits of the values of two groups that `permutation_test` enumerates; with more, it draws as many at random.
 _MAX_SPLITS = 20_000
+# Samples of `paired_bootstrap`.
+_NUM_DRAWS = 100_000
+# Probability that an interval holds the value.
+_CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
@@ -19,7 +23,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson_interval(num_correct: float, num_images: int, confidence: float = 0.95) -> Interval:
+def wilson_interval(num_correct: float, num_images: int, confidence: float = _CONFIDENCE) -> Interval:
     """Return the Wilson score interval of a proportion, from 0 to 1; (0, 1) without images.
 
     Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
@@ -54,10 +58,8 @@ def mcnemar_p(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * math.fsum(np.exp(log_terms)))
 
 
-def paired_bootstrap(
-    only_a: int, only_b: int, num_images: int, confidence: float = 0.95, num_draws: int = 100_000, seed: int = 0
-) -> Interval:
-    """Return the percentile bootstrap interval of accuracy B - accuracy A on the same images, from -1 to 1.
+def paired_bootstrap(only_a: int, only_b: int, num_images: int) -> Interval:
+    """Return the 95 % percentile bootstrap interval of accuracy B - accuracy A on the same images, from -1 to 1.
 
     To draw images with replacement is to draw the numbers of images that only A, only B, and both or neither got right
     from a multinomial distribution (Efron and Tibshirani, "An introduction to the bootstrap", 1993).
@@ -66,18 +68,15 @@ def paired_bootstrap(
         only_a: images that only A got right.
         only_b: images that only B got right.
         num_images: all images; at least 1.
-        confidence: share of the draws within the interval.
-        num_draws: bootstrap samples.
-        seed: seed of the draws.
     """
     shares = np.array([only_a, only_b, num_images - only_a - only_b]) / num_images
-    draws = np.random.default_rng(seed).multinomial(num_images, shares, size=num_draws)
-    tail = (1 - confidence) / 2
+    draws = np.random.default_rng(0).multinomial(num_images, shares, size=_NUM_DRAWS)
+    tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile((draws[:, 1] - draws[:, 0]) / num_images, [tail, 1 - tail])
     return Interval(float(low), float(high))
 
 
-def permutation_test(a: Sequence[float], b: Sequence[float], seed: int = 0) -> float:
+def permutation_test(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the two-sided p-value of the difference of the means of two groups of runs, e.g. of several seeds.
 
     It is the share of the splits of all values into groups of these sizes with a difference at least as large: of all
@@ -86,14 +85,13 @@ def permutation_test(a: Sequence[float], b: Sequence[float], seed: int = 0) -> f
     Args:
         a: values of the first group, at least one.
         b: values of the second group, at least one.
-        seed: seed of the random splits.
     """
     values = np.array([*a, *b], dtype=np.float64)
     num_splits = math.comb(len(values), len(a))
     if num_splits <= _MAX_SPLITS:
         chosen = np.array(list(itertools.combinations(range(len(values)), len(a))))
     else:
-        order = np.random.default_rng(seed).random((_MAX_SPLITS, len(values))).argsort(axis=1)
+        order = np.random.default_rng(0).random((_MAX_SPLITS, len(values))).argsort(axis=1)
         chosen = np.concatenate([np.arange(len(a))[None], order[:, : len(a)]])
     sums = values[chosen].sum(axis=1)
     differences = np.abs((values.sum() - sums) / len(b) - sums / len(a))
@@ -107,8 +105,8 @@ def smallest_permutation_p(num_a: int, num_b: int) -> float:
     return mirrored / math.comb(num_a + num_b, num_a)
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return Student's t interval of the mean of a normal distribution from at least two of its values.
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return Student's 95 % t interval of the mean of a normal distribution from at least two of its values.
 
     Raises:
         ValueError: there are fewer than two values.
@@ -116,7 +114,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     if len(values) < 2:
         raise ValueError(f"got {len(values)} values; expected 2 or more")
     mean = statistics.fmean(values)
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t_quantile(0.5 + _CONFIDENCE / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
 

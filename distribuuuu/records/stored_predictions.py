@@ -1,6 +1,7 @@
 """Reading of predictions.npz, which may be made by others: every size is checked before memory is allocated for it."""
 
 import json
+import math
 import os
 import struct
 import tokenize
@@ -229,10 +230,7 @@ def _describe(dtype: np.dtype) -> str:
 
 def _size(member: _Member) -> int:
     """Return the bytes of an array, from its header; Python integers do not overflow."""
-    size = member.dtype.itemsize
-    for side in member.shape:
-        size *= side
-    return size
+    return member.dtype.itemsize * math.prod(member.shape)
 
 
 def _read_array(archive: zipfile.ZipFile, member: _Member) -> np.ndarray:

@@ -25,7 +25,7 @@ from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.optim.ema import build_ema
+from distribuuuu.optim.ema import build_averages
 from distribuuuu.tasks.losses import build_loss
 
 V1, V2 = "imagenet/resnet50_torchvision_v1", "imagenet/resnet50_torchvision_v2"
@@ -124,7 +124,7 @@ def test_the_average_is_torchs_as_the_script_updates_it():
     share = (1 - 0.99998) * 8 * 128 * 32 / 600
     net = nn.Linear(1, 1, bias=False).double()
     theirs = AveragedModel(net, avg_fn=lambda average, new, _: (1 - share) * average + share * new)
-    ours, steps = build_ema(cfg, net), 70
+    ours, steps = build_averages(cfg, net)["ema"], 70
     torch.manual_seed(0)
     for epoch in range(8):
         for step in range(steps):

@@ -18,7 +18,7 @@ from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.samplers import build_im_size
 from distribuuuu.data.transforms import CenterCrop, EpochTransforms, Transform
 from distribuuuu.models import build_model
-from distribuuuu.optim.ema import build_ema
+from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_lr, build_optimizer, set_lr
 
 # Training images of the data sets.
@@ -95,7 +95,8 @@ def parameter_options(cfg: Config) -> dict[str, ParameterOptions]:
 
 def average(cfg: Config) -> tuple[float, str, int, int] | None:
     """Return decay per update, treatment of buffers, steps per update and first epoch; None: no average."""
-    ema, batch, every = build_ema(cfg, nn.Linear(1, 1)), global_batch(cfg), cfg.EMA.EVERY_STEPS
+    ema = build_averages(cfg, nn.Linear(1, 1)).get("ema")
+    batch, every = global_batch(cfg), cfg.EMA.EVERY_STEPS
     decay = ema.decay(every * batch, 10**12) if ema else 0
     return (decay, cfg.EMA.BUFFERS, every, cfg.EMA.START_EPOCH) if ema else None
 

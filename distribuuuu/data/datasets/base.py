@@ -146,13 +146,12 @@ class SplitDataset(ImageDataset):
         raise TypeError(f"{cls.__name__} must define read_classes")
 
     @classmethod
-    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each problem with the files of a split.
 
         Args:
             name: TRAIN or TEST.
             section: cfg.TRAIN or cfg.TEST.
-            trained: the training classes; empty if they are unknown.
         """
         raise TypeError(f"{cls.__name__} must define find_split_problems")
 
@@ -167,7 +166,7 @@ class SplitDataset(ImageDataset):
         name = "TRAIN" if train else "TEST"
         path, training_path = cls.split_path(cfg[name]), cls.split_path(cfg.TRAIN)
         trained = cls.read_classes(training_path)
-        problems = list(cls.find_split_problems(name, cfg[name], trained))
+        problems = list(cls.find_split_problems(name, cfg[name]))
         yield from problems
         own = () if problems else cls.read_classes(path)
         num_classes, source = (len(trained), training_path) if trained else (len(own), path)

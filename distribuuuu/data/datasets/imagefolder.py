@@ -25,6 +25,7 @@ from distribuuuu.data.datasets.layouts import (
     describe_arrays,
     describe_imagenet,
     describe_table,
+    holds_images,
     missing_root,
     missing_split,
 )
@@ -95,7 +96,7 @@ class ImageFolder(SplitDataset):
         if train and labels:
             yield "TEST.LABELS", f"got {labels} in training; fix: leave it empty, and set it for `distribuuuu test`"
         elif labels:
-            problems = list(cls.find_split_problems("TEST", cfg.TEST, ()))
+            problems = list(cls.find_split_problems("TEST", cfg.TEST))
             yield from problems or find_folder_problems(labels, folder, cls.read_classes(folder))
         else:
             problems = list(super().find_problems(cfg, train))
@@ -110,7 +111,7 @@ class ImageFolder(SplitDataset):
         return list_classes(path)
 
     @classmethod
-    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for missing folders, folders that cannot be listed and empty classes."""
         root, split = Path(section.DATASET), section.SPLIT
         folder, layout = root / split, f"{split}/CLASS/IMAGE"
@@ -133,7 +134,7 @@ class ImageFolder(SplitDataset):
         """Return the number of training images, counted up to `most`."""
         folder = cls.split_path(cfg.TRAIN)
         found = (walk_images(folder / name, extensions=image_extensions(cfg)) for name in list_classes(folder))
-        return _count(chain.from_iterable(found), most)
+        return sum(1 for _ in islice(chain.from_iterable(found), most))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -159,14 +160,9 @@ class ImageFolder(SplitDataset):
         return self._index.path(self._firsts[label] + index - before)
 
 
-def _count(images: Iterator[str], most: int) -> int:
-    return sum(1 for _ in islice(images, most))
-
-
 def _empty_classes(folder: Path) -> Iterator[str]:
     """Yield a message for class folders that cannot be listed, and one for those without an image."""
-    found = {name: walk_images(folder / name, extensions=ALL_EXTENSIONS) for name in list_classes(folder)}
-    empty = [name for name, images in found.items() if not _count(images, most=1)]
+    empty = [name for name in list_classes(folder) if not holds_images(folder / name, extensions=ALL_EXTENSIONS)]
     closed = {name: reason for name in empty if (reason := access_problem(folder / name))}
     if closed:
         named = first_few([f"{name} ({reason})" for name, reason in closed.items()])

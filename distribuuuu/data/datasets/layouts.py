@@ -10,6 +10,7 @@ from pathlib import Path
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.data.datasets.base import (
     ALL_EXTENSIONS,
+    EXTENSIONS,
     MAX_DEPTH,
     first_few,
     is_folder,
@@ -137,7 +138,7 @@ def describe_table(root: Path) -> str:
 def describe_arrays(folder: Path) -> str:
     """Return '; it has arrays ...' for class folders, or folders of a split, whose only images are .npy files."""
     names = list_classes(folder)
-    if any(True for name in names for _ in walk_images(folder / name)):
+    if any(holds_images(folder / name) for name in names):
         return ""
     found = (path for name in names for path in walk_images(folder / name, extensions=ALL_EXTENSIONS))
     path = next(found, "")
@@ -197,9 +198,9 @@ def split_command(folder: Path) -> str:
 # --------------------------------------------------------------------------- folders in class folders
 
 
-def holds_images(folder: Path, depth: int = MAX_DEPTH) -> bool:
+def holds_images(folder: Path, depth: int = MAX_DEPTH, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
     """Return whether a folder has an image in itself or, up to `depth` levels below, in its sub-folders."""
-    return any(True for _ in walk_images(folder, depth))
+    return any(True for _ in walk_images(folder, depth, extensions))
 
 
 def find_inner_root(root: Path) -> Path | None:

@@ -92,7 +92,8 @@ class ParquetTable:
             self.problems, self.rows = tuple(map(str, error.problems)), array("q")
 
     def _read(self, root: str, split: str, columns: Any, layout: Layout) -> None:
-        self.files = open_files(root, split, columns, tuple(dict.fromkeys(layout.needed)))
+        system, paths = find_split_files(root, split, columns)
+        self.files = ColumnFiles(paths, tuple(dict.fromkeys(layout.needed)), system)
         self.path, fields = self.files.paths[0], layout.columns
         _check_type(self.files.schema.field(layout.path), self.path)
         self.rows = array("q", range(len(self.files)))
@@ -265,12 +266,6 @@ def _check_type(field: Any, path: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- files
-
-
-def open_files(root: str, split: str, columns: Any, needed: Sequence[str]) -> ColumnFiles:
-    """Return the files of a split of a folder or URL; raises ConfigError if there are none, or a column is missing."""
-    system, paths = find_split_files(root, split, columns)
-    return ColumnFiles(paths, needed, system)
 
 
 def find_split_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:

@@ -89,7 +89,7 @@ class Packed(SplitDataset):
             return ()
 
     @classmethod
-    def find_split_problems(cls, name: str, section, trained: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for a pack that is missing or incomplete."""
         root, split = Path(section.DATASET), section.SPLIT
         layout = f"{split}/index.bin"

@@ -223,11 +223,8 @@ def check_columns(columns: Mapping[str, Place] | Arrays, meta: Mapping[str, Any]
     """Return the number of images; raise ArrayFileError if a column is missing or has the wrong type or length."""
     label, names = (columns[name].shape if name in columns else () for name in ("label", "name_bytes"))
     num = label[0] if label else 0
-    expected: dict[str, tuple[type, int]] = {name: (kind, num) for name, kind in COLUMNS.items()}
-    expected |= {"name_offsets": (np.int64, num + 1), "name_bytes": (np.uint8, names[0] if names else 0)}
-    shapes: dict[str, tuple[type, tuple[int, ...]]] = {
-        name: (kind, (length,)) for name, (kind, length) in expected.items()
-    }
+    shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
+    shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, (names[0] if names else 0,))}
     targets = list_arrays(meta["source"].get("targets"), len(meta.get("classes", ())))
     shapes |= {name: (kind, (num, *shape)) for name, (kind, shape) in targets.items()}
     for name, (kind, shape) in shapes.items():

@@ -56,6 +56,10 @@ class RemoteError(DataError):
     """Remote data that cannot be read, or is not what it was; the message names the URL."""
 
 
+class MissingObjectError(RemoteError):
+    """An object that does not exist in its object store."""
+
+
 class Part(NamedTuple):
     """A byte range of an object, with the object's size in bytes and version (ETag or time); 0 and "": unknown."""
 
@@ -316,7 +320,7 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
     try:
         found = getattr(_open_filesystem(url.partition("://")[0], os.getpid()), method)(*args, url, **kwargs)
     except FileNotFoundError as error:
-        raise RemoteError(f"{url}: {MISSING}") from error
+        raise MissingObjectError(f"{url}: {MISSING}") from error
     except ConfigError:
         raise
     except Exception as error:  # each package has errors of its own
