@@ -12,13 +12,7 @@ import yaml
 
 from distribuuuu.commands.html.charts import line_chart
 from distribuuuu.commands.html.history import MAX_TEXT, curve, list_curves, title_of
-from distribuuuu.commands.html.page import (
-    Card,
-    Column,
-    PageSection,
-    build_page,
-    html,
-)
+from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html
 from distribuuuu.commands.report.comparison import (
     ALPHA,
     Group,

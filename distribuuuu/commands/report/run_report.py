@@ -31,14 +31,7 @@ from distribuuuu.commands.html.history import (
     read_history,
     read_lines,
 )
-from distribuuuu.commands.html.page import (
-    Card,
-    Column,
-    PageSection,
-    build_page,
-    html,
-    percent,
-)
+from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.config import ConfigError, get_cfg
