@@ -169,7 +169,7 @@ def test_values_of_python_types(options, tmp_path):
     assert (cfg.MODEL.KWARGS.width, cfg.OPTIM.STEPS, cfg.RNG_SEED, cfg.DATA.MEAN) == (8, (1,), None, (0.5, 0.5, 0.5))
 
 
-def test_a_config_set_in_python_is_the_same_as_a_file(options, tmp_path):
+def test_a_config_set_in_python_is_the_same_as_a_file(options):
     words = [word for pair in options.items() for word in pair]
     from_words = load_cfg("shapes/resnet14", [*words, "MODEL.KWARGS", "{width: 8, 'a.b': 2}"])
     tree, problems = read_cfg(from_words)
@@ -265,7 +265,7 @@ def state_of_the_process() -> dict:
     }  # fmt: skip
 
 
-def test_two_runs_leave_no_state_and_are_equal(options, tmp_path, capsys):
+def test_two_runs_leave_no_state_and_are_equal(options, tmp_path):
     handler = logging.StreamHandler(sys.stdout)
     logging.getLogger("distribuuuu").addHandler(handler)
     settings = {**options, "TRAIN.WORKERS": 1, "CUDNN.DETERMINISTIC": True, "LOG.TENSORBOARD": True,

@@ -154,7 +154,7 @@ PARSE_WITH = {
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(page if page.endswith(".md") else "headers" for page, _ in COMMANDS))
-def test_every_command_is_accepted_by_its_tool(page, monkeypatch, capsys):
+def test_every_command_is_accepted_by_its_tool(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for where, command in COMMANDS:
         if page in (where, "headers") and where.endswith(".md") == (page != "headers"):

@@ -3,25 +3,22 @@
 import ast
 import functools
 import json
-import multiprocessing
-import os
 import random
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, assert_close, newest, records
+from support.runs import ROOT, assert_close, newest, records, run_killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from distribuuuu import trainer
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg, registry
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
+from distribuuuu.trainer import train_model
 
 EXAMPLES = ROOT / "docs" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script, not a plug-in
@@ -66,18 +63,10 @@ def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
     return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])
 
 
-def run(name: str, words: list[str], kill_after: int | None = None) -> None:
-    """Train an example; kill this process in a step."""
-    train_step, steps = trainer.train_step, iter(range(10**6))
-
-    def count_and_train(*args):
-        if next(steps) == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_step(*args)
-
+def run(name: str, words: list[str]) -> None:
+    """Train an example."""
     shapes.draw_shapes = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=100)
-    trainer.train_step = count_and_train
-    trainer.train_model(load_cfg(str(EXAMPLES / f"{name}.yaml"), words))
+    train_model(load_cfg(str(EXAMPLES / f"{name}.yaml"), words))
 
 
 def run_test(out_dir: Path, name: str) -> None:
@@ -85,14 +74,6 @@ def run_test(out_dir: Path, name: str) -> None:
     shapes.draw_shapes = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=100)
     words = ["PLUGINS", str([str(EXAMPLES / f"{name}.py")])]
     assert dispatch("distribuuuu", ["test", str(out_dir), *words]) == 0
-
-
-def run_killed(name: str, words: list[str], kill_after: int) -> None:
-    """Train an example in a process that is killed in a step."""
-    process = multiprocessing.get_context("fork").Process(target=run, args=(name, words, kill_after))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,7 +146,6 @@ def problem_of(name: str, root: Path, out_dir: Path, *words: str) -> str:
     ("distillation_token", "MODEL.ARCH resnet8 MODEL.KWARGS {}", "got resnet8; expected a model of timm that ends"),
 ])  # fmt: skip
 def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "train_step", trainer.train_step)
     monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)
     assert message in problem_of(name, root, tmp_path / "out", *words.split())
 
@@ -205,7 +185,7 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     if name == "fixmatch":
         assert any(0 < row["used"] < 1 and row["unlabeled_loss"] > 0 for row in rows)
     for seed in range(3):  # a start takes at most a third of the steps
-        run_killed(name, killed, random.Random(f"{name} {seed}").randrange(1, NUM_STEPS // 3))
+        run_killed(run, name, killed, step=random.Random(f"{name} {seed}").randrange(1, NUM_STEPS // 3))
     on_processes(1, run, name, killed)
     assert_equal(newest(tmp_path / "killed"), expected)
     on_processes(2, run, name, [*two, "TRAIN.BATCH_SIZE", "20"])

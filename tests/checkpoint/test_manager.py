@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import make_cfg
 from support.states import make_state, original_checkpoint
 from torch import nn
 
@@ -229,7 +230,7 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
     def state_with(*words) -> TrainState:
         state = make_state()
         state.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        state.optimizer = build_optimizer(load_cfg(None, [str(word) for word in words]), state.model)
+        state.optimizer = build_optimizer(make_cfg(*words), state.model)
         return state
 
     path = CheckpointManager(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))

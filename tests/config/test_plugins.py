@@ -3,13 +3,12 @@
 import hashlib
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.runs import ROOT, small_options
+from support.runs import run_python, small_options
 
 from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
@@ -93,11 +92,6 @@ def write(path: str, text: str) -> Path:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
     return Path(path).absolute()
-
-
-def run_python(*words: str, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *words], capture_output=True, env=environment, **options)
 
 
 def problems_of(*words: str, cfg_file: str | None = None) -> list[str]:
@@ -206,8 +200,8 @@ def test_a_failed_plug_in_can_be_corrected_and_one_that_is_imported_is_not_impor
 def test_a_script_that_names_itself_is_not_imported_again():
     start = "    print(load_cfg(None, ['PLUGINS', 'own.py', 'TASK.NAME', 'own_task']).TASK.NAME)\n"
     own = write("own.py", f"{TASK}\nif __name__ == '__main__':\n    from distribuuuu.config import load_cfg\n{start}")
-    done = run_python(str(own))
-    assert done.stdout == b"own_task\n", done
+    done = run_python(own, cwd=Path.cwd())
+    assert done.stdout == "own_task\n", done
     write("run/config.yaml", f"PLUGINS: [{own}]\nTASK: {{NAME: own_task}}\n")
     assert not problems_of(cfg_file=FoundConfig("run/config.yaml"))
 
@@ -221,10 +215,10 @@ def test_help_lists_the_settings_of_the_selected_entry(capsys):
 def test_objects_of_a_plug_in_can_be_read_in_a_process_that_is_not_forked():
     write("own.py", TASK)
     cfg = load_cfg(None, ["PLUGINS", "own.py", "TASK.NAME", "own_task"])
-    content = pickle.dumps((ImportedPlugins(), TASKS.get(cfg.TASK.NAME).Settings(rho=0.25)))
-    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer)[1].rho)"
-    done = run_python("-c", code, input=content)
-    assert done.stdout == b"0.25\n", done
+    Path("content").write_bytes(pickle.dumps((ImportedPlugins(), TASKS.get(cfg.TASK.NAME).Settings(rho=0.25))))
+    code = "import pickle; print(pickle.load(open('content', 'rb'))[1].rho)"
+    done = run_python("-c", code, cwd=Path.cwd())
+    assert done.stdout == "0.25\n", done
 
 
 # ------------------------------------------------------------------------------------------------- trust
@@ -313,7 +307,7 @@ def test_a_record_counts_for_its_owner_and_its_path_only(tmp_path):
         import_plugins([str(own)], found_in="run/config.yaml")
 
 
-def test_a_run_without_plug_ins_imports_no_torch_and_a_record_needs_no_cache(monkeypatch, tmp_path):
+def test_a_run_without_plug_ins_imports_no_torch_and_a_record_needs_no_cache(monkeypatch):
     code = "import sys; from distribuuuu.config import load_cfg; load_cfg(); sys.exit('torch' in sys.modules)"
     assert run_python("-c", code).returncode == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(write("file", "")))

@@ -48,8 +48,8 @@ def whole(size: int = 48) -> PaddedCrop:
     return PaddedCrop(size, padding=0, flip=0.0)
 
 
-def policy(text: str, mean=MEAN, size: int = 48, interpolation: str = "bilinear") -> Policy:
-    return make_policy(text, interpolation, mean, size)
+def policy(text: str, mean=MEAN, interpolation: str = "bilinear") -> Policy:
+    return make_policy(text, interpolation, mean, 48)
 
 
 def states() -> tuple:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from support.archives import files_of, write_tar
 from support.images import deep_png
+from support.runs import make_cfg
 from torch import nn
 
 from distribuuuu.api import train
@@ -168,7 +169,7 @@ def test_the_first_layer_is_adapted_as_in_timm(channels):
     assert torch.allclose(adapt_input(weight, channels), adapt_input_conv(channels, weight), atol=1e-6)
     words = ["DATA.CHANNELS", channels, "DATA.MEAN", [0] * channels, "DATA.STD", [1] * channels, "MODEL.NUM_CLASSES", 3]
     for arch in ("resnet8", "resnet18", "timm/test_resnet", "torchvision/mobilenet_v3_small", "deit_tiny"):
-        model = build_model(load_cfg(None, [str(word) for word in (*words, "MODEL.ARCH", arch)])).eval()
+        model = build_model(make_cfg(*words, "MODEL.ARCH", arch)).eval()
         assert find_input(model, channels) is not None
         assert model(torch.zeros(2, channels, 224, 224)).shape == (2, 3), arch
 
@@ -184,10 +185,10 @@ def test_weights_of_rgb_images_are_adapted():
         replace_input(nn.Sequential(nn.Linear(3, 2)), "net", 6, keep_weights=())
 
 
-def write_bands(root, num: int = 12) -> None:
+def write_bands(root) -> None:
     """Write 5-channel 16-bit arrays of two classes, and a file that is no image."""
     draw = np.random.default_rng(0)
-    for split, count in (("train", num), ("val", num // 2)):
+    for split, count in (("train", 12), ("val", 6)):
         for number, name in enumerate(("field", "water")):
             (root / split / name).mkdir(parents=True)
             for index in range(count):

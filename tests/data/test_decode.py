@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tarfile
 import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import find_data, needs
+from support.images import difference, find_data, needs, tensor_of, with_png_size
 from support.runs import ROOT
 from support.tiers import pairwise
 from torchvision import transforms as torchvision_transforms
@@ -58,20 +57,10 @@ def encode(image: Image.Image, kind: str = "JPEG", **words) -> bytes:
     return buffer.getvalue()
 
 
-def tensor_of(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-
 def pil_pixels(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a palette with transparency
         return tensor_of(Image.open(io.BytesIO(data)))
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean absolute difference of two images, of 255."""
-    assert one.shape == other.shape
-    return float((one.int() - other.int()).abs().float().mean())
 
 
 def assert_refused(data: bytes, decoder: str, words: str = ".") -> None:
@@ -167,11 +156,6 @@ def with_jpeg_size(data: bytes, width: int, height: int) -> bytes:
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
 
 
-def with_png_size(width: int, height: int) -> bytes:
-    header = struct.pack(">II", width, height) + PNG[24:29]
-    return PNG[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + PNG[33:]
-
-
 @pytest.fixture
 def little_memory():
     """Let no more than 1 GiB be allocated on top of what the process has."""
@@ -189,7 +173,7 @@ HUGE_TIFF = (
 )
 JPEGS = ("jpeg 4:2:0", "progressive 4:2:0", "gray jpeg", "restart markers")
 HUGE = {
-    **{name: with_jpeg_size(FILES[name], 65500, 65500) for name in JPEGS}, "png": with_png_size(60000, 60000),
+    **{name: with_jpeg_size(FILES[name], 65500, 65500) for name in JPEGS}, "png": with_png_size(PNG, 60000, 60000),
     "tiff": HUGE_TIFF, "bmp": PIL_FILES["bmp"][:18] + struct.pack("<ii", 60000, 60000) + PIL_FILES["bmp"][26:],
     "ppm": b"P6 60000 60000 255 " + bytes(99),
     "gif": b"GIF89a" + struct.pack("<HH", 60000, 60000) + encode(SCENE, "GIF")[10:],

@@ -10,6 +10,7 @@ import torch
 from support.batches import ALONE, CPU, assert_same_batches
 from support.images import draw_folder
 from support.processes import on_processes
+from support.runs import make_cfg
 from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -74,7 +75,7 @@ def test_a_class_without_evaluation_images_does_not_shift_the_labels(tmp_path):
 
 
 def run_problems(*words) -> list[str]:
-    cfg = load_cfg(None, [str(word) for word in words])
+    cfg = make_cfg(*words)
     return [str(problem) for problem in find_run_problems(cfg, train=True)]
 
 
@@ -103,7 +104,7 @@ def test_a_number_of_classes_that_contradicts_the_data_names_both(image_folder, 
         (problem,) = run_problems(*words)
         assert f"{num_classes}, but" in problem and "has 3 classes; set MODEL.NUM_CLASSES 3" in problem
         with pytest.raises(ConfigError, match=f"{num_classes}, but .* has 3 classes"):
-            build_loader(load_cfg(None, [str(word) for word in words]), ALONE, CPU, train=True)
+            build_loader(make_cfg(*words), ALONE, CPU, train=True)
 
 
 def test_the_evaluation_folder_is_its_own(small_cfg, tmp_path):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from support.processes import on_processes
+from support.runs import make_cfg
 from support.tiers import slow
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer, no_mix
@@ -180,20 +181,20 @@ def test_weights_of_zero_and_one_are_exact():
 # From the config
 
 
-def make_cfg(*words):
-    return load_cfg(None, [str(word) for word in ("MODEL.NUM_CLASSES", NUM_CLASSES, *words)])
+def mixing_cfg(*words):
+    return make_cfg("MODEL.NUM_CLASSES", NUM_CLASSES, *words)
 
 
 def test_the_config_says_how_to_mix():
     images, labels = batch(5)
-    mix = build_mixer(make_cfg(), BatchPlan(5, 1, 1), rank=0)
+    mix = build_mixer(mixing_cfg(), BatchPlan(5, 1, 1), rank=0)
     assert mix is no_mix
     assert all(one is other for one, other in zip(mix(images, labels, 0, 0, 0, 0), (images, labels), strict=True))
     words = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.9, "AUG.CUTMIX_SHARE", 0.3, "AUG.MIX_BY", "step")
     plan = BatchPlan(4, 1, 1)
-    assert build_mixer(make_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, group=4)
+    assert build_mixer(mixing_cfg(*words), plan) == PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, group=4)
     plan, words = BatchPlan(8, 2, 3), ("AUG.CUTMIX", 1)
-    groups = [build_mixer(make_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0) for num in (0, 2, 10, 48, 512)]
+    groups = [build_mixer(mixing_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0) for num in (0, 2, 10, 48, 512)]
     assert [mix.group for mix in groups] == [2, 2, 10, 48, 512]
     drawn = [mix.draw(5, 0, 1) for mix in groups[2:]]
     assert [len(each.lam) for each in drawn] == [5, 1, 1] and drawn[1].lam == drawn[2].lam
@@ -230,7 +231,7 @@ def test_what_cannot_be_is_an_error():
     for key in ("MIXUP", "CUTMIX"):
         said = rf"AUG.{key} \(command line\): got micro-batches of 5 images .* fix: "
         with pytest.raises(ConfigError, match=said):
-            build_mixer(make_cfg(f"AUG.{key}", 0.5), plan_batches(5, 10, 2), rank=0)
+            build_mixer(mixing_cfg(f"AUG.{key}", 0.5), plan_batches(5, 10, 2), rank=0)
     for said, line in {
         "AUG.CUTMIX_SHARE .* set AUG.CUTMIX 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 0",
         "AUG.CUTMIX_SHARE .* set AUG.MIXUP 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 1",
@@ -241,4 +242,4 @@ def test_what_cannot_be_is_an_error():
         "AUG.MIX_GROUP .*with AUG.MIX_BY step": "AUG.MIXUP 0.2 AUG.MIX_GROUP 8 AUG.MIX_BY step",
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            make_cfg(*line.split())
+            mixing_cfg(*line.split())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.images import difference, tensor_of
 from torchvision import transforms as theirs
 from torchvision.transforms import v2
 
@@ -52,18 +53,8 @@ def scene(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((smooth + draw.integers(-9, 10, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
-def tensor_of(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
 def lazy_image_of(image: Image.Image) -> LazyImage:
     return open_lazy_image(image, "auto")
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean absolute difference of two images, of 255."""
-    assert one.shape == other.shape
-    return float((one.int() - other.int()).abs().float().mean())
 
 
 # Random numbers

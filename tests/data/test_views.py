@@ -30,7 +30,7 @@ def test_views_are_bitwise_equal_however_they_are_made_and_the_first_is_that_of_
     assert [view.shape[2] for view in expected[0].images] == [16, 16, 12]
 
 
-def test_a_view_is_that_of_a_loader_of_its_own_with_the_seed_of_the_view(small_cfg, sizes, monkeypatch):
+def test_a_view_is_that_of_a_loader_of_its_own_with_the_seed_of_the_view(small_cfg, sizes):
     loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
     keys = next(iter(loader.sampler))[:5]
     found, _ = loader.samples.batch(keys)

@@ -24,11 +24,11 @@ def build_small(name: str) -> nn.Module:
     return timm.create_model(name, num_classes=5, **drops, **({"img_size": 32} if "vit" in name else {}))
 
 
-def train_steps(model: nn.Module, autocast: torch.dtype | None, num: int = 3) -> dict[str, torch.Tensor]:
+def train_steps(model: nn.Module, autocast: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return all that a model holds after a few steps of momentum, and the loss of the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1)
-    for _ in range(num):
+    for _ in range(3):
         images, labels = torch.randn(6, 3, 32, 32), torch.randint(0, 5, (6,))
         optimizer.zero_grad()
         with torch.autocast("cpu", autocast, enabled=autocast is not None):

@@ -8,7 +8,7 @@ import pytest
 import timm.optim  # noqa: F401  (before the fork, for all processes)
 import torch
 from support.processes import on_processes
-from support.runs import assert_close, newest, records, train_and_kill, train_and_read
+from support.runs import assert_close, make_cfg, newest, records, train_and_kill, train_and_read
 from support.tiers import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,7 +340,7 @@ def test_what_does_not_go_together_is_refused_before_the_start():
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "max-autotune"), "MODEL.COMPILE .*; fix: set it to default"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
-            load_cfg(None, [str(word) for word in words])
+            make_cfg(*words)
 
 
 def shard_a_single_number(cfg) -> str:

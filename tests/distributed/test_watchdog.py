@@ -118,7 +118,7 @@ def group(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_monitor_first", [False, True])
-def test_processes_leave_without_ending_the_run(group, tmp_path, caplog, is_monitor_first):
+def test_processes_leave_without_ending_the_run(group, caplog, is_monitor_first):
     run = group(2)
     dogs = run.watch(0, 1)
     dogs[1].mark("epoch 1, step 3")

@@ -193,7 +193,7 @@ def test_an_exception_of_the_first_process_is_announced_by_another(image_folder,
         assert text.rstrip().endswith("ArithmeticError: the flux has run out")
 
 
-def test_a_broken_image_on_one_process_is_reported_once_without_a_traceback(image_folder, tmp_path):
+def test_a_broken_image_on_one_process_is_reported_once_without_a_traceback(tmp_path):
     root = tmp_path / "images"
     draw_folder(root, "train", {"ant": 8, "bee": 8, "cat": 8})
     draw_folder(root, "val", {"ant": 4, "bee": 4, "cat": 4})
@@ -297,7 +297,7 @@ def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, clos
     assert read_checkpoint(tmp_path / "out" / "best.pth.tar")
 
 
-def test_a_failing_run_with_a_closed_standard_error_keeps_its_status(tmp_path):
+def test_a_failing_run_with_a_closed_standard_error_keeps_its_status():
     command = f"{sys.executable} {TRAIN_NET} NO.SUCH 1"
     for closed in ("2>&-", "2>&1 | true"):
         assert subprocess.run(["bash", "-c", f"{command} {closed}; exit ${{PIPESTATUS[0]}}"]).returncode == 2

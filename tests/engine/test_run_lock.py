@@ -137,7 +137,7 @@ def is_locked_for_others(out_dir: Path) -> bool:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at the save", "at a retry of it"])
 @pytest.mark.parametrize("cause", ["a second run", "another folder"])
-def test_a_run_whose_folder_belongs_to_another_writes_beside_it_and_stops(tmp_path, monkeypatch, cause, is_late):
+def test_a_run_whose_folder_belongs_to_another_writes_beside_it_and_stops(tmp_path, cause, is_late):
     """A lock that was deleted by hand lets a second run start; OUT_DIR may be renamed, and its name be used again."""
     out_dir, state = tmp_path / "out", make_state(epoch=2, best=(12.5, 1))
     out_dir.mkdir()

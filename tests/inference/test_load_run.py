@@ -1,7 +1,6 @@
 """Loading trained models: each kind of run, older files, missing parts, and files that are meant to do harm."""
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from support.commands import command_module
+from support.hostile import Payload
 from support.runs import small_options
 from support.tiers import pairwise
 
@@ -119,7 +119,7 @@ def test_other_options_of_an_older_file_are_no_change_and_may_be_missing():
     assert (cfg.TEST.DATASET, cfg.origins["TEST.DATASET"]) == ("/photos", "best.pth.tar")
 
 
-def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, shapes_folder, tmp_path):
+def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, tmp_path):
     state_dict = read_checkpoint(shapes_run / "best.pth.tar")["state_dict"]
     torch.save({f"module.{name}": tensor for name, tensor in state_dict.items()}, tmp_path / "best.pth.tar")
     with pytest.raises(ConfigError, match="RUN: .*best.pth.tar: holds weights, but not the config .* --cfg FILE"):
@@ -284,14 +284,6 @@ def test_what_is_no_run_is_refused_with_a_clear_message(shapes_run, image_folder
         with pytest.raises(ConfigError, match=f"^RUN: .*{message}") as error:
             load_run(run)
         assert error.value.status == 2
-
-
-class Payload:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import torchvision
 from support.downloads import serve
 from support.errors import problems_of
+from support.hostile import Payload
 from support.runs import run_python
 from support.tiers import slow
 from torch import nn
@@ -232,14 +233,6 @@ def test_weights_that_do_not_fit_the_kwargs_are_an_error(monkeypatch):
     cfg = make_cfg("resnet18", pretrained=True, norm_layer=nn.InstanceNorm2d)
     (problem,) = problems_of(build_model, cfg)
     assert problem.startswith("MODEL.PRETRAINED: ") and "does not fit resnet18 with MODEL.KWARGS" in problem
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, tmp_path):

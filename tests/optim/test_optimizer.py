@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from support.runs import train_and_read
+from support.runs import make_cfg, train_and_read
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -23,10 +23,6 @@ from distribuuuu.trainer import train_model
 
 TINY = ["test_vit", "test_vit2", "test_resnet", "test_efficientnet", "test_convnext"]
 NO_DECAY = ("OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.BIAS_WEIGHT_DECAY", 0)
-
-
-def make_cfg(*words):
-    return load_cfg(None, [str(word) for word in words])
 
 
 def tiny(name: str = "test_vit", **kwargs) -> nn.Module:

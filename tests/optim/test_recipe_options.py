@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from support.errors import problems_of
-from support.runs import newest
+from support.runs import make_cfg, newest
 from timm.optim import create_optimizer_v2
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
@@ -18,10 +18,6 @@ from distribuuuu.models.head import head_parameters
 from distribuuuu.optim.optimizer import build_clipper, build_optimizer, set_weight_decay
 from distribuuuu.optim.schedules import build_weight_decay
 from distribuuuu.trainer import train_model
-
-
-def make_cfg(*words):
-    return load_cfg(None, [str(word) for word in words])
 
 
 def with_gradients(scale: float = 1.0) -> nn.Module:
@@ -64,7 +60,7 @@ def test_arguments_reach_the_constructor(name, given):
     assert torch.equal(mine, peer) and not torch.equal(mine, without)
 
 
-def test_arguments_of_a_registered_optimizer_reach_it(monkeypatch):
+def test_arguments_of_a_registered_optimizer_reach_it():
     def mine(params, lr, weight_decay, rho: float = 0.1):
         return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, momentum=rho)
 

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from support.runs import newest
+from support.runs import make_cfg, newest
 from torch import nn
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.config.model_names import NameTable, keep_table
 from distribuuuu.config.registry import OPTIMIZERS, SCHEDULES
 from distribuuuu.engine.preflight import _name_problems
@@ -57,10 +57,6 @@ def new_files(monkeypatch, tmp_path):
     yield
     for module in [module for module in sys.modules if module.startswith(package.name)]:
         del sys.modules[module]
-
-
-def make_cfg(*overrides):
-    return load_cfg(None, [str(override) for override in overrides])
 
 
 def test_one_new_file_is_enough(new_files, small_cfg):

@@ -4,13 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from support.runs import make_cfg
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.optim.schedules import build_schedule
 
 
 def schedule(*words):
-    return build_schedule(load_cfg(None, [str(word) for word in words]))
+    return build_schedule(make_cfg(*words))
 
 
 def test_cosine_with_warmup_to_the_twelfth_digit():

@@ -46,6 +46,11 @@ def command_module(name: str) -> ModuleType:
     return pytest.importorskip(f"distribuuuu.commands.{name}")
 
 
+def run_command(name: str, *words: object) -> int:
+    """Run an optional command and return its exit status; skip the test where the command has been deleted."""
+    return getattr(command_module(f"{name}.{name}"), name)(f"distribuuuu {name}", [str(word) for word in words])
+
+
 def requires(*names: str) -> pytest.MarkDecorator:
     """Return a mark that skips a test where one of the commands has been deleted."""
     missing = [name for name in names if name not in find_commands()]

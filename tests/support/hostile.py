@@ -1,11 +1,23 @@
-"""JSON whose values have other types than the reader expects: every value of a record, replaced by each odd one."""
+"""Files of others: JSON whose values have other types than the reader expects, and a pickle that runs code."""
 
 import copy
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 ODD_VALUES = (None, True, -1, 0, 1.5, 10**30, 1e308, -1e308, 5e-324, "", "text", "\x1b[2J\u202e", [], [[1]], ["a", 2],
               {}, {"a": 1}, {"a": {"b": []}})  # fmt: skip
+
+
+class Payload:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 def list_changes(record: Any) -> Iterator[Any]:

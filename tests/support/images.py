@@ -1,4 +1,4 @@
-"""Small image folders on disk, and real data sets below DATA_ROOT."""
+"""Small image folders on disk, real data sets below DATA_ROOT, and the pixels of images."""
 
 import os
 import random
@@ -8,7 +8,9 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
@@ -55,6 +57,23 @@ def age(root: Path, seconds: float = 100) -> None:
     """Date all folders back, so that an index relies on them."""
     for parent, _, _ in os.walk(root):
         os.utime(parent, (time.time() - seconds,) * 2)
+
+
+def with_png_size(png: bytes, width: int, height: int) -> bytes:
+    """Return a PNG whose header claims another size."""
+    header = struct.pack(">II", width, height) + png[24:29]
+    return png[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + png[33:]
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    """Return the pixels of an image in RGB: uint8 (3, H, W)."""
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the mean absolute difference of two images, of 255."""
+    assert one.shape == other.shape
+    return float((one.int() - other.int()).abs().float().mean())
 
 
 def deep_png(size: int = 4) -> bytes:

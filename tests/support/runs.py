@@ -1,18 +1,24 @@
 """Small training runs: options, tools in subprocesses, and comparison of the files of a run."""
 
+import itertools
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.config import load_cfg
+from distribuuuu.config import Config, load_cfg
+from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.trainer import test_model, train_model
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +38,17 @@ def small_options(root: Path, out_dir: Path, *overrides: Any) -> list[str]:
         "LOG.TENSORBOARD": False, "OUT_DIR": out_dir,
     }  # fmt: skip
     return [str(arg) for pair in settings.items() for arg in pair] + [str(arg) for arg in overrides]
+
+
+def make_cfg(*words: Any) -> Config:
+    """Return the config of KEY VALUE arguments."""
+    return load_cfg(None, [str(word) for word in words])
+
+
+def errors_of(root: Path, tmp_path: Path, *overrides: Any) -> str:
+    """Return the problems that are found before a small run on the data in a folder starts, as a text."""
+    cfg = load_cfg(None, small_options(root, tmp_path / "out", *overrides))
+    return "\n".join(map(str, find_run_problems(cfg, train=True)))
 
 
 def run_python(*words: Any, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
@@ -120,3 +137,23 @@ def train_and_kill(cfg, place: tuple[int, int]) -> None:
     """Train until a checkpoint is written, in a process that has no `monkeypatch` fixture."""
     with pytest.MonkeyPatch.context() as patch:
         train_and_stop(cfg, place, patch)
+
+
+def run_killed(function: Callable, *args: Any, step: int) -> None:
+    """Call a function that trains, in a process that is killed in a step, counted from 0."""
+    process = multiprocessing.get_context("fork").Process(target=_train_to_death, args=(function, args, step))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _train_to_death(function: Callable, args: tuple, last_step: int) -> None:
+    train_step, steps = trainer.train_step, itertools.count()
+
+    def train_step_or_die(*step_args):
+        if next(steps) == last_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(*step_args)
+
+    trainer.train_step = train_step_or_die
+    function(*args)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.runs import records
+from support.runs import make_cfg, records
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -42,7 +42,7 @@ class Teacher(nn.Module):
 def distillation_from(teacher: nn.Module, kind: str, alpha: float, temperature: float = 1.0) -> Distillation:
     """Return a distillation task with a teacher of four classes."""
     overrides = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.KIND", kind, "DISTILL.ALPHA", alpha)
-    cfg = load_cfg(None, [str(word) for word in (*overrides, "DISTILL.TEMPERATURE", temperature)])
+    cfg = make_cfg(*overrides, "DISTILL.TEMPERATURE", temperature)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distribuuuu.tasks.distillation.build_teacher", lambda cfg, classes: teacher)
         return prepared(cfg, "abcd")

@@ -272,9 +272,9 @@ def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
         assert after.read()["count"] == 0
 
 
-def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor, topk: int = 3) -> float:
+def metric_value(name: str, logits: torch.Tensor, targets: torch.Tensor) -> float:
     num_classes, multilabel = logits.shape[1], targets.ndim == 2
-    meter = Meter(build_metrics("TEST.METRICS", (name,), num_classes, topk, multilabel), num_classes, CPU)
+    meter = Meter(build_metrics("TEST.METRICS", (name,), num_classes, 3, multilabel), num_classes, CPU)
     for part in (slice(0, 7), slice(7, 8), slice(8, None)):
         meter.update(StepOutput(torch.zeros(()), logits[part], targets[part]))
     return meter.read()[name]

@@ -72,7 +72,7 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
         *_folder_findings(scan.splits, counts),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
-        *_balance_findings(scan.splits, counts),
+        *_balance_findings(counts),
     ]
     findings.sort(key=lambda finding: finding.severity != PROBLEM)
     statistics = measure_statistics(scan)
@@ -220,7 +220,7 @@ def spelling_key(name: str) -> str:
     return re.sub(r"(?<!\d)[\s_-]+|[\s_-]+(?!\d)", "", folded)
 
 
-def _balance_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
+def _balance_findings(counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     trained = next(iter(counts))
     present = {label: count for label, count in counts[trained].items() if count}
     ratio = _imbalance(present.values())

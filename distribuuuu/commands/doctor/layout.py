@@ -8,13 +8,7 @@ from pathlib import Path
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.array_file import packed_name
-from distribuuuu.data.datasets.base import (
-    ImageDataset,
-    SplitDataset,
-    get_dataset,
-    is_image,
-    list_classes,
-)
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset, is_image, list_classes
 from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem

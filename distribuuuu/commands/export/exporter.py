@@ -160,7 +160,7 @@ def check_format(run: LoadedRun, to: str) -> None:
         raise ConfigError(f"--to timm: timm's {spec.arch.name} is another model: {what}; {_REMEDY}")
 
 
-def check_arguments(to: str, out: Path, push: str = "") -> None:
+def check_arguments(to: str, out: Path, push: str) -> None:
     """Check what can be checked before the model is built.
 
     Raises:

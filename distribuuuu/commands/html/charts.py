@@ -263,32 +263,27 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     return figure(title, content, 1000, 24, legend)
 
 
-def bar_chart(
-    title: str, bars: Sequence[tuple[str, float, str]], limit: float | None = None, colors: Sequence[str] = ()
-) -> str:
-    """Return horizontal bars, each with its name and its amount.
+def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> str:
+    """Return horizontal bars, each with its name and its amount; the largest amount fills the width.
 
     Args:
         title: the title.
-        bars: (name, amount, text of the amount).
-        limit: the amount that fills the width; None: the largest.
-        colors: the color of each bar, e.g. "var(--bad)"; empty: the same for all.
+        bars: (name, amount, text of the amount), at least one; the amounts are positive.
     """
-    limit, content = limit or max((abs(amount) for _, amount, _ in bars), default=1.0) or 1.0, ""
-    longest = max((len(name) for name, _, _ in bars), default=0)
+    limit, content = max(amount for _, amount, _ in bars), ""
+    longest = max(len(name) for name, _, _ in bars)
     is_long = longest > _BAR_NAME  # then each name has a line of its own
     height, left = (38, 0.0) if is_long else (22, 8 + 6.2 * longest)
     for number, (name, amount, text) in enumerate(bars):
-        y, width = height * number, (_WIDTH - left - 76) * abs(amount) / limit
-        color = colors[number] if colors else "var(--c1)"
+        y, width = height * number, (_WIDTH - left - 76) * amount / limit
         place = f'x="0" y="{y + 12}"' if is_long else f'x="{left - 8:.0f}" y="{y + 14}" text-anchor="end"'
         top = y + (18 if is_long else 3)
         content += (
             f'<text class="strong" {place}>{_escape(_clip(name, 58))}<title>{_escape(name)}</title></text>'
             f'<rect x="{left:.0f}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" '
-            f'fill="{color}"/><text x="{left + width + 6:.1f}" y="{top + 10}">{_escape(text)}</text>'
+            f'fill="var(--c2)"/><text x="{left + width + 6:.1f}" y="{top + 10}">{_escape(text)}</text>'
         )
-    return figure(title, content, _WIDTH, max(22, height * len(bars)), max_width=460)
+    return figure(title, content, _WIDTH, height * len(bars), max_width=460)
 
 
 def _clip(text: str, length: int) -> str:
@@ -324,7 +319,7 @@ def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, 
 # --------------------------------------------------------------------------------------- heat maps
 
 
-def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str = "") -> str:
+def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str) -> str:
     """Return a confusion matrix: a row for each label, a column for each prediction; every cell with its count.
 
     Args:

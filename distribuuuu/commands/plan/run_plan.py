@@ -46,7 +46,7 @@ def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
     return ends[-1] + (total - len(ends)) * step_seconds(ends, group)
 
 
-def step_seconds(ends: Sequence[float], group: int = 1) -> float:
+def step_seconds(ends: Sequence[float], group: int) -> float:
     """Return the seconds of a step after the first ones; see `extrapolate`."""
     group = max(1, min(group, (len(ends) - 1) // 2))
     starts = range(group - 1, len(ends) - group, group)
@@ -78,7 +78,7 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     Args:
         cfg: the config.
         plan: the images of a step.
-        found: `images`; and, unless the run does not fit into memory, the other measurements of `cli.plan.measure_run`:
+        found: `images`; and, unless the run does not fit into memory, the other measurements of `measure_run`:
             `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `last_s` of what follows the
             last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`, `bottleneck`.
     """

@@ -66,9 +66,8 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
     """
     patterns, problems, sides = [local_run(pattern) for pattern in patterns], [], {}
     for pattern in patterns:
-        folders = [Path(pattern)] if Path(pattern).is_dir() else sorted(Path().glob(pattern.lstrip("/")))
-        if pattern.startswith("/") and not Path(pattern).is_dir():
-            folders = sorted(Path("/").glob(pattern.lstrip("/")))
+        start = Path("/") if pattern.startswith("/") else Path()
+        folders = [Path(pattern)] if Path(pattern).is_dir() else sorted(start.glob(pattern.lstrip("/")))
         folders = [folder for folder in folders if folder.is_dir()]
         if not folders:
             parent = Path(pattern).parent

@@ -12,13 +12,7 @@ import yaml
 
 from distribuuuu.commands.html.charts import line_chart
 from distribuuuu.commands.html.history import MAX_TEXT, curve, list_curves, title_of
-from distribuuuu.commands.html.page import (
-    Card,
-    Column,
-    PageSection,
-    build_page,
-    html,
-)
+from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html
 from distribuuuu.commands.report.comparison import (
     ALPHA,
     Group,
@@ -221,24 +215,20 @@ def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[
 
 
 def _config_section(comparison: Comparison) -> PageSection:
-    parts: list[str] = []
-    if comparison.changes is None:
-        parts.append(html.paragraph("A run has no readable config.yaml, so the configs are not compared.", "note"))
-        return PageSection("Config", parts)
-    if not comparison.changes:
-        parts.append(html.paragraph("The configs do not differ."))
-        return PageSection("Config", parts)
-    columns = [Column("option"), *(Column(name) for name in comparison.sides)]
-    rows = [
-        [key, *("–" if value is None else str(value) for value in values)] for key, values in comparison.changes.items()
-    ]
-    parts.append(html.table(columns, rows, sortable=False))
-    return PageSection("Config", parts)
+    changes = comparison.changes
+    if changes is None:
+        part = html.paragraph("A run has no readable config.yaml, so the configs are not compared.", "note")
+    elif not changes:
+        part = html.paragraph("The configs do not differ.")
+    else:
+        columns = [Column("option"), *(Column(name) for name in comparison.sides)]
+        rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in changes.items()]
+        part = html.table(columns, rows, sortable=False)
+    return PageSection("Config", [part])
 
 
 def _curves(comparison: Comparison) -> PageSection:
     """Return the section of the curves of all runs: of a side with several runs, the first one."""
-    parts: list[str] = []
     firsts = {name: members[0].history for name, members in comparison.sides.items()}
 
     def chart(title: str, key: str, kind: str) -> str:
@@ -254,9 +244,8 @@ def _curves(comparison: Comparison) -> PageSection:
     charts = [chart("Training loss", "loss", "train"), chart("Validation loss", "loss", "eval")]
     charts += [chart(f"Validation {title_of(next(iter(firsts.values())), name)}", name, "eval") for name in metrics]
     charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
-    if drawn := [text for text in charts if text]:
-        parts.append(html.grid(drawn, "narrow"))
-    return PageSection("Curves", parts)
+    drawn = [text for text in charts if text]
+    return PageSection("Curves", [html.grid(drawn, "narrow")] if drawn else [])
 
 
 def _classes(comparison: Comparison) -> PageSection:

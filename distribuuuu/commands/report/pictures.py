@@ -3,7 +3,7 @@
 import base64
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,21 +157,18 @@ def _add_saliency(
 
 
 def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
-    return to_rgb(crop, run.transform.mean, run.transform.std, run.transform.options.pixels != "uint8")
+    """Return a normalized crop (C, H, W) of a run as uint8 (H, W, 3).
 
-
-def to_rgb(crop: torch.Tensor, mean: Sequence[float], std: Sequence[float], is_stretched: bool = False) -> np.ndarray:
-    """Return uint8 (H, W, 3) from a normalized image (C, H, W).
-
-    Of other numbers of channels than 1 and 3, the first three or the first one are shown. With `is_stretched`, black
-    and white are 2.5 standard deviations below and above the mean.
+    Of other numbers of channels than 1 and 3, the first three or the first one are shown. Of other pixels than 8 bits,
+    black and white are 2.5 standard deviations below and above the mean.
     """
-    num = 3 if len(crop) >= 3 else 1
-    shape = num, 1, 1
-    if is_stretched:
-        values = crop[:num].double() / 5 + 0.5
+    num, transform = 3 if len(crop) >= 3 else 1, run.transform
+    values = crop[:num].double()
+    if transform.options.pixels == "uint8":
+        mean, std = (torch.tensor(numbers[:num]).view(num, 1, 1) for numbers in (transform.mean, transform.std))
+        values = values * std + mean
     else:
-        values = crop[:num].double() * torch.tensor(std[:num]).view(shape) + torch.tensor(mean[:num]).view(shape)
+        values = values / 5 + 0.5
     pixels = (values * 255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
     return pixels.permute(1, 2, 0).contiguous().numpy()
 

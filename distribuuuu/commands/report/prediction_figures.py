@@ -69,17 +69,22 @@ def compute_class_figures(content: Predictions) -> ClassFigures:
     return ClassFigures(counts[2], counts[1], precision.numpy(), recall.numpy(), f1.numpy())
 
 
+def mean_of_known(values: np.ndarray) -> float:
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    return float(np.nanmean(values)) if (~np.isnan(values)).any() else np.nan
+
+
 def list_confused_pairs(content: Predictions, num: int) -> list[tuple[int, int, int]]:
     """Return (label, predicted class, count) of the `num` most frequent mistakes, the most frequent first."""
     wrong = [pair for pair in list_confusions(content) if pair[0] != pair[1]]
     return sorted(wrong, key=lambda pair: -pair[2])[:num]
 
 
-def top_accuracy(content: Predictions, k: int = 5) -> float:
-    """Return the share of images whose label is among the `k` largest logits."""
+def top5_accuracy(content: Predictions) -> float:
+    """Return the share of images whose label is among the five largest logits."""
     if content.top_class is not None:
-        return float((content.top_class[:, :k] == content.label[:, None]).any(axis=1).mean())
-    hits = ((logits > own[:, None]).sum(axis=1) < k for logits, own in _blocks(content))
+        return float((content.top_class[:, :5] == content.label[:, None]).any(axis=1).mean())
+    hits = ((logits > own[:, None]).sum(axis=1) < 5 for logits, own in _blocks(content))
     return float(np.concatenate([*hits]).mean())
 
 
@@ -234,13 +239,11 @@ def list_figures(content: Predictions) -> dict[str, Any]:
     columns = {name: values.tolist() for name, values in vars(figures).items()}
     if content.multilabel and content.top_class is None:
         columns |= {name: values.tolist() for name, values in vars(compute_label_figures(content)).items()}
-        precisions = np.array(columns["average_precision"])
-        result["map"] = float(np.nanmean(precisions)) if (~np.isnan(precisions)).any() else None
+        result["map"] = mean_of_known(np.array(columns["average_precision"]))
     for number, name in enumerate(content.classes):
         result["classes"][name] = {column: values[number] for column, values in columns.items()}
     for name in ("precision", "recall", "f1"):
-        values = getattr(figures, name)
-        result[f"macro_{name}"] = float(np.nanmean(values)) if (~np.isnan(values)).any() else None
+        result[f"macro_{name}"] = mean_of_known(getattr(figures, name))
     if not content.multilabel:
         result |= _list_single_label(content)
     return result
@@ -262,7 +265,7 @@ def _list_single_label(content: Predictions) -> dict[str, Any]:
     return {
         "accuracy": num_correct / len(content),
         "accuracy_interval": list(wilson_interval(num_correct, len(content))),
-        "top5_accuracy": top_accuracy(content),
+        "top5_accuracy": top5_accuracy(content),
         "calibration": calibration,
         "confusions": [[names[row], names[column], count] for row, column, count in list_confusions(content)],
     }

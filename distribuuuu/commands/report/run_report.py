@@ -31,14 +31,7 @@ from distribuuuu.commands.html.history import (
     read_history,
     read_lines,
 )
-from distribuuuu.commands.html.page import (
-    Card,
-    Column,
-    PageSection,
-    build_page,
-    html,
-    percent,
-)
+from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.config import ConfigError, get_cfg
@@ -161,19 +154,18 @@ def summarize(run: RunFiles) -> PageSection:
 def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
     num, classes = len(content), counted(len(content.classes), "class")
     if content.multilabel:
-        figures = analysis.compute_label_figures(content) if content.top_class is None else None
-        values = figures.average_precision if figures else np.array([np.nan])
-        known = values[~np.isnan(values)]
-        yield "mean average precision", percent(float(known.mean()) if len(known) else np.nan), classes
+        has_all = content.top_class is None
+        precisions = analysis.compute_label_figures(content).average_precision if has_all else np.empty(0)
+        yield "mean average precision", percent(analysis.mean_of_known(precisions)), classes
     else:
         num_correct = int(content.correct.sum())
         low, high = wilson_interval(num_correct, num)
         yield "accuracy", percent(num_correct / num, 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
         if len(content.classes) > 5:
-            yield "top-5 accuracy", percent(analysis.top_accuracy(content), 2), classes
+            yield "top-5 accuracy", percent(analysis.top5_accuracy(content), 2), classes
         yield "mistakes", f"{num - num_correct:,}", f"of {counted(num, 'image')}"
     f1 = analysis.compute_class_figures(content).f1
-    yield "macro F1", percent(float(np.nanmean(f1)) if (~np.isnan(f1)).any() else np.nan), "mean of the classes"
+    yield "macro F1", percent(analysis.mean_of_known(f1)), "mean of the classes"
     yield "loss", f"{content.loss.mean():.4f}", "cross-entropy"
 
 
@@ -217,7 +209,7 @@ def describe_confusions(content: Predictions) -> PageSection:
             for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
     if not bars:
         return PageSection("Confusion", [chart, html.paragraph("There is no mistake.")])
-    pairs_chart = bar_chart("Most confused pairs: label → prediction", bars, colors=["var(--c2)"] * len(bars))
+    pairs_chart = bar_chart("Most confused pairs: label → prediction", bars)
     is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
     return PageSection("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
 

@@ -28,13 +28,13 @@ CLASSES = ("ant", "bee", "cat")
 NORMALIZATION = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
 
 
-def draw_photographs(root, num: int = 16) -> None:
+def draw_photographs(root) -> None:
     """Write photographs whose EXIF turns them, with a bright corner that shows each turn and each mirror image."""
     generator = torch.Generator().manual_seed(0)
     for split in ("train", "val"):
         for name in CLASSES:
             (root / split / name).mkdir(parents=True)
-            for number in range(num):
+            for number in range(16):
                 a, b, c, d, *color = (torch.rand(7, generator=generator) * 60).int().tolist()
                 image = Image.new("RGB", (90, 64), (40 + 3 * color[0], 40 + 3 * color[1], 40 + 3 * color[2]))
                 draw = ImageDraw.Draw(image)

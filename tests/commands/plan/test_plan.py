@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_cuda import CUDA, fake_cuda
-from support.runs import small_options
+from support.runs import make_cfg, small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.commands.main import dispatch
@@ -34,7 +34,7 @@ def test_first_steps_count_but_not_in_the_rate():
 def test_sizes_that_grow_are_measured_at_the_ends_and_between():
     grows = ("TRAIN.IM_SIZE", 28, "TRAIN.IM_SIZE_START", 16, "TRAIN.IM_SIZE_EPOCHS", "[0, 11]", "OPTIM.MAX_EPOCH", 17,
              "TRAIN.IM_SIZE_MULTIPLE", 2)  # fmt: skip
-    sizes = sizes_of(load_cfg(None, [str(word) for word in grows]))
+    sizes = sizes_of(make_cfg(*grows))
     assert len(sizes) == 17 and sizes[0] == 16 and sizes[11:] == [28] * 6 and len(set(sizes)) > 4
     measured = [sizes[epoch] for epoch in epochs_to_measure(sizes)]
     assert measured[0] == 16 and measured[-1] == 28 and len(measured) == 4

@@ -144,7 +144,7 @@ def test_positions_of_the_log_have_a_limit(run):
     assert read_history(run).restarts == [(2, 1)]
 
 
-def test_a_comparison_of_hostile_records(run, tmp_path, monkeypatch):
+def test_a_comparison_of_hostile_records(run, tmp_path):
     chance, other = random.Random(0), make_run(tmp_path / "other", 2)
     for _ in range(30):
         keys = ("loss", "lr", "top1", "images_per_s", "wait", "seconds", "count")

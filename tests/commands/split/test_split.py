@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.archives import files_of
 from support.commands import command_module
 from support.tiers import pairwise, slow
 
@@ -69,7 +70,7 @@ def test_the_classes_keep_their_shares(folder, tmp_path):
     assert {label for _, label in found["train"]} == set(COUNTS)
 
 
-def test_the_lists_are_read_as_a_data_set(folder, tmp_path):
+def test_the_lists_are_read_as_a_data_set(folder):
     write_split(plan_split(list_class_images(folder), folder.parent / "lists", val=0.3))
     root = folder.parent / "lists"
     cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {root} TEST.DATASET {root} MODEL.NUM_CLASSES 0".split())
@@ -247,8 +248,8 @@ def test_pipes_and_devices_are_refused(folder, tmp_path, capsys, kind, where):
 def test_a_finished_split_says_so(folder, tmp_path, capsys):
     words = (folder, "--folds", 3, "--out", tmp_path / "out")
     assert run(*words) == 0
-    text, before = capsys.readouterr().out, contents(tmp_path / "out")
-    assert run(*words) == 0 and contents(tmp_path / "out") == before
+    text, before = capsys.readouterr().out, files_of(tmp_path / "out")
+    assert run(*words) == 0 and files_of(tmp_path / "out") == before
     assert capsys.readouterr().out.splitlines()[1:] == text.splitlines()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out"]
 
@@ -281,12 +282,12 @@ def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, is_ne
     monkeypatch.undo()
     assert not is_new or not (tmp_path / "out").exists()
     assert run(*words) == 0
-    lists = {name: data for name, data in contents(tmp_path / "out").items() if name != "mine.txt"}
-    assert lists == contents(tmp_path / "whole")
+    lists = {name: data for name, data in files_of(tmp_path / "out").items() if name != "mine.txt"}
+    assert lists == files_of(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out", "whole"], "the leftovers are deleted"
 
 
-def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
+def test_the_folder_of_a_living_process_is_kept(tmp_path):
     with new_folder.new_folder(tmp_path / "out") as living:
         (living / "a").touch()
         with new_folder.new_folder(tmp_path / "out") as own:
@@ -294,10 +295,6 @@ def test_the_folder_of_a_living_process_is_kept(folder, tmp_path):
         assert (living / "a").exists() and (tmp_path / "out" / "b").exists()
         (tmp_path / "out" / "b").unlink()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def write_table(folder: Path, path: Path, prefix: str = "") -> None:
@@ -343,7 +340,7 @@ def test_the_split_of_a_table_does_not_depend_on_the_order_of_its_rows(folder, t
     words = ("--folds", 3, *COLUMNS, "DATA.TABLE.template", "{}.jpg", "--group-by", r"^\w+/(p\d+)/")
     assert run(folder / "a.csv", "--out", tmp_path / "a", *words) == 0
     assert run(folder / "b.tsv", "--out", tmp_path / "b", *words) == 0
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     patients = [{path.split("/")[-2] for path, _ in rows_of(tmp_path / "a" / f"fold_1/{part}.csv")}
                 for part in ("train", "val")]  # fmt: skip
     assert not patients[0] & patients[1]

@@ -15,19 +15,18 @@ def lr_values(num: int) -> list[dict[str, str]]:
     return [{"OPTIM.BASE_LR": str(number + 1)} for number in range(num)]
 
 
-def simulate(sweep: Sweep, results: dict, rng: random.Random, num_jobs: int) -> tuple[dict, list[set]]:
-    """Run the jobs of a sweep that end in random order; return the states and the runs started so far, by step.
+def simulate(sweep: Sweep, results: dict, rng: random.Random, num_jobs: int) -> tuple[dict, set]:
+    """Run the jobs of a sweep that end in random order; return the states, and the started (trial, seed, epoch).
 
     Args:
         results: objective by (trial, epoch); None: the run fails.
     """
-    states, running, started, history = {}, [], set(), []
+    states, running, started = {}, [], set()
     while (wanted := find_jobs(sweep, states)) or running:
         busy = {(job.trial, job.seed) for job in running}
         free = [job for job in wanted if (job.trial, job.seed) not in busy]
         running += free[: num_jobs - len(running)]
         started |= {(job.trial, job.seed, job.epoch) for job in running}
-        history.append(set(started))
         job = running.pop(rng.randrange(len(running)))
         before = states.get((job.trial, job.seed), RunState())
         value = results[job.trial, job.epoch]
@@ -35,7 +34,7 @@ def simulate(sweep: Sweep, results: dict, rng: random.Random, num_jobs: int) -> 
             states[job.trial, job.seed] = RunState(before.epochs, before.values, "error")
         else:
             states[job.trial, job.seed] = RunState(job.epoch, {**before.values, job.epoch: value})
-    return states, history
+    return states, started
 
 
 @pytest.mark.parametrize("num, eta, epochs", [(12, 2, 8), (20, 3, 14), (7, 3, 30), (4, 4, 4), (9, 2, 3)])
@@ -47,7 +46,7 @@ def test_the_same_trials_continue_in_any_order_of_arrival(num, eta, epochs):
         results = {(trial, epoch): rng.choice([None, math.nan, *(rng.randrange(20) for _ in range(9))])
                    for trial in range(num) for epoch in milestones}  # fmt: skip
         runs = [simulate(sweep, results, rng, num_jobs) for num_jobs in (1, 1, 2, 3, num)]
-        assert all(history[-1] == runs[0][1][-1] for _, history in runs), "the runs, their epochs and their seeds"
+        assert all(started == runs[0][1] for _, started in runs), "the runs, their epochs and their seeds"
         rows = [repr(build_rows(sweep, states)) for states, _ in runs]
         assert len(set(rows)) == 1
         assert not any(row.status == "running" or row.status == "waiting" for row in build_rows(sweep, runs[0][0]))
@@ -84,8 +83,8 @@ def test_rungs_leave_a_trial_for_the_last_one():
 def test_the_best_trials_are_repeated_with_the_other_seeds():
     sweep = make_sweep(Path("out"), lr_values(6), epochs=4, seeds=(0, 1, 2))
     results = {(trial, 4): [3, 9, None, 5, 8, 5][trial] for trial in range(6)}
-    states, history = simulate(sweep, results, random.Random(0), 2)
-    repeated = {trial for trial, seed, _ in history[-1] if seed > 0}
+    states, started = simulate(sweep, results, random.Random(0), 2)
+    repeated = {trial for trial, seed, _ in started if seed > 0}
     assert repeated == {1, 4, 3} and len(repeated) == NUM_SEEDED
     assert [row.trial for row in build_rows(sweep, states)] == [1, 4, 3, 5, 0, 2]
     assert build_rows(sweep, states)[0].seeds == {0: 9, 1: 9, 2: 9}

@@ -12,13 +12,13 @@ import pytest
 from support.cluster import require_cluster, run, show_job
 from support.processes import wait_for
 from support.runs import ROOT, small_options
+from support.sweeps import make_sweep
 
 from distribuuuu.commands.sweep import slurm_executor as slurm
 from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
-from distribuuuu.commands.sweep.trials import Sweep, Trial
 from distribuuuu.config import ConfigError
 
-INPUTS = {"config": "", "overrides": {}, "nproc": 1, "space": {"OPTIM.BASE_LR": "0.1,0.2,0.4"}}
+VALUES = [{"OPTIM.BASE_LR": lr} for lr in ("0.1", "0.2", "0.4")]
 
 
 @pytest.fixture
@@ -41,13 +41,8 @@ def write_command(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def make_sweep(out_dir: Path) -> Sweep:
-    trials = tuple(Trial(number, {"OPTIM.BASE_LR": lr}, 4) for number, lr in enumerate(("0.1", "0.2", "0.4")))
-    return Sweep(out_dir, INPUTS, trials, (0,), (2,), "top1", True)
-
-
 def test_jobs_are_tasks_of_an_array_and_are_found_again(fake):
-    sweep = make_sweep(fake / "out of 100%")
+    sweep = make_sweep(fake / "out of 100%", VALUES, epochs=4, eta=2)
     first, second, third = jobs = [sweep.job(trial, 0, 2) for trial in range(3)]
     assert SlurmExecutor(sweep, "gpu", ["--gres=gpu:1"], 2).update(jobs) == {}
     (call,) = (fake / "calls").read_text().splitlines()
@@ -71,7 +66,7 @@ def test_jobs_are_tasks_of_an_array_and_are_found_again(fake):
 
 def test_refused_submissions(fake, caplog):
     write_command(fake / "bin" / "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
-    sweep = make_sweep(fake / "out")
+    sweep = make_sweep(fake / "out", VALUES, epochs=4, eta=2)
     executor, jobs = SlurmExecutor(sweep, "gpu", [], None), [sweep.job(0, 0, 2)]
     with pytest.raises(ConfigError, match="--slurm: sbatch failed: sbatch: error: invalid account"):
         executor.update(jobs)

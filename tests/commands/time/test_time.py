@@ -142,7 +142,7 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
     assert len(calls) > 100, "a block is as long as the calls are fast"
 
 
-def test_nproc_starts_the_processes(image_folder, tmp_path):
+def test_nproc_starts_the_processes(tmp_path):
     args = small_options(tmp_path / "none", tmp_path / "out")
     done = run_tool("time_net.py", "--nproc", 2, *args)
     assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import runs
 from support.archives import add, archive_folder, files_of, write_tar, write_zip
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of
-from support.commands import command_module
+from support.commands import command_module, run_command
 from support.processes import on_processes
 from support.runs import assert_same_run, small_options
 
@@ -226,9 +227,9 @@ def test_a_compressed_tar_is_refused_with_the_command(image_folder, small_cfg, t
         open_one(tmp_path / "gz" / "train.tar")
 
 
-def zip_edit(path: Path, place: int, value: bytes, signature: bytes = b"PK\1\2") -> Path:
+def zip_edit(path: Path, place: int, value: bytes) -> Path:
     def edit(content: bytearray) -> None:
-        start = content.rfind(signature) + place
+        start = content.rfind(b"PK\1\2") + place
         content[start : start + len(value)] = value
 
     return change(path, edit)
@@ -284,8 +285,7 @@ def test_a_zip64_is_read(tmp_path, monkeypatch):
 
 
 def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
-    cfg = load_cfg(None, small_options(root, tmp_path / "out", "DATA.NAME", "archive", *words))
-    return "\n".join(map(str, find_run_problems(cfg, train=True)))
+    return runs.errors_of(root, tmp_path, "DATA.NAME", "archive", *words)
 
 
 def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
@@ -458,10 +458,6 @@ def test_an_archive_that_changes_ends_the_run(image_folder, small_cfg, tmp_path,
     aged(root / "train.tar")
     with pytest.raises(DataError, match=r"^\S+train.tar: has changed since the start of the run; fix: start it again$"):
         list(loader.batches_from(seed=5, epoch=1, first_step=0))
-
-
-def run_command(name: str, *words: object) -> int:
-    return getattr(command_module(f"{name}.{name}"), name)(f"distribuuuu {name}", [str(word) for word in words])
 
 
 def test_commands_read_archives_or_say_why_not(image_folder, tmp_path, capsys):

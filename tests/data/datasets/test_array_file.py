@@ -27,8 +27,8 @@ def craft(path: Path, text: bytes, size: int | None = None) -> None:
         os.truncate(path, size)
 
 
-def header_with(arrays: object, size: int = 4096) -> bytes:
-    return json.dumps({"kind": KIND, "version": VERSION, "size": size, "meta": {}, "arrays": arrays}).encode()
+def header_with(arrays: object) -> bytes:
+    return json.dumps({"kind": KIND, "version": VERSION, "size": 4096, "meta": {}, "arrays": arrays}).encode()
 
 
 HEADERS = {

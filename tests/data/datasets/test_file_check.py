@@ -3,18 +3,16 @@
 import io
 import os
 import shutil
-import struct
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import age, draw_folder
+from support.images import age, draw_folder, with_png_size
 from support.processes import on_processes
-from support.runs import small_options
+from support.runs import errors_of, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets import file_check
@@ -29,11 +27,6 @@ from distribuuuu.trainer import train_model
 PNG = io.BytesIO()
 Image.effect_noise((30, 20), 50).save(PNG, "PNG")
 PNG = PNG.getvalue()
-
-
-def huge_png() -> bytes:
-    header = b"\0\1\0\0" * 2 + PNG[24:29]
-    return PNG[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + PNG[33:]
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ BREAK = {
     "cut in the pixels": (lambda data: data[: len(data) // 2], "."),
     "cut png": (lambda data: PNG[: len(PNG) // 2], "."),
     "zeros": (lambda data: bytes(len(data)), "not an image of a known format"),
-    "too large": (lambda data: huge_png(), "pixels are more than DATA.MAX_PIXELS"),
+    "too large": (lambda data: with_png_size(PNG, 1 << 16, 1 << 16), "pixels are more than DATA.MAX_PIXELS"),
 }
 
 
@@ -228,7 +221,7 @@ def test_the_images_of_a_csv_are_checked_too(tmp_path, looks):
     assert "1 of 3 images are broken" in refusal(tmp_path, False, *words)
 
 
-def test_files_of_other_types_are_counted_and_reported_at_every_start(root, caplog):
+def test_files_of_other_types_are_counted_and_reported_at_every_start(root):
     for name in ("ant/a.gif", "ant/b.GIF", "bee/deep/c.heic", "cat/notes", "cat/d.tar.gz", "cat/001.jpg.part"):
         (root / "train" / name).parent.mkdir(exist_ok=True)
         (root / "train" / name).write_bytes(b"x")
@@ -250,7 +243,7 @@ def test_files_of_other_types_are_counted_and_reported_at_every_start(root, capl
 JUNK = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", ".ipynb_checkpoints", "System Volume Information")
 
 
-def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root, capsys):
+def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root):
     data = (root / "train/ant/000.jpg").read_bytes()
     for junk in JUNK:
         for folder in (root / "train" / junk, root / "train/ant" / junk, root / "train" / junk / "ant"):
@@ -304,11 +297,6 @@ def test_one_class_alone_and_classes_of_one_image_or_of_nearly_one_name(tmp_path
     assert "class folders differ only by case: Cat and cat; each counts as a separate class" in note
 
 
-def problems(root, tmp_path, *words) -> str:
-    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
-    return "\n".join(map(str, find_run_problems(cfg, train=True)))
-
-
 @pytest.mark.parametrize("closed", ["", "train", "train/bee"])
 def test_folders_that_cannot_be_listed_are_reported_by_name(root, tmp_path, monkeypatch, closed):
     scandir = os.scandir
@@ -319,7 +307,7 @@ def test_folders_that_cannot_be_listed_are_reported_by_name(root, tmp_path, monk
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    message = problems(root, tmp_path)
+    message = errors_of(root, tmp_path)
     assert "Permission denied" in message and str(root / closed.removesuffix("/bee")) in message
     assert (message.count("bee (Permission denied)") == 1) == (closed == "train/bee")
     assert len(ImageFolder(root, "train")) == {"": 15, "train": 0, "train/bee": 10}[closed]
@@ -327,11 +315,11 @@ def test_folders_that_cannot_be_listed_are_reported_by_name(root, tmp_path, monk
 
 def test_links_in_circles_are_reported_and_crash_nothing(root, tmp_path):
     (tmp_path / "round").symlink_to("round")
-    assert "Too many levels of symbolic links" in problems(tmp_path / "round", tmp_path)
+    assert "Too many levels of symbolic links" in errors_of(tmp_path / "round", tmp_path)
     (root / "train/bee/up").symlink_to(root / "train")
     (root / "train/bee/self").symlink_to("self")
     (root / "train/self").symlink_to("self")
-    assert problems(root, tmp_path) == "" and len(ImageFolder(root, "train")) >= 15
+    assert errors_of(root, tmp_path) == "" and len(ImageFolder(root, "train")) >= 15
 
 
 def test_the_notes_are_in_the_log_of_a_run(root, tmp_path):

@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 from support.archives import SYNSETS, archive_folder, write_imagenet, write_meta, write_tar
 from support.commands import command_module
-from support.runs import small_options
+from support.runs import errors_of
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.imagenet import ImageNet, read_labels, read_synsets
-from distribuuuu.engine.preflight import find_run_problems
 
 LAYOUTS = ("tars", "kaggle", "flat")
-
-
-def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
-    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
-    return "\n".join(map(str, find_run_problems(cfg, train=True)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

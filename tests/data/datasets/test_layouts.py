@@ -8,14 +8,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.commands import run_command
 from support.images import draw_folder
-from support.runs import small_options
+from support.runs import errors_of
 
-from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets.base import list_classes
 from distribuuuu.data.datasets.layouts import find_inner_root, missing_root, missing_split
 from distribuuuu.data.datasets.table_file import ENDINGS
-from distribuuuu.engine.preflight import find_run_problems
 
 FILES = {
     "images.zip": "is a ZIP archive; fix: set DATA.NAME archive TRAIN.DATASET {path}, which reads its folders",
@@ -33,17 +32,6 @@ FILES = {
     "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",
     "data": "is a file; expected a folder",
 }  # fmt: skip
-
-
-def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
-    cfg = load_cfg(None, small_options(root, tmp_path / "out", *words))
-    return "\n".join(map(str, find_run_problems(cfg, train=True)))
-
-
-def run_command(name: str, *words: object) -> int:
-    """Run an optional command and return its exit status; skip the test if the command was deleted."""
-    module = pytest.importorskip(f"distribuuuu.commands.{name}.{name}", reason=f"needs the command {name}")
-    return getattr(module, name)(f"distribuuuu {name}", [str(word) for word in words])
 
 
 def refusals_of(folder: Path, tmp_path: Path, capsys) -> str:

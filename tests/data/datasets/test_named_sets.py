@@ -131,7 +131,7 @@ def test_unknown_names_and_missing_data(cfg_of, tmp_path):
         build_images(cfg_of("KMNIST", "TRAIN.DATASET", tmp_path), train=True)
 
 
-def test_a_missing_package_is_named(cfg_of, monkeypatch, tmp_path):
+def test_a_missing_package_is_named(cfg_of, monkeypatch):
     class Needy(torch.utils.data.Dataset):
         def __init__(self, root, split):
             raise ModuleNotFoundError("No module named 'scipy'", name="scipy")

@@ -65,7 +65,7 @@ def test_labels_without_names_are_sorted_by_value(cfg_of, image_folder, tmp_path
     assert build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True).classes == ("0", "5", "10")
 
 
-def test_several_labels_and_targets(cfg_of, small_cfg, root):
+def test_several_labels_and_targets(cfg_of):
     cfg = cfg_of("DATA.NAME", "parquet_multilabel", "DATA.TABLE.labels", "tags", "LOSS.NAME", "bce")
     assert find_run_problems(cfg, train=True) == []
     images = build_images(cfg, train=False)
@@ -79,8 +79,8 @@ def test_several_labels_and_targets(cfg_of, small_cfg, root):
     assert batches_of(cfg)[0].targets["box"].shape == (12, 2)
 
 
-@pytest.mark.parametrize("name, folder", [("hub", "hub"), ("disk", "disk")])
-def test_a_pack_gives_the_same_batches(cfg_of, small_cfg, root, tmp_path, name, folder):
+@pytest.mark.parametrize("folder", ["hub", "disk"])
+def test_a_pack_gives_the_same_batches(small_cfg, root, tmp_path, folder):
     pack(tmp_path / "pack", "DATA.NAME", "parquet", "TRAIN.DATASET", root / folder, split="both", workers=2)
     packed = small_cfg("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
     for train in (True, False):
@@ -106,7 +106,7 @@ def test_a_url_is_packed_and_not_read_for_each_image(cfg_of, small_cfg, root, tm
         pack(tmp_path / "other", *options)
 
 
-def test_a_url_that_cannot_be_listed_is_one_error(cfg_of, tmp_path, monkeypatch):
+def test_a_url_that_cannot_be_listed_is_one_error(tmp_path, monkeypatch):
     fsspec = pytest.importorskip("fsspec")
 
     def refuse(self, path, **options):

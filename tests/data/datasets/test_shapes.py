@@ -14,14 +14,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image
+from support.archives import files_of
 from support.runs import ROOT, run_python
 
 from distribuuuu.data.datasets import shapes as module
 from distribuuuu.data.datasets.shapes import MARKER, SHAPES, draw_shapes
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
@@ -36,7 +33,7 @@ def small(tmp_path_factory) -> Path:
 
 def test_layout_and_counts(small, monkeypatch):
     classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in SHAPES}
-    assert set(contents(small)) == classes | {f"train/{name}/0001.jpg" for name in SHAPES} | {MARKER}
+    assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in SHAPES} | {MARKER}
     assert len(SHAPES) == 10
     with Image.open(small / "train/heart/0001.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
@@ -48,11 +45,11 @@ def test_layout_and_counts(small, monkeypatch):
 
 
 def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):
-    more = contents(draw_shapes(tmp_path / "more", num_train=30, num_val=20))
-    images = {name: data for name, data in contents(small).items() if name != MARKER}
+    more = files_of(draw_shapes(tmp_path / "more", num_train=30, num_val=20))
+    images = {name: data for name, data in files_of(small).items() if name != MARKER}
     assert images.items() <= more.items()
     assert len(set(images.values())) == 30
-    other_seed = contents(draw_shapes(tmp_path / "other", num_train=20, num_val=10, seed=1))
+    other_seed = files_of(draw_shapes(tmp_path / "other", num_train=20, num_val=10, seed=1))
     assert not set(images.values()) & set(other_seed.values())
 
 
@@ -63,7 +60,7 @@ def test_processes_at_the_same_time_leave_one_whole_folder(small, tmp_path, draw
         draw_shapes(root, num_train=10, num_val=10, seed=1)
     drawing = [start_drawing(root, num_train=20) for _ in range(3)]
     assert [process.wait() for process in drawing] == [0, 0, 0]
-    assert contents(root) == contents(small)
+    assert files_of(root) == files_of(small)
     assert os.listdir(root.parent) == ["shapes"]
 
 
@@ -106,7 +103,7 @@ def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
     assert process.wait() == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.endswith(".part")
-    assert contents(draw_shapes(root, num_train=20, num_val=10)) == contents(small)
+    assert files_of(draw_shapes(root, num_train=20, num_val=10)) == files_of(small)
     assert left.exists(), "a young part may be the work of a living process"
 
 
@@ -119,7 +116,7 @@ def test_a_half_folder_is_drawn_anew_and_an_old_part_is_swept(small, tmp_path):
     (root / MARKER).unlink()
     (root / "train/star/0001.jpg").unlink()
     (root / "train/star/0000.jpg").write_bytes(b"half")
-    assert contents(draw_shapes(root, num_train=20, num_val=10)) == contents(small)
+    assert files_of(draw_shapes(root, num_train=20, num_val=10)) == files_of(small)
 
 
 def test_another_version_or_seed_is_drawn_anew(small, tmp_path, monkeypatch):
@@ -127,8 +124,8 @@ def test_another_version_or_seed_is_drawn_anew(small, tmp_path, monkeypatch):
         root = shutil.copytree(small, tmp_path / str(number))
         if not change:
             monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
-        after = contents(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
-        assert after[MARKER] != contents(small)[MARKER]
+        after = files_of(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
+        assert after[MARKER] != files_of(small)[MARKER]
         assert len(after) == change.get("num_train", 20) + 11
 
 
@@ -145,7 +142,7 @@ def test_a_whole_drawing_that_appears_meanwhile_is_kept(small, tmp_path, monkeyp
     monkeypatch.setattr(module, "_draw_all", draw_while_another_is_quicker)
     draw_shapes(root, num_train=20, num_val=10)
     assert root.stat().st_ino == inodes[0]
-    assert contents(root) == contents(small)
+    assert files_of(root) == files_of(small)
     assert os.listdir(tmp_path) == ["shapes"]
 
 
@@ -156,7 +153,7 @@ def test_other_files_are_never_touched(tmp_path):
         (root / name).write_text("mine")
         with pytest.raises(FileExistsError, match="holds other files.*shapes"):
             draw_shapes(root, num_train=10, num_val=10)
-        assert contents(root) == {name: b"mine"} and os.listdir(root.parent) == ["shapes"]
+        assert files_of(root) == {name: b"mine"} and os.listdir(root.parent) == ["shapes"]
     (tmp_path / "file").write_text("mine")
     for name in ("file", "file/shapes"):
         with pytest.raises(NotADirectoryError, match=f"cannot draw the data set shapes: Not a directory.*{name}"):

@@ -1,8 +1,5 @@
 """Every source of images: the batches, the killed run and the predictions of class folders with the same images."""
 
-import multiprocessing
-import os
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +7,13 @@ import numpy as np
 import pytest
 from support.batches import WAYS, assert_same_batches, batches_of
 from support.processes import on_processes
-from support.runs import assert_same_run, small_options
+from support.runs import assert_same_run, run_killed, small_options
 from support.sources import SOURCES, write_source
 
-from distribuuuu import trainer
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.trainer import train_model
 
 # Each source with two of the ways in the default tier, with all of them in the slow one.
 CASES = [pytest.param(source, way, marks=() if place in (0, 1 + number % 4) else pytest.mark.slow)
@@ -36,20 +33,8 @@ def test_batches_are_those_of_class_folders(image_folder, small_cfg, tmp_path, s
         assert all(images.read(i) == expected.read(i) for i in range(0, len(images), 7))
 
 
-def train_on(root: Path, out: Path, *words: object, kill_in: int | None = None) -> None:
-    """Train a small run; kill this process in a step."""
-    train_step, steps = trainer.train_step, iter(range(10**6))
-
-    def count_and_train(*args):
-        if next(steps) == kill_in:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_step(*args)
-
-    trainer.train_step = count_and_train
-    try:
-        trainer.train_model(load_cfg(None, small_options(root, out, *words)))
-    finally:
-        trainer.train_step = train_step
+def train_on(root: Path, out: Path, *words: object) -> None:
+    train_model(load_cfg(None, small_options(root, out, *words)))
 
 
 def assert_same_predictions(one: Path, other: Path) -> None:
@@ -64,12 +49,7 @@ def assert_same_predictions(one: Path, other: Path) -> None:
 def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
     words, plain = write_source(source, image_folder, tmp_path / "data")
     own, folders = tmp_path / "own", tmp_path / "folders"
-    process = multiprocessing.get_context("fork").Process(
-        target=train_on, args=(image_folder, own, *words, *EVERY_STEP), kwargs={"kill_in": 6}
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    run_killed(train_on, image_folder, own, *words, *EVERY_STEP, step=6)
     train_on(image_folder, own, *words, *EVERY_STEP, "TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")
     assert "resumed" in (own / "train.log").read_text()
     train_on(image_folder, folders, *plain)

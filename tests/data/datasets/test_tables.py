@@ -161,7 +161,7 @@ def test_wrong_words(table, message):
         load_cfg(None, ["DATA.NAME", "list", "DATA.TABLE", table])
 
 
-def test_one_table_without_a_split_is_not_both(cfg_of, tables, tmp_path):
+def test_one_table_without_a_split_is_not_both(cfg_of, tables):
     tables("csv")
     (problem,) = find_run_problems(cfg_of("DATA.TABLE.file", "train.csv", "MODEL.NUM_CLASSES", 3), train=True)
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)

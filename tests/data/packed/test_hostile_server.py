@@ -65,9 +65,9 @@ def outcome_of(function, *args, **kwargs):
     return found[0]
 
 
-def refusal_of(url: str, timeout_s: float = 0.4, start: int = 10, end: int = 40) -> str:
+def refusal_of(url: str, timeout_s: float = 0.4) -> str:
     """Return the error of reading a range of a URL: one printable line."""
-    error = outcome_of(transport.fetch, url, start, end, timeout_s)
+    error = outcome_of(transport.fetch, url, 10, 40, timeout_s)
     assert isinstance(error, RemoteError) and str(error).startswith(url) and str(error).isprintable()
     return str(error)
 
@@ -219,14 +219,14 @@ def test_a_wrong_byte_in_the_index_is_read_again(source, packed, tmp_path):
     assert min(seen.values()) == 2
 
 
-def test_a_slow_answer_is_no_failure_of_a_start(source, packed, monkeypatch):
+def test_a_slow_answer_is_no_failure_of_a_start(source, monkeypatch):
     monkeypatch.setattr(pack, "START_S", 0.1)
     monkeypatch.setattr(pack, "START_TIMEOUT_S", PATIENCE_S)
     source.latency_s = 0.15  # beyond the time of retries
     assert outcome_of(pack.read_meta, f"{source.url}/train")[1] == 30
 
 
-def test_a_hostile_server_of_packs_is_given_up(source, packed, tmp_path, monkeypatch):
+def test_a_hostile_server_of_packs_is_given_up(source, tmp_path, monkeypatch):
     images = open_pack(source, tmp_path, timeout_s=0.4)
     for name in ("dripped headers", "dripped body", "body", "negative chunk"):
         source.attack, before = ENDLESS[name], source.num_sent

@@ -125,7 +125,7 @@ def test_a_package_that_is_missing_is_reported_early(small_cfg, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [(0, 2), (0, 4), (1, 2)])
-def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, tmp_path, monkeypatch, place):
+def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monkeypatch, place):
     words = (*FAKE, "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(small_cfg(*words), place, monkeypatch)
     train_model(small_cfg(*words))
@@ -134,7 +134,7 @@ def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, tmp_p
     assert first == "" and {*others} == {"run-1"}
 
 
-def test_another_run_in_the_folder_is_another_run_of_the_tracker(small_cfg, tmp_path):
+def test_another_run_in_the_folder_is_another_run_of_the_tracker(small_cfg):
     for _ in range(2):
         train_model(small_cfg(*FAKE, "TRAIN.AUTO_RESUME", False))
     assert sent() == [*WHOLE, *WHOLE] and rows_of("connect") == ["", ""]
@@ -246,9 +246,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_one_warning_and_track_sends_what_is_missing(
-    small_cfg, tmp_path, monkeypatch, finished_run, fault, capsys
-):
+def test_a_fault_is_one_warning_and_track_sends_what_is_missing(small_cfg, tmp_path, monkeypatch, finished_run, fault):
     monkeypatch.setattr(base, "FLUSH_S", 0.3)
     monkeypatch.setattr(Fake, "fault", staticmethod(FAULTS[fault]))
     train_model(small_cfg(*FAKE))
