@@ -29,6 +29,7 @@ the bare loop uses the functions of torch directly.
 import argparse
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import math
@@ -129,7 +130,8 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     """Return the config of the run; the tiny learning rate keeps the weights, and so the speed, constant."""
     overrides = f"MODEL.ARCH {args.arch} MODEL.NUM_CLASSES {CLASSES} TRAIN.IM_SIZE {args.im_size} "
     overrides += f"TRAIN.BATCH_SIZE {args.batch} TRAIN.PRINT_FREQ {STEPS} TEST.IM_SIZE {args.im_size} DATA.NAME dummy "
-    overrides += f"OPTIM.BASE_LR {BASE_LR} RNG_SEED 1 LOG.TENSORBOARD False OUT_DIR {out_dir} "
+    overrides += f"OPTIM.BASE_LR {BASE_LR} OPTIM.MAX_EPOCH {1 << 20} RNG_SEED 1 LOG.TENSORBOARD False "
+    overrides += f"OUT_DIR {out_dir} "
     overrides += FEATURES if args.features else ""
     return load_cfg(None, overrides.split())
 
@@ -156,14 +158,13 @@ class Recorded:
                 raise SystemExit(problem)
             self.pid = client._process.pid
             stack.callback(self.signal, signal.SIGCONT)
-        changes = {"OUT_DIR": str(self.folder), "LOG.TRACKERS": trackers, "OPTIM.MAX_EPOCH": 1 << 20}
+        changes = {"OUT_DIR": str(self.folder), "LOG.TRACKERS": trackers}
         self.run = build_memory_run(changed(cfg, changes), loader)
         stack.enter_context(self.run.log)
 
     def __call__(self) -> None:
-        """Run STEPS steps: an epoch, since trackers get each position once."""
-        self.run.state.epoch, self.run.state.step = self.run.state.epoch + 1, 0
-        train_epoch(self.run)
+        """Run STEPS steps."""
+        run_epoch(self.run)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process of the mirror."""
@@ -211,8 +212,7 @@ def build_loops(
     stack.enter_context(run.log)
 
     def ours() -> None:
-        state.step = 0
-        train_epoch(run)
+        run_epoch(run)
 
     def bare() -> None:
         if has_features:
@@ -235,12 +235,14 @@ def build_loops(
         with_norms = build_memory_run(changed(cfg, {"LOG.LAYER_NORMS": True}), loader)
         stack.enter_context(with_norms.log)
 
-        def norms() -> None:
-            with_norms.state.step = 0
-            train_epoch(with_norms)
-
-        loops["norms"] = norms
+        loops["norms"] = functools.partial(run_epoch, with_norms)
     return loops
+
+
+def run_epoch(run: Run) -> None:
+    """Train STEPS steps, which are the next epoch: the log and the trackers get each position once."""
+    run.state.epoch, run.state.step = run.state.epoch + 1, 0
+    train_epoch(run)
 
 
 def nothing(*args, **kwargs) -> None:
