@@ -23,9 +23,9 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.layouts import (
-    ARCHIVES,
     describe_archives,
     describe_arrays,
+    describe_file,
     describe_table,
     find_inner_root,
     find_splits,
@@ -93,8 +93,9 @@ def list_class_images(folder: Path) -> Images:
         fix = "add a column with the split of each row, and set DATA.TABLE.split to its name"
         fix = f"use {table}" if table.suffix != ".parquet" else f"use {table} if it has paths of images, or {fix}"
         raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; fix: {fix}")
-    if folder.is_file() and folder.name.lower().endswith(ARCHIVES):
-        raise ConfigError(f"FOLDER: {folder} is an archive, whose images no list can name; fix: unpack it")
+    if folder.is_file() and " archive; " in (text := describe_file(folder)):
+        unpack = text.rpartition("; or ")[2]
+        raise ConfigError(f"FOLDER: {folder} is an archive, whose images no list can name; fix: {unpack}")
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []
