@@ -36,4 +36,7 @@ def build_gallery(root: Path) -> dict[str, Path]:
     shutil.copyfile(folder / first / "report.html", pages["report.html"])
     run("compare", first, last, "--out", "compare.html")
     shutil.copyfile(folder / "sweep" / "sweep.html", pages["sweep.html"])
+    for page in pages.values():  # where the data is, is absolute
+        text = page.read_text(encoding="utf-8").replace(f"{folder}/", "").replace(str(Path.home()), "~")
+        page.write_text(text, encoding="utf-8")
     return pages
