@@ -5,6 +5,7 @@ values: words, and the names of models and optimizers that an earlier command ha
 """
 
 import argparse
+import functools
 import importlib
 import os
 import shlex
@@ -35,7 +36,8 @@ def parser_of_line(line: str, modules: Mapping[str, str]) -> argparse.ArgumentPa
         if name not in split_line(line):
             commands.add_parser(name)
             continue
-        build = getattr(importlib.import_module(module), "build_parser", build_parser)
+        default = functools.partial(build_parser, train=name == "train")
+        build = getattr(importlib.import_module(module), "build_parser", default)
         own = commands.add_parser(name, parents=[build("distribuuuu")], conflict_handler="resolve")
         for action in own._actions:
             if action.dest == "cfg":

@@ -70,6 +70,14 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
 
 def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config, list[Problem]]:
     """Return the flags, the config, and the problems of both, without looking at files other than the config's."""
+    flags, overrides, problems = parse_flags(build_parser(prog), args)
+    flags.overrides = overrides
+    cfg, found = read_cfg(flags.cfg, flags.overrides)
+    return flags, cfg, problems + found
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage="%(prog)s [--cfg FILE] [flags] [KEY VALUE ...]")
     parser.add_argument(
         "--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged"
@@ -77,10 +85,7 @@ def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse
     parser.add_argument("--gpus", metavar="N", type=int, default=1, help="extrapolate to N processes (1)")
     parser.add_argument("--tune", action="store_true", help="measure options that make the run faster")
     parser.add_argument("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
-    flags, overrides, problems = parse_flags(parser, args)
-    flags.overrides = overrides
-    cfg, found = read_cfg(flags.cfg, flags.overrides)
-    return flags, cfg, problems + found
+    return parser
 
 
 # ----------------------------------------------------------------------------------------- text

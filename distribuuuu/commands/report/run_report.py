@@ -100,7 +100,7 @@ def build_report(run: RunFiles) -> str:
     content = run.content
     pictures = make_pictures(run.out_dir, content, choose_images(content))
     for note in pictures.notes:
-        logger.warning("%s", note)
+        logger.warning("%s", printable(note))
     sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
                 describe_classes(content), describe_images(content, pictures)]  # fmt: skip
     if not content.multilabel:
