@@ -180,7 +180,7 @@ class SignalState:
         self.first: int | None = None
         self.has_begun, self.is_ending = False, False
         self.stacks_file: Path | None = None
-        self._on_second_signal, self._received_at = on_second_signal, 0.0
+        self._on_second_signal, self._received_at, self._parent = on_second_signal, 0.0, 0
 
     def begin_run(self) -> "SignalState":
         """Forget the signals of an earlier run; return the state."""
@@ -188,10 +188,16 @@ class SignalState:
         return self
 
     def receive(self, signum: int) -> None:
-        """Handle a signal."""
-        now = time.monotonic()
+        """Handle a signal.
+
+        When the parent is killed, the kernel signals this process for several of its threads (see `die_with_parent`),
+        the last time when it has another parent. On a busy machine that is more than a second after the first time.
+        """
+        now, parent = time.monotonic(), os.getppid()
         if self.first is None:
-            self.first, self._received_at = signum, now
+            self.first, self._received_at, self._parent = signum, now, parent
+        elif parent != self._parent:
+            self._parent = parent
         elif now - self._received_at > ECHO_S:
             self._on_second_signal(signum)
 

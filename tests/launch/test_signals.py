@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import signal
 import threading
+import time
 
 import pytest
 
 from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import WRITER_NAME, end_process
+from distribuuuu.launch.signals import ECHO_S, WRITER_NAME, SignalState, end_process
 
 
 @pytest.mark.parametrize("delay_s", [None, 0.1])
@@ -31,3 +33,15 @@ def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch
         child.start()
         child.join()
         assert child.exitcode == status
+
+
+def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(monkeypatch):
+    second: list[int] = []
+    state = SignalState(second.append)
+    received = [(0.0, 100), (ECHO_S / 2, 100), (3.0, 1), (3.0 + ECHO_S, 1)]
+    for seconds, parent in received:
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: 50 + seconds)
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert second == []
+        state.receive(signal.SIGTERM)
+    assert second == [signal.SIGTERM]
