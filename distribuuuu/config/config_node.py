@@ -27,6 +27,11 @@ class Config(CfgNode):
         """The origin of each value that is not a default: option -> 'FILE:LINE' or 'command line'."""
         return self.__dict__.setdefault("_origins", {})
 
+    @property
+    def replaced(self) -> dict[str, Any]:
+        """The values that options of the command line have replaced: those of the files, or the defaults."""
+        return self.__dict__.setdefault("_replaced", {})
+
     def dump(self, **options: Any) -> str:
         """Return the tree as YAML in its own order, on which FINETUNE.LR_MULT depends."""
         return super().dump(**{"sort_keys": False, **options})

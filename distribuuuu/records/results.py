@@ -101,9 +101,13 @@ class Progress:
 
 
 def hash_config(cfg: Config) -> str:
-    """Return the SHA-256 of `hashed` options that are not at their `hash_default`: equal for all seeds of a config."""
+    """Return the SHA-256 of `hashed` options that are not at their `hash_default`: equal for all seeds of a config.
+
+    A `neutral` option of the command line is not meant to change results: the value that it replaces is hashed.
+    """
     # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
     options = [(key, value) for key, value in iter_options(cfg) if option_of(key).hashed]
+    options = [(key, cfg.replaced.get(key, value) if option_of(key).neutral else value) for key, value in options]
     values = [(key, AUTO if is_found(cfg, key) else value) for key, value in options]
     values = [(key, value) for key, value in values if value != option_of(key).hash_default]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()

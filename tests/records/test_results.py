@@ -214,8 +214,16 @@ def test_seeds_and_places_share_a_hash_and_nothing_else_does(image_folder, tmp_p
               "DATA.CACHE_DIR": "w", "LOG.TENSORBOARD": "True", "LOG.NUM_IMAGES": "1"}  # fmt: skip
     assert {hashed(key, value) for key, value in shared.items()} == {first}
     others = {"OPTIM.BASE_LR": "0.2", "MODEL.WEIGHTS": "a", "MODEL.KWARGS.width": "8", "TRAIN.SPLIT": "b",
-              "DATA.CROP_SCALE": "(0.1, 1.0)", "TRAIN.WORKERS": "1"}  # fmt: skip
+              "DATA.CROP_SCALE": "(0.1, 1.0)"}  # fmt: skip
     assert len({first, *(hashed(key, value) for key, value in others.items())}) == 1 + len(others)
+
+
+def test_a_neutral_option_of_the_command_line_leaves_the_hash_of_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("TRAIN: {WORKERS: 2}\n")
+    hashed = hash_config(load_cfg(str(recipe)))
+    assert hashed == hash_config(load_cfg(str(recipe), ["TRAIN.WORKERS", "0", "TRAIN.PRINT_FREQ", "7"]))
+    assert hashed != hash_config(load_cfg(None, ["TRAIN.WORKERS", "2"])) == hash_config(get_cfg())
 
 
 def test_the_defaults_have_the_hash_of_the_recorded_runs():
