@@ -68,7 +68,7 @@ setup(
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7"],  # TIFF files of any number of channels
-        # Packed data at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
+        # Packed data and runs at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
         "s3": ["s3fs>=2023.12"],
         "gs": ["gcsfs>=2023.12"],
         "hf": ["huggingface_hub>=0.23"],
@@ -87,8 +87,9 @@ setup(
             *ONNX,
             # The references that our metrics and statistics are tested against.
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
-            # A server of the S3 protocol, for the tests of packed data at s3:// URLs.
+            # Servers of S3, Google Cloud Storage and FTP, for the tests of data and runs at URLs.
             *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
+            *("gcsfs>=2023.12", "gcp-storage-emulator", "pyftpdlib>=2"),
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,

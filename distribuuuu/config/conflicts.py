@@ -18,7 +18,7 @@ from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mea
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
+from distribuuuu.config.run_files import find_name_problem, find_path_problem, has_mirror, url_of
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
@@ -324,6 +324,8 @@ def _check_sharding(cfg: Config) -> Iterator[Problem]:
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:
     if problem := find_path_problem(cfg.OUT_DIR):
+        if cfg.OUT_DIR.startswith("hf://") and has_mirror():  # in a repository, each write of a run would be a commit
+            problem = f"got {cfg.OUT_DIR}; expected a folder in a bucket of the Hub: hf://buckets/OWNER/BUCKET/FOLDER"
         yield Problem("OUT_DIR", problem)
     if cfg.DATA.CACHE_DIR and (problem := find_path_problem(os.path.expanduser(cfg.DATA.CACHE_DIR))):
         yield Problem("DATA.CACHE_DIR", problem)

@@ -407,7 +407,7 @@ _C.CUDNN.BENCHMARK = True
 # Use deterministic algorithms only, so that a run is bitwise reproducible on CUDA; slower.
 _C.CUDNN.DETERMINISTIC = False
 
-# Output folder of the run, or its s3://, gs:// or file:// URL, which is mirrored in the background (docs/mirror.md).
+# Output folder of the run, or its URL in object storage, e.g. s3://bucket/run, see docs/mirror.md.
 _C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True, compared=False,
                     not_swept="each run has its own folder in OUT_DIR; fix: OUT_DIR DIR")  # fmt: skip
 # Name of the file in OUT_DIR with the resolved config.

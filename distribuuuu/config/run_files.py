@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -35,8 +36,7 @@ _MAX_NAME_BYTES, _MAX_PART_BYTES = 200, 255
 # A scheme, as in s3://bucket or file:/folder, or a host, as in host:/folder; a single letter is a drive of Windows.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:[/\\]")
 
-# Protocols of runs in object storage; the package that mirrors them can be deleted.
-_MIRRORED, _MIRROR = ("s3", "gs", "file"), "distribuuuu.mirror"
+_MIRROR = "distribuuuu.mirror"  # mirrors runs in object storage; it can be deleted
 
 
 @functools.cache
@@ -54,11 +54,15 @@ def local_folder(path: str | os.PathLike) -> str:
     protocol, mark, rest = text.partition("://")
     parts = [part for part in rest.split("/") if part]
     is_plain = parts and text.isprintable() and not {".", ".."} & {*parts} and not re.search("[?#]", text)
-    is_remote = protocol in _MIRRORED and "@" not in rest.partition("/")[0]  # no credentials
     is_absolute = protocol != "file" or rest.startswith("/")  # else the first part would be the name of a host
-    if not (mark and has_mirror() and is_remote and is_plain and is_absolute):
+    if not (mark and is_plain and is_absolute and _is_store(protocol, parts)):
         return text
     return str(cache_folder().absolute().joinpath("runs", protocol, *(quote(part, safe="") for part in parts)))
+
+
+def _is_store(protocol: str, parts: Sequence[str]) -> bool:
+    """Tell whether a run can be at a URL of these parts, which are not empty."""
+    return has_mirror() and importlib.import_module(f"{_MIRROR}.urls").is_store(protocol, parts)
 
 
 def url_of(folder: str | os.PathLike) -> str | None:
@@ -67,7 +71,7 @@ def url_of(folder: str | os.PathLike) -> str | None:
         protocol, *parts = Path(folder).relative_to(cache_folder().absolute() / "runs").parts
     except ValueError:
         return None
-    if not (has_mirror() and protocol in _MIRRORED and parts):
+    if not (parts and _is_store(protocol, parts)):
         return None
     return f"{protocol}://{'/' * (protocol == 'file')}{'/'.join(map(unquote, parts))}"
 

@@ -55,6 +55,15 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[Callable[[], str | None
             lock.release()
 
 
+def is_shared(out_dir: str | os.PathLike) -> bool:
+    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it."""
+    path, deadline = Path(out_dir, LOCK), time.monotonic() + PATIENCE_S
+    expected = dist.broadcast_object(path.read_bytes() if dist.is_main() else b"")
+    while not (is_seen := path.exists() and path.read_bytes() == expected) and time.monotonic() < deadline:
+        time.sleep(POLL_S)  # of network file systems it takes seconds
+    return all(dist.gather_objects(is_seen))
+
+
 class RunLock:
     """A lock that this process holds on a folder, which may be deleted or replaced meanwhile.
 

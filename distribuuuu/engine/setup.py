@@ -38,7 +38,7 @@ from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
-from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
+from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
 from distribuuuu.engine.run_objects import Run, Training
 from distribuuuu.engine.task_state import gather_state
 from distribuuuu.engine.train_state import TrainState, list_changes
@@ -96,7 +96,7 @@ def open_run(
             make_out_dir(cfg.OUT_DIR)
             with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext(lambda: None) as find_loss:
                 if url:
-                    start_mirror(mirror, launch)
+                    start_mirror(mirror, url, cfg.OUT_DIR)
                 has_log = bool(log_name)
                 with logging_to(cfg.OUT_DIR, log_name):
                     describe_machine(launch, device)
@@ -115,18 +115,17 @@ def open_mirror(out_dir: str) -> Any:
     return importlib.import_module("distribuuuu.mirror.client").MirrorClient(out_dir)
 
 
-def start_mirror(mirror: Any, launch: Launch) -> None:
+def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
     """Restore OUT_DIR from its URL and start to mirror it, on the main process.
 
     Raises:
-        ConfigError: it cannot be restored, or another run uses the URL; on every process.
+        ConfigError: it cannot be restored, another run uses the URL, or nodes have another folder; on every process.
     """
-    problem = None
-    if launch.world_size > launch.local_world_size:
-        problem = "OUT_DIR: got a URL with several nodes; expected one node; fix: set a folder that all nodes share"
-    elif mirror:
-        problem = mirror.start()
-    if problem := dist.broadcast_object(problem):
+    problem = mirror.start() if mirror else None
+    if not (problem := dist.broadcast_object(problem)) and not is_shared(out_dir):
+        fix = "set XDG_CACHE_HOME to a folder that they share"
+        problem = f"OUT_DIR: got {url}, whose local folder {out_dir} is not the same one on all nodes; fix: {fix}"
+    if problem:
         raise OutDirLocked(problem)
 
 

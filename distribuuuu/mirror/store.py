@@ -27,6 +27,8 @@ INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
 MAX_INDEX, MAX_FILES, MAX_LEVELS, MAX_SIZE = 1 << 22, 10_000, 5, 1 << 44
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
+# Protocols of object stores: an object appears when it is complete. Others are folders.
+_ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "hf")
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -124,9 +126,9 @@ class Store:
 
     def _put(self, path: str, name: str, **options: Any) -> None:
         target = f"{self.url}/{name}"
-        if not self.url.startswith("file:"):
+        if self.url.partition("://")[0] in _ATOMIC:
             return call_filesystem(target, "put_file", path, **options)
-        # A folder has no atomic uploads.
+        # An interrupted upload to a folder leaves a part of a file.
         call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
         call_filesystem(f"{target}.partial", "put_file", path)
         return call_filesystem(target, "mv", f"{target}.partial")

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Protocols of fsspec with their package; the extra of setup.py has the name of the protocol.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
+# Protocols whose file system threads can share, and which connects again by itself.
+_SHARED = (*PACKAGES, "file")
 # Seconds without a byte after which a connection counts as cut; not more than the timeout.
 STALL_S = 30.0
 # Seconds of the first pause between two attempts, which doubles up to the longest one.
@@ -318,7 +320,9 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
     RemoteError is raised for what retries cannot help, OSError for other failures.
     """
     try:
-        found = getattr(_open_filesystem(url.partition("://")[0], os.getpid()), method)(*args, url, **kwargs)
+        filesystem = _find_filesystem(url)
+        paths = [filesystem._strip_protocol(arg) if "://" in str(arg) else arg for arg in (*args, url)]
+        found = getattr(filesystem, method)(*paths, **kwargs)
     except FileNotFoundError as error:
         raise MissingObjectError(f"{url}: {MISSING}") from error
     except ConfigError:
@@ -330,6 +334,8 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
             raise RemoteError(f"{url}: {DENIED.format(_describe(error))}") from error
         if status == 416:
             raise RemoteError(f"{url}: {_PERMANENT[416]}") from error
+        if url.partition("://")[0] not in _SHARED:
+            _open_filesystem.cache_clear()  # a connection may be closed, and is opened again
         raise OSError(_describe(error)) from error
     if method != "info":
         return found
@@ -348,13 +354,23 @@ def _find_status(error: Exception) -> int:
     return int(status) if status.isdigit() and not isinstance(error, TimeoutError) else 0
 
 
+def _find_filesystem(url: str) -> Any:
+    """Return the file system of a URL for this process: its event loop does not survive a fork."""
+    protocol, _, rest = url.partition("://")
+    if protocol in _SHARED:
+        return _open_filesystem(f"{protocol}://", os.getpid(), 0)
+    return _open_filesystem(f"{protocol}://{rest.partition('/')[0]}/", os.getpid(), threading.get_ident())
+
+
 @functools.cache
-def _open_filesystem(protocol: str, pid: int) -> Any:
-    """Return the file system of a process: its event loop does not survive a fork."""
+def _open_filesystem(root: str, pid: int, thread: int) -> Any:
+    protocol = root.partition("://")[0]
     try:
         import fsspec
 
-        return fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False)
+        return fsspec.url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
     except ImportError as error:
+        if protocol not in PACKAGES:
+            raise RemoteError(f"{protocol}:// needs another package; fix: {_shorten(str(error))}") from error
         fix = f"pip install 'distribuuuu[{protocol}]'"
         raise RemoteError(f"{protocol}:// needs {PACKAGES[protocol]}, which is not installed; fix: {fix}") from error

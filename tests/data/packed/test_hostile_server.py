@@ -137,6 +137,9 @@ class HostileStore:
     def __init__(self, **methods):
         self.__dict__.update(methods)
 
+    def _strip_protocol(self, url):
+        return url
+
     def info(self, url):
         return {"size": 200, "ETag": "1"}
 
