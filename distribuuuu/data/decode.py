@@ -128,8 +128,8 @@ def open_lazy_image(
     if isinstance(item, (bytes, bytearray, memoryview)):
         return EncodedImage(item, decoder, options)
     if not options.is_rgb:
-        return LazyImage(_item_to_pixels(item, options))
-    if isinstance(item, torch.Tensor):
+        pixels = _item_to_pixels(item, options)
+    elif isinstance(item, torch.Tensor):
         pixels = item
         if item.dtype != torch.uint8 or item.ndim != 3 or len(item) != 3 or not item.numel():
             raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; expected uint8 (3, H, W)")

@@ -116,6 +116,8 @@ HUGE = npy(np.zeros((2, 2), np.uint16)).replace(b"(2, 2)", b"(9, 9)")
     (deep_png(), options(3, "uint16"), "16-bit color PNG.*convert it to TIFF or .npy"),
     (encoded(Image.new("L", (4, 4)), "PNG"), options(1, "uint16"), "got uint8 pixels; expected uint16"),
     (torch.zeros(3, 4, 4), options(3), "expected uint8"),
+    (torch.zeros(5, 8, 8), options(5, "float32", max_pixels=63), "more than DATA.MAX_PIXELS 63"),
+    (BANDS, options(5, "uint16", max_pixels=50), "more than DATA.MAX_PIXELS 50"),
     (torch.zeros(4, 4, 4), options(5, "float32"), r"expected torch.float32 \(5, H, W\)"),
 ])  # fmt: skip
 def test_other_images_are_refused_with_the_reason(item, wanted, message):

@@ -4,7 +4,7 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -190,7 +190,7 @@ def _shorten(curve: Series) -> Series:
         return curve
     parts = [np.array_split(np.asarray(values, dtype=float), _MAX_POINTS) for values in (curve.x, curve.y)]
     x, y = ([float(part.mean()) for part in parts_of] for parts_of in parts)
-    return Series(curve.name, x, y, curve.is_dashed, curve.has_dots)
+    return replace(curve, x=x, y=y)
 
 
 def _draw(curve: Series, axes: _Axes, color: str) -> str:
