@@ -73,6 +73,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
+    cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
     _inherit_test_dataset(cfg, of_file.TRAIN.DATASET, cfg.origins.get("TEST.DATASET") == COMMAND_LINE)
     cfg.OUT_DIR = local_folder(cfg.OUT_DIR)

@@ -62,7 +62,7 @@ def local_folder(path: str | os.PathLike) -> str:
 
 def _is_store(protocol: str, parts: Sequence[str]) -> bool:
     """Tell whether a run can be at a URL of these parts, which are not empty."""
-    return has_mirror() and importlib.import_module(f"{_MIRROR}.urls").is_store(protocol, parts)
+    return has_mirror() and importlib.import_module(_MIRROR).is_store(protocol, parts)
 
 
 def url_of(folder: str | os.PathLike) -> str | None:

@@ -22,7 +22,7 @@ def die_with_parent(signum: int | None = None) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL if signum is None else signum))
-    import multiprocessing.process  # here: with pickle it takes milliseconds, which every error message would wait
+    import multiprocessing.process  # here: with pickle it takes milliseconds, which every error message would wait for
 
     parent = multiprocessing.process.parent_process()
     if parent is not None and os.getppid() != parent.pid:

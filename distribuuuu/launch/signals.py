@@ -190,13 +190,13 @@ class SignalState:
     def receive(self, signum: int) -> None:
         """Handle a signal.
 
-        When the parent is killed, the kernel signals this process for several of its threads (see `die_with_parent`),
-        the last time when it has another parent. On a busy machine that is more than a second after the first time.
+        The kernel repeats that of a killed parent (see `die_with_parent`) until this process has another parent, on a
+        busy machine for seconds.
         """
         now, parent = time.monotonic(), os.getppid()
         if self.first is None:
             self.first, self._received_at, self._parent = signum, now, parent
-        elif parent != self._parent:
+        elif parent != self._parent and now - self._received_at < 30.0:
             self._parent = parent
         elif now - self._received_at > ECHO_S:
             self._on_second_signal(signum)

@@ -21,14 +21,13 @@ from fsspec.callbacks import Callback
 from distribuuuu.config.run_files import is_run_file
 from distribuuuu.data.packed.transport import MissingObjectError, call_filesystem
 from distribuuuu.files.untrusted import parse_json
+from distribuuuu.mirror import OBJECT_STORES
 
 INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
 # Limits of an index: its bytes, files, levels of folders, and the bytes of a file.
 MAX_INDEX, MAX_FILES, MAX_LEVELS, MAX_SIZE = 1 << 22, 10_000, 5, 1 << 44
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
-# Protocols of object stores: an object appears when it is complete. Others are folders.
-_ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "hf")
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -126,11 +125,11 @@ class Store:
 
     def _put(self, path: str, name: str, **options: Any) -> None:
         target = f"{self.url}/{name}"
-        if self.url.partition("://")[0] in _ATOMIC:
+        if self.url.partition("://")[0] in OBJECT_STORES:
             return call_filesystem(target, "put_file", path, **options)
         # An interrupted upload to a folder leaves a part of a file.
         call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
-        call_filesystem(f"{target}.partial", "put_file", path)
+        call_filesystem(f"{target}.partial", "put_file", path, **options)
         return call_filesystem(target, "mv", f"{target}.partial")
 
     def upload(self, path: Path, entry: Entry) -> None:
@@ -169,13 +168,13 @@ class Store:
         return hashed.hexdigest()
 
     def delete_others(self, kept: set[str]) -> None:
-        """Delete the objects whose hash is not in `kept`."""
+        """Delete the objects whose hash is not in `kept`, and what interrupted uploads have left."""
         try:
             found = call_filesystem(f"{self.url}/{OBJECTS}", "find")
         except MissingObjectError:
             return
         for name in {os.path.basename(path) for path in found}:
-            if _SHA256.fullmatch(name) and name not in kept:
+            if _SHA256.fullmatch(name.removesuffix(".partial")) and name not in kept:
                 self.delete(f"{OBJECTS}/{name}")
 
     def delete(self, name: str) -> None:

@@ -37,6 +37,7 @@ def build_gallery(root: Path) -> dict[str, Path]:
     run("compare", first, last, "--out", "compare.html")
     shutil.copyfile(folder / "sweep" / "sweep.html", pages["sweep.html"])
     for page in pages.values():  # where the data is, is absolute
-        text = page.read_text(encoding="utf-8").replace(f"{folder}/", "").replace(str(Path.home()), "~")
+        text = page.read_text(encoding="utf-8").replace(f"{folder}/", "")
+        text = text.replace(f"{Path.home()}/", "~/") if Path.home() != Path("/") else text
         page.write_text(text, encoding="utf-8")
     return pages

@@ -22,6 +22,7 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, OutDirLost
 from distribuuuu.config import load_cfg
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine import run_lock
 from distribuuuu.engine.run_lock import OutDirLocked, describe_holder, lock_out_dir
 from distribuuuu.engine.setup import open_run
@@ -42,6 +43,26 @@ def impatient(monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
+
+
+def is_refused(out_dir: Path) -> bool:
+    try:
+        with lock_out_dir(out_dir):
+            return False
+    except OutDirLocked:
+        return True
+
+
+def test_the_lock_remains_after_the_check_that_all_processes_see_it(tmp_path):
+    with lock_out_dir(tmp_path):
+        assert run_lock.is_shared(tmp_path) and on_processes(1, is_refused, tmp_path) == [True]
+        assert on_processes(2, is_seen_by_all, tmp_path) == [True, True]
+    assert on_processes(1, is_refused, tmp_path) == [False]
+
+
+def is_seen_by_all(out_dir: Path) -> bool:
+    with process_group(detect_launch(), torch.device("cpu"), 60):
+        return run_lock.is_shared(out_dir)
 
 
 def hold(out_dir: Path, is_held, seconds: float) -> None:

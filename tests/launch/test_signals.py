@@ -35,13 +35,16 @@ def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch
         assert child.exitcode == status
 
 
-def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(monkeypatch):
+@pytest.mark.parametrize(("received", "num"), [
+    ([(0.0, 100), (ECHO_S / 2, 100), (3.0, 1)], 0), ([(0.0, 100), (3.0, 1), (3.0 + ECHO_S, 1)], 1),
+    ([(0.0, 100), (30.0, 1)], 1), ([(0.0, 100), (2 * ECHO_S, 100)], 1),
+])  # fmt: skip
+def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(monkeypatch, received, num):
     second: list[int] = []
     state = SignalState(second.append)
-    received = [(0.0, 100), (ECHO_S / 2, 100), (3.0, 1), (3.0 + ECHO_S, 1)]
     for seconds, parent in received:
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: 50 + seconds)
         monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
         assert second == []
         state.receive(signal.SIGTERM)
-    assert second == [signal.SIGTERM]
+    assert second == [signal.SIGTERM] * num

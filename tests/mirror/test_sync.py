@@ -162,12 +162,16 @@ def test_a_living_owner_is_refused_and_a_dead_one_replaced(tmp_path, monkeypatch
 
 def test_the_local_folder_is_a_function_of_the_url_and_back():
     for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a", "hf://buckets/me/bucket/run",
-                "abfs://container@account.dfs.core.windows.net/run", "sftp://me@host:22/run"):  # fmt: skip
+                "ftp://host/run", "abfs://container@account.dfs.core.windows.net/run",
+                "sftp://me@host:22/run"):  # fmt: skip
         assert url_of(local_folder(url)) == url and find_path_problem(local_folder(url)) is None
     for url in ("hf://me/run", "hf://buckets/me/bucket", "http://host/run", "memory://run", "s3://user:secret@host/run",
-                "s3://key@host/run", "sftp://user:secret@host/run", "s3://b/../run", "s3://", "exp/run", "file://exp/run",
+                "s3://key@host/run", "webdav://host/run", "smb://host/run", "sftp://user:secret@host/run",
+                "s3://b/../run", "s3://", "exp/run", "file://exp/run",
                 "typo://bucket/run"):  # fmt: skip
-        assert local_folder(url) == url and local_run(url) == url and url_of(url) is None
+        assert local_folder(url) == url and local_run(url) == url
+    assert url_of(Path(local_folder("s3://bucket/run")).parents[1] / "host/run") == "s3://host/run"
+    assert url_of(Path(local_folder("s3://bucket/run")).parents[2] / "http/host/run") is None
     for word, found in (("s3://user:secret@bucket/run", "with credentials"), ("hf://me/run", "hf://buckets/OWNER/"),
                         ("typo://bucket/run", "expected a local path")):  # fmt: skip
         with pytest.raises(ConfigError, match=found) as error:

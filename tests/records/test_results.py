@@ -222,7 +222,8 @@ def test_a_neutral_option_of_the_command_line_leaves_the_hash_of_the_recipe(tmp_
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("TRAIN: {WORKERS: 2}\n")
     hashed = hash_config(load_cfg(str(recipe)))
-    assert hashed == hash_config(load_cfg(str(recipe), ["TRAIN.WORKERS", "0", "TRAIN.PRINT_FREQ", "7"]))
+    given = load_cfg(str(recipe), ["TRAIN.WORKERS", "0", "TRAIN.PRINT_FREQ", "7"])
+    assert hashed == hash_config(given) == hash_config(load_cfg(given, ["TRAIN.WORKERS", "1"]))
     assert hashed != hash_config(load_cfg(None, ["TRAIN.WORKERS", "2"])) == hash_config(get_cfg())
 
 

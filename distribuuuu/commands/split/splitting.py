@@ -95,7 +95,7 @@ def list_class_images(folder: Path) -> Images:
         raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; fix: {fix}")
     if folder.is_file() and " archive; " in (text := describe_file(folder)):
         unpack = text.rpartition("; or ")[2]
-        raise ConfigError(f"FOLDER: {folder} is an archive, whose images no list can name; fix: {unpack}")
+        raise ConfigError(f"FOLDER: {folder} is an archive; a list cannot name its images; fix: {unpack}")
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []

@@ -319,11 +319,17 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
 
     RemoteError is raised for what retries cannot help, OSError for other failures.
     """
+    protocol, _, rest = url.partition("://")
+    is_shared = protocol in _SHARED
+    root = f"{protocol}://" if is_shared else f"{protocol}://{rest.partition('/')[0]}/"
     try:
-        filesystem = _find_filesystem(url)
+        filesystem = _open_filesystem(root, os.getpid(), 0 if is_shared else threading.get_ident())
+        kwargs |= {"refresh": True} if method == "info" and protocol == "hf" else {}  # it has a cache nevertheless
         paths = [filesystem._strip_protocol(arg) if "://" in str(arg) else arg for arg in (*args, url)]
         found = getattr(filesystem, method)(*paths, **kwargs)
     except FileNotFoundError as error:
+        if type(cause := error.__cause__).__name__ == "error_temp":  # of FTP: the server is busy
+            raise OSError(f"{type(cause).__name__}: {_shorten(str(cause))}") from error
         raise MissingObjectError(f"{url}: {MISSING}") from error
     except ConfigError:
         raise
@@ -334,7 +340,7 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
             raise RemoteError(f"{url}: {DENIED.format(_describe(error))}") from error
         if status == 416:
             raise RemoteError(f"{url}: {_PERMANENT[416]}") from error
-        if url.partition("://")[0] not in _SHARED:
+        if not is_shared:
             _open_filesystem.cache_clear()  # a connection may be closed, and is opened again
         raise OSError(_describe(error)) from error
     if method != "info":
@@ -354,23 +360,16 @@ def _find_status(error: Exception) -> int:
     return int(status) if status.isdigit() and not isinstance(error, TimeoutError) else 0
 
 
-def _find_filesystem(url: str) -> Any:
-    """Return the file system of a URL for this process: its event loop does not survive a fork."""
-    protocol, _, rest = url.partition("://")
-    if protocol in _SHARED:
-        return _open_filesystem(f"{protocol}://", os.getpid(), 0)
-    return _open_filesystem(f"{protocol}://{rest.partition('/')[0]}/", os.getpid(), threading.get_ident())
-
-
 @functools.cache
 def _open_filesystem(root: str, pid: int, thread: int) -> Any:
+    """Return the file system of a process: its event loop does not survive a fork."""
     protocol = root.partition("://")[0]
     try:
         import fsspec
 
-        return fsspec.url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
+        options = {} if protocol in ("sftp", "ssh") else {"use_listings_cache": False}  # these have none
+        return fsspec.url_to_fs(root, skip_instance_cache=True, **options)[0]
     except ImportError as error:
-        if protocol not in PACKAGES:
-            raise RemoteError(f"{protocol}:// needs another package; fix: {_shorten(str(error))}") from error
-        fix = f"pip install 'distribuuuu[{protocol}]'"
-        raise RemoteError(f"{protocol}:// needs {PACKAGES[protocol]}, which is not installed; fix: {fix}") from error
+        fix = f"pip install 'distribuuuu[{protocol}]'" if protocol in PACKAGES else _shorten(str(error))
+        package = PACKAGES.get(protocol, "a package")
+        raise RemoteError(f"{protocol}:// needs {package}, which is not installed; fix: {fix}") from error

@@ -233,7 +233,7 @@ def test_spaces_around_a_field_that_is_not_quoted_are_ignored(tmp_path):
 def test_an_archive_is_to_be_unpacked(tmp_path, capsys):
     (tmp_path / "train.tar.gz").touch()
     assert run(tmp_path / "train.tar.gz", "--val", 0.2, "--out", tmp_path / "out") == 2
-    assert "train.tar.gz is an archive, whose images no list can name; fix: unpack it" in capsys.readouterr().err
+    assert "train.tar.gz is an archive; a list cannot name its images; fix: unpack it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind, where", pairwise(("pipe", "device"), ("image", "list")))

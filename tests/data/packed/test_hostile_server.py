@@ -1,6 +1,7 @@
 """Servers of others: whatever they answer, and however slowly, a read ends in time with an error that names the URL."""
 
 import contextlib
+import ftplib
 import json
 import shutil
 import socket
@@ -9,6 +10,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import fsspec
 import pytest
 from support.commands import command_module
 from support.images import draw_folder
@@ -168,6 +170,25 @@ def test_an_object_store_has_the_same_limits(monkeypatch):
         assert "more than the bytes 10 to 39" in refusal_of_store(monkeypatch, **answer)
     for found in ({}, {"size": None}, {"size": -1}, {"size": "9"}, {"size": 1e9}, [], None):
         assert "does not tell its size" in refusal_of_store(monkeypatch, info=lambda _, found=found: found)
+
+
+def test_a_busy_ftp_server_has_no_missing_objects(monkeypatch):
+    def refuse(path):
+        raise FileNotFoundError(path) from causes[0]
+
+    monkeypatch.setattr(transport, "_open_filesystem", lambda *args: HostileStore(info=refuse))
+    causes: list[Exception] = [ftplib.error_temp("425 busy")]
+    with pytest.raises(OSError, match="error_temp: 425 busy"):
+        transport.call_filesystem("ftp://host/run/mirror.json", "info")
+    causes = [ftplib.error_perm("550 no file")]
+    with pytest.raises(transport.MissingObjectError, match="no such object"):
+        transport.call_filesystem("ftp://host/run/mirror.json", "info")
+
+
+def test_a_file_system_gets_only_options_that_it_knows(monkeypatch):
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda root, **options: (options, root))
+    options = {root: transport._open_filesystem(root, -1, -1) for root in ("s3://", "ftp://host/", "sftp://me@host/")}
+    assert ["use_listings_cache" in found for found in options.values()] == [True, True, False]  # paramiko refuses it
 
 
 @pytest.fixture(scope="module")
