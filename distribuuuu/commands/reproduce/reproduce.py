@@ -51,11 +51,11 @@ def _run(prog: str, args: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     rows, notes = read_rows(flags.results)
-    if flags.list:
-        print_report("\n".join([format_rows(rows), *notes]))
-        return 0
     for note in notes:
         print(printable(note), file=sys.stderr)
+    if flags.list:
+        print_report(format_rows(rows))
+        return 0
     name = find_row(name, rows, flags.results, prog)
     row = sorted(rows[name], key=lambda run: run.record["seed"])
     seed = row[0].record["seed"] if flags.seed is None else flags.seed

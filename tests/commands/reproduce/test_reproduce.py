@@ -130,16 +130,16 @@ def test_groups_of_one_name_have_a_row_each(call, tmp_path):
     assert sorted(run.path.relative_to(tmp_path).with_suffix("").as_posix()
                   for row in rows.values() for run in row) == sorted(records)  # fmt: skip
     assert len(rows) == 5
-    status, out, _ = call("--list", "--results", tmp_path)
+    status, out, error = call("--list", "--results", tmp_path)
     assert status == 0 and sum(line.split()[-1:] == ["no"] for line in out.splitlines()) == 5
-    assert "are not in one row, for the hashes of their configs differ" in " ".join(out.split())
+    assert "are not in one row, for the hashes of their configs differ" in " ".join(error.split())
 
 
 def test_a_damaged_file_is_named_and_the_other_rows_stay(call, tmp_path):
     (tmp_path / "seed_0.json").write_text(json.dumps(RECORD))
     (tmp_path / "seed_1.json").write_text('{"schema"')
-    status, out, _ = call("--list", "--results", tmp_path)
-    assert status == 0 and "shapes/resnet14 " in out and f"{tmp_path}/seed_1.json" in out and "left out" in out
+    status, out, error = call("--list", "--results", tmp_path)
+    assert status == 0 and "shapes/resnet14 " in out and f"{tmp_path}/seed_1.json" in error and "left out" in error
     status, _, error = call("shapes/resnet14", "RNG_SEED", 1, "--results", tmp_path)
     assert status == 2 and "seed_1.json" in error and "fix: use --seed" in error
     (tmp_path / "seed_0.json").unlink()
