@@ -56,19 +56,13 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[Callable[[], str | None
 
 
 def is_shared(out_dir: str | os.PathLike) -> bool:
-    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it.
-
-    The file is not opened: the kernel releases the lock when its holder closes any descriptor of the file.
-    """
+    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it."""
+    # Not opened: the kernel releases the lock when its holder closes any descriptor of the file.
     path, deadline = Path(out_dir, LOCK), time.monotonic() + PATIENCE_S
-    expected = dist.broadcast_object(_identify(path))
-    while not (is_seen := _identify(path) == expected) and time.monotonic() < deadline:
+    expected = dist.broadcast_object(path.exists() and path.stat().st_mtime_ns)
+    while not (is_seen := path.exists() and path.stat().st_mtime_ns == expected) and time.monotonic() < deadline:
         time.sleep(POLL_S)  # on network file systems this takes seconds
     return all(dist.gather_objects(is_seen))
-
-
-def _identify(path: Path) -> tuple[int, int] | None:
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
 class RunLock:

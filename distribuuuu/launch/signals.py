@@ -188,11 +188,7 @@ class SignalState:
         return self
 
     def receive(self, signum: int) -> None:
-        """Handle a signal.
-
-        The kernel repeats that of a killed parent (see `die_with_parent`) until this process has another parent, on a
-        busy machine for seconds.
-        """
+        """Handle a signal; the kernel repeats that of a killed parent (`die_with_parent`) until there is a new one."""
         now, parent = time.monotonic(), os.getppid()
         if self.first is None:
             self.first, self._received_at, self._parent = signum, now, parent

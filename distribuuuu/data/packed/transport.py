@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Protocols of fsspec with their package; the extra of setup.py has the name of the protocol.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-# Protocols whose file system threads can share, and which connects again by itself.
-_SHARED = (*PACKAGES, "file")
 # Seconds without a byte after which a connection counts as cut; not more than the timeout.
 STALL_S = 30.0
 # Seconds of the first pause between two attempts, which doubles up to the longest one.
@@ -320,7 +318,7 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
     RemoteError is raised for what retries cannot help, OSError for other failures.
     """
     protocol, _, rest = url.partition("://")
-    is_shared = protocol in _SHARED
+    is_shared = protocol in (*PACKAGES, "file")  # by threads; others may be one connection, which ends with an error
     root = f"{protocol}://" if is_shared else f"{protocol}://{rest.partition('/')[0]}/"
     try:
         filesystem = _open_filesystem(root, os.getpid(), 0 if is_shared else threading.get_ident())
@@ -341,7 +339,7 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
         if status == 416:
             raise RemoteError(f"{url}: {_PERMANENT[416]}") from error
         if not is_shared:
-            _open_filesystem.cache_clear()  # a connection may be closed, and is opened again
+            _open_filesystem.cache_clear()
         raise OSError(_describe(error)) from error
     if method != "info":
         return found
