@@ -92,7 +92,7 @@ def test_urls_that_cannot_be_written_to_are_reported_at_once(folder, monkeypatch
         pack("https://host/set", folder)
     with pytest.raises(ConfigError, match="--verify s3://a/b: expected a folder"):
         parse_args(["s3://a/b", "--verify"])
-    monkeypatch.setattr(fsspec, "filesystem", lambda *args, **kwargs: exec("raise ImportError"))
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda *args, **kwargs: exec("raise ImportError"))
     transport._open_filesystem.cache_clear()
     with pytest.raises(ConfigError, match=r"s3:// needs s3fs, .* fix: pip install 'distribuuuu\[s3\]'"):
         pack("s3://bucket/set", folder)

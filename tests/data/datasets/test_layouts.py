@@ -51,7 +51,7 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
         refusals, is_archive = refusals_of(path, tmp_path, capsys), " archive; " in message
         is_of_doctor = path.suffix in ENDINGS or is_archive  # split reads tables; its fix differs
         assert refusals.count(f"FOLDER: {path} {message}") == (1 if is_of_doctor else 2)
-        assert is_archive == ("no list can name; fix: unpack it: " in refusals)
+        assert is_archive == ("a list cannot name its images; fix: unpack it: " in refusals)
 
 
 @pytest.mark.parametrize("name", ["my images.zip", "images.tar", "images.tar.gz", "images.tgz", "$x;.tar.xz"])
