@@ -167,7 +167,7 @@ WRONG = [
     ("OPTIM.BETAS [0.9,0.99]", "sgd has no betas"), ("OPTIM.EPS 1e-6", "sgd has no eps"),
     ("DATA.STD [0,1,1]", "above 0"), ("DATA.MEAN [0.5]", "3 numbers"), ("DATA.CROP_SCALE [0.5,0.2]", "min <= max"),
     ("CFG_DEST ../x.yaml", "plain file name"), ("CFG_DEST checkpoints", "file of the run"),
-    ("OUT_DIR hf://me/run", "expected a folder in a bucket"), ("OUT_DIR /", "root of the file system"),
+    ("OUT_DIR http://me/run", "expected a local path"), ("OUT_DIR /", "root of the file system"),
     ("OUT_DIR ", "empty"), ("DATA.CACHE_DIR gs://bucket", "expected a local path"),
     *((f"MODEL.KWARGS {word}", "set MODEL.KWARGS.NAME, or {NAME: VALUE}") for word in ("{width:32}", "32", "{")),
     ("FINETUNE.LR_MULT {fc:_much}", "FINETUNE.LR_MULT.fc: got 'much'; expected a number"),
