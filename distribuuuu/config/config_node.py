@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import yaml
 from yacs.config import CfgNode
 
 from distribuuuu.config.options import OPTIONS
@@ -41,6 +42,10 @@ class Config(CfgNode):
 
     def __deepcopy__(self, memo: dict) -> "Config":
         return _rebuild(copy.deepcopy(dict(self), memo), copy.deepcopy(dict(self.__dict__), memo))
+
+
+# A dict in a list is a Config too, which yacs passes on to yaml.
+yaml.SafeDumper.add_representer(Config, yaml.SafeDumper.represent_dict)
 
 
 def _rebuild(items: dict, attributes: dict) -> Config:

@@ -289,6 +289,7 @@ def test_get_cfg_gives_a_fresh_unfrozen_tree():
 
 def test_what_is_dumped_loads_back_and_tells_where_each_value_came_from(write):
     words = ["OPTIM.STEPS", "[1, 2]", "OPTIM.WEIGHT_DECAY", "1e-5", "MODEL.KWARGS.a", "[1, x]", "DATA.MEAN", "[0,0,1]"]
+    words += ["MODEL.KWARGS.b", "[{d: [{e: 1}], c: {}}]"]
     cfg = load_cfg(None, [*words, "OUT_DIR", "a: b # c", "RNG_SEED", "7"])
     assert load_cfg(write(cfg.dump())) == load_cfg(write(dump_with_origins(cfg))) == cfg
     file = write("TRAIN:\n  WORKERS: 2\n  TOPK: 5\n")

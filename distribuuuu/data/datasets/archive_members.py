@@ -162,7 +162,7 @@ def _walk_zip(path: str, file: IO[bytes]) -> Iterator[Member]:
         file.seek(max(offset, 0))
         header = file.read(_LOCAL.size + len(raw)).ljust(_LOCAL.size)
         signature, *lengths = _LOCAL.unpack_from(header)
-        if signature != b"PK\3\4" or header[_LOCAL.size :] != raw:
+        if offset < 0 or signature != b"PK\3\4" or header[_LOCAL.size :] != raw:
             raise member_error(path, name, f"has no header at byte {offset:,}: the archive is truncated or corrupt")
         start = offset + _LOCAL.size + sum(lengths)
         if start + packed > archive.start_dir:

@@ -251,6 +251,12 @@ def test_a_zip_that_cannot_be_read_is_refused(tmp_path, case):
         open_one(zip_edit(write_zip(tmp_path / "train.zip", dict([ONE])), place, value))
 
 
+def test_a_zip_that_lost_a_byte_is_refused(tmp_path):
+    path = write_zip(tmp_path / "train.zip", dict([ONE]))
+    with pytest.raises(ConfigError, match="a/1.jpg: has no header at byte -1: the archive is truncated or corrupt"):
+        open_one(change(path, lambda content: content.pop(content.index(b"PK\1\2") - 1)))
+
+
 def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
     path = write_zip(tmp_path / "train.zip", {"a/1.jpg": bytes(10_000_000)}, zipfile.ZIP_DEFLATED)
     index = open_one(zip_edit(path, 24, struct.pack("<L", 1000)))
