@@ -528,7 +528,10 @@ def craft_export(whole: bytes, chance: random.Random) -> bytes:
         else:
             odd = [*ODD_VALUES, *ODD_OPTIONS.values(), ODD_OPTIONS.get(key)]
             part[key] = copy.deepcopy(chance.choice(odd))
-    text = json.dumps(content)
+    try:
+        text = json.dumps(content)
+    except RecursionError:  # values were nested twice
+        return craft_export(whole, chance)
     if chance.random() < 0.03:  # what the encoder does not write
         text = text.replace('"a"', chance.choice(("9" * 5000, "1e999", "-Infinity", "[" * 10**5)), 1)
     return text.encode()

@@ -65,7 +65,7 @@ def swap_blocks(data: bytearray, rng: random.Random) -> None:
 
 def change_header(data: bytearray, rng: random.Random) -> None:
     """Change a byte or a 32-bit number in the headers of a zip file, or in the first bytes of another file."""
-    places = _zip_headers(data) or range(min(len(data), 600))
+    places = [place for place in _zip_headers(data) if place < len(data)] or range(min(len(data), 600))
     place = places[rng.randrange(len(places))]
     if rng.random() < 0.5:
         data[place] = rng.choice((*_EXTREMES, rng.randrange(256)))
