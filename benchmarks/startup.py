@@ -2,7 +2,7 @@
 """Measure the time of `tools/train_net.py` to help texts, error messages and the first training step.
 
 Each command is a new process, timed from its start to its end or to the log line of the first step. The commands
-alternate with the bare imports of torch and torchvision, a lower bound for every command that needs both.
+alternate with the bare imports of torch and torchvision, in which Python also searches for garbage.
 """
 
 import argparse

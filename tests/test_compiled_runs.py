@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.runs import assert_same_run, train_and_stop
-from support.tiers import slow
 
 from distribuuuu.trainer import train_model
 
@@ -44,7 +43,8 @@ def train_anew(cfg, calls: list[tuple]) -> list[tuple]:
     return calls[:]
 
 
-@pytest.mark.parametrize("words", [slow(()), ("MODEL.PRECISE_BN", 24)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("MODEL.PRECISE_BN", 24)])
 def test_a_resumed_run_executes_the_graphs_of_an_uninterrupted_run(small_cfg, tmp_path, monkeypatch, executed, words):
     words = (*COMPILED, *words)
     expected = train_anew(small_cfg(*words, "OUT_DIR", tmp_path / "uninterrupted"), executed)
@@ -58,6 +58,7 @@ def test_a_resumed_run_executes_the_graphs_of_an_uninterrupted_run(small_cfg, tm
         assert resumed == expected[-len(resumed) :] and len(resumed) >= num // 2, name
 
 
+@pytest.mark.slow
 def test_each_size_of_progressive_resizing_is_compiled(small_cfg, executed):
     sizes = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE", 26, "TRAIN.IM_SIZE_EPOCHS", [0, 9], "TRAIN.IM_SIZE_MULTIPLE", 2)
     words = ("TEST.IM_SIZE", 26, "OPTIM.MAX_EPOCH", 10, "TRAIN.EVAL_PERIOD", 10, "MODEL.COMPILE", "default", *sizes)

@@ -153,6 +153,7 @@ PARSE_WITH = {
 }  # fmt: skip
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("page", dict.fromkeys(page if page.endswith(".md") else "headers" for page, _ in COMMANDS))
 def test_every_command_is_accepted_by_its_tool(page, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -183,6 +184,7 @@ def test_a_wrong_command_is_not_accepted(monkeypatch):
             parse_command(command)
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_paths_and_options_exist(page):
     prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -206,6 +208,7 @@ def test_links_paths_and_options_exist(page):
         assert key in options or key in OPEN_SECTIONS, f"there is no option {key}"
 
 
+@pytest.mark.house
 def test_config_files_in_the_pages_are_accepted(tmp_path):
     found = [block for page in WITH_COMMANDS for block in blocks_of(page, "yaml") if re.match(r"[A-Z]+:", block)]
     for number, block in enumerate(found):
@@ -343,6 +346,7 @@ def test_the_two_ways_to_read_arrays_give_the_same_images(tmp_path, monkeypatch)
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.house
 def test_every_kind_of_command_to_run_is_in_its_page():
     for page, part in RUN:
         assert part in list_deleted_paths() or part in script_of(page), f"{page} has no command with {part!r}"
@@ -386,6 +390,7 @@ def test_the_page_of_the_commands_lists_all_of_them():
     assert [name for name in names if not is_deleted(name)] == [*find_commands()]
 
 
+@pytest.mark.house
 def test_the_pages_name_a_folder_for_each_training():
     """The second of two trainings in one OUT_DIR would resume the first, or return its results."""
     trainings: dict[tuple[str, str], set[str]] = {}
@@ -433,6 +438,7 @@ def is_gone(module: str) -> bool:
     return any(module.replace(".", "/").startswith(path) for path in list_deleted_paths())
 
 
+@pytest.mark.house
 def test_the_docs_import_only_names_that_stay():
     page = (ROOT / "docs" / "python_api.md").read_text().partition("## Names that stay")[2]
     stay = {
@@ -472,6 +478,7 @@ def test_the_readme_says_how_long_the_package_and_the_tutorial_are():
     assert f"{len(list((ROOT / 'configs' / 'imagenet').iterdir()))}\nImageNet configs" in README
 
 
+@pytest.mark.house
 def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
     number = r"([\d.]+)"
     pattern = rf"^\| (\w+/\w+) \| {number} \| ([\d.]*) ?\| {number} \| {number} \| (.+) \|$"
@@ -489,6 +496,7 @@ def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
         assert math.ceil(float(cells[1])) == record["training"]["epochs_done"] and cells[3] == record["hardware"]
 
 
+@pytest.mark.house
 def test_the_speeds_of_the_readme_are_in_the_output_of_the_benchmarks():
     output = (ROOT / "benchmarks" / "README.md").read_text()
     rows = [row for row in README.splitlines() if row.startswith("| **") and "benchmarks/" in row]

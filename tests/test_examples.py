@@ -119,6 +119,7 @@ def check_quantities(name: str, out_dir: Path) -> None:
         assert all(f" {quantity} " in log and f"{kind}/{quantity}" in tags for quantity in (*names, "loss"))
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", [*NAMES, "soup"])
 def test_an_example_is_short_and_has_a_config(name):
     source = (EXAMPLES / f"{name}.py").read_text()

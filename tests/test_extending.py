@@ -79,6 +79,7 @@ def test_every_row_of_the_table_has_an_example():
     assert {anchor_of(title) for title in EXAMPLES} == LIMITS.keys() and len(LIMITS) >= 9
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_costs_no_more_files_and_lines_than_the_table_says(title):
     files, (most_files, most_lines) = files_of(SECTIONS[title]), LIMITS[anchor_of(title)]

@@ -36,6 +36,7 @@ def is_finite(path: Path) -> bool:
     return find_nonfinite(read_checkpoint(path)) is None
 
 
+@pytest.mark.slow
 def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, tmp_path):
     done = train_failing_model(image_folder, tmp_path / "out", *EXPLODING)
     assert done.returncode == 2 and "Traceback" not in done.stderr

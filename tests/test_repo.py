@@ -35,7 +35,7 @@ LAYERS = (
     ("api",),
     # What several commands share, then the commands, each of which is a room of its own.
     ("commands.main", "commands.terminal", "commands.flag_hints", "commands.html", "commands.scan", "commands.measure"),
-    ("commands.arguments",),
+    ("commands.arguments", "commands.output"),
     ("commands",),
     ("__main__",),
 )

@@ -66,11 +66,13 @@ DEFAULT_TIER = [
     ("default", "killed", (0, 3)), ("default", "killed", (0, 4)), ("default", "killed", (1, 0)),
     ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)), ("rows of 3 steps", "killed", (0, 2)),
     ("dropout", "killed", (0, 3)), ("adamw", "killed", (0, 3)), ("lr factors", "killed", (0, 3)),
-    ("decay and clipping", "killed", (0, 3)), ("airbench", "killed", (0, 4)), ("airbench", "signal", (1, 2)),
-    ("flips", "killed", (0, 3)), ("gray", "killed", (0, 3)),
+    ("decay and clipping", "killed", (0, 3)), ("airbench", "signal", (1, 2)),
     ("frozen", "killed", (0, 3)), ("fp16", "killed", (1, 2)), ("everything", "killed", (1, 0)),
 ]  # fmt: skip
 SLOW_TIER = [
+    ("airbench", "killed", (0, 4)),
+    ("flips", "killed", (0, 3)),
+    ("gray", "killed", (0, 3)),
     *((name, "killed", place) for name in ("default", "everything") for place in PLACES),
     *((name, way, (1, 4)) for name in OPTIONS for way in ("killed", "signal", "evaluation")),
 ]

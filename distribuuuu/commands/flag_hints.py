@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from distribuuuu.config import ConfigError, Problem, get_cfg
@@ -54,6 +54,8 @@ class CommandParser(argparse.ArgumentParser):
         if len(given) > 1:
             fix = "fix: name all files after one --cfg, in the order in which they are merged: --cfg FILE FILE"
             raise ConfigError(Problem("--cfg", f"got it {len(given)} times; expected it once; {fix}"))
+        if getattr(parsed, "cfg", None) == "":
+            raise ConfigError(Problem("--cfg", "got an empty name; expected a file; fix: name one, or remove --cfg"))
         if more:
             parsed.cfg = (parsed.cfg, *more)
         return parsed, rest
@@ -75,7 +77,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
-        raise ConfigError(Problem(COMMAND_LINE, message))
+        raise ConfigError(Problem(COMMAND_LINE, message.replace("cfg: expected one argument", "cfg: expected files")))
 
 
 def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -91,9 +93,12 @@ def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_flags(
-    parser: argparse.ArgumentParser, args: Sequence[str]
+    parser: argparse.ArgumentParser, args: Sequence[str], refused: Callable[[str], bool] = lambda words: False
 ) -> tuple[argparse.Namespace, list[str], list[Problem]]:
-    """Return the parsed flags, the arguments without any flags, and a problem for each unknown flag."""
+    """Return the parsed flags, the arguments without any flags, and a problem for each unknown flag.
+
+    `refused` tells whether the command would refuse a hint, e.g. "OPTIM.MAX_EPOCH 10", which is then not given.
+    """
     flags, waiting = parser.parse_known_args(args)
     known = [option for action in parser._actions for option in action.option_strings]
     problems, rest = [], []
@@ -107,12 +112,12 @@ def parse_flags(
         takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
         if not has_value and takes_next and "{}" in BY_NAME.get(normalized(flag), "{}"):
             value = waiting.pop(0)
-        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known)}"))
+        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known, refused)}"))
     return flags, rest, problems
 
 
-def _hint(flag: str, value: str, known: Sequence[str]) -> str:
-    """Return '; did you mean ...?' for an unknown flag, or a reference to --help-config."""
+def _hint(flag: str, value: str, known: Sequence[str], refused: Callable[[str], bool]) -> str:
+    """Return '; did you mean ...?' for an unknown flag, a reference to --help-config, or nothing if all is refused."""
     name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
     if missing := describe_missing(name):
         return f"; {missing}"
@@ -124,6 +129,8 @@ def _hint(flag: str, value: str, known: Sequence[str]) -> str:
     else:
         near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *BY_NAME], cutoff=0.66)
         meant = [f"--{other}" if f"--{other}" in known else BY_NAME[other].format(value) for other in near]
+    taken = [words for words in meant if words.split()[0] in known or words[0] != "-" and not refused(words)]
     if meant:
-        return f"; did you mean {' or '.join(dict.fromkeys(meant))}?"
-    return "; options are KEY VALUE arguments, which --help-config lists"
+        return f"; did you mean {' or '.join(dict.fromkeys(taken))}?" if taken else ""
+    command = "" if "--help-config" in known else "distribuuuu train "
+    return f"; options are KEY VALUE arguments, which {command}--help-config lists"

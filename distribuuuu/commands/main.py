@@ -36,13 +36,13 @@ def main() -> int:
 
 
 @functools.cache
-def find_commands() -> dict[str, Command]:
+def find_commands(name: str = "*") -> dict[str, Command]:
     """Return the commands by name: the files of this folder and of its sub-folders that have a `SUMMARY`.
 
-    The files are read, not imported, so that the list appears at once.
+    The files are read, not imported, so that the list appears at once. With a name, only files of this name are read.
     """
     folder, found = Path(__file__).parent, {}
-    for path in [*folder.glob("*.py"), *folder.glob("*/*.py")]:
+    for path in [*folder.glob(f"{name}.py"), *folder.glob(f"*/{name}.py")]:
         source = path.read_text(encoding="utf-8")
         if summary := re.search(r'^SUMMARY = "(.+)"$', source, re.MULTILINE):
             synonyms = re.search(r"^SYNONYMS = \((.+)\)$", source, re.MULTILINE)
@@ -55,7 +55,7 @@ def find_commands() -> dict[str, Command]:
 def dispatch(prog: str, args: Sequence[str]) -> int:
     """Start the command that the first argument names, or print the list of commands; return the exit status."""
     name, rest = (args[0], list(args[1:])) if args else ("--help", [])
-    if name in find_commands():
+    if name.isidentifier() and name in find_commands(name):
         return start_command(name, f"{prog} {name}", rest)
     if name in ("-h", "--help", "help"):
         print(list_commands(prog))
@@ -69,7 +69,7 @@ def dispatch(prog: str, args: Sequence[str]) -> int:
 
 def start_command(name: str, prog: str, args: list[str]) -> int:
     """Import the module of a command and call its function; return the exit status."""
-    return getattr(importlib.import_module(find_commands()[name].module), name)(prog, args)
+    return getattr(importlib.import_module(find_commands(name)[name].module), name)(prog, args)
 
 
 def list_commands(prog: str) -> str:

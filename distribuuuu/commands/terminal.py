@@ -1,18 +1,11 @@
-"""Standard output and standard error of a command, and tables in them."""
+"""Standard output and standard error of a command."""
 
 import contextlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-
-from distribuuuu.config import ConfigError, Problem
-from distribuuuu.files.untrusted import printable
-
-# Values of --format, and the columns of a text.
-FORMATS = ("text", "json")
-WIDTH = 80
+from collections.abc import Iterator
 
 
 class _TolerantStream(io.TextIOWrapper):
@@ -59,32 +52,3 @@ def ending_with_reader() -> Iterator[None]:
     finally:
         if name:
             signal.signal(name, previous)
-
-
-def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Return the lines of a table with two spaces between its columns, without trailing spaces.
-
-    Args:
-        lines: the cells of each line; those after the last column are appended as they are.
-        sides: '<' (left) or '>' (right) for each column.
-    """
-    formats = [f"{side}{max(len(line[column]) for line in lines)}" for column, side in enumerate(sides)]
-    table = ([*map(format, line, formats), *line[len(sides) :]] for line in lines)
-    return ["  ".join(cells).rstrip() for cells in table]
-
-
-def print_report(text: str) -> None:
-    """Print a text, with escapes for what the encoding of standard output lacks.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        with ending_with_reader():
-            print(printable(text, keep="\n"), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
-        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
-        raise ConfigError(Problem("standard output", message)) from error

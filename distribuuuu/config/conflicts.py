@@ -1,6 +1,7 @@
 """Conflicts between options, and options without effect."""
 
 import os
+import re
 from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config, get_value
@@ -18,7 +19,7 @@ from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mea
 from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import GRAPH_MODES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
-from distribuuuu.config.run_files import find_name_problem, find_path_problem, has_mirror, url_of
+from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
@@ -215,7 +216,9 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
 def _check_optimizer(cfg: Config) -> Iterator[Problem]:
     optim = cfg.OPTIM
     is_ours = optim.NAME.lower() == "sgd" or optim.NAME in OPTIMIZERS
-    for name in optim.KWARGS:
+    for name, value in optim.KWARGS.items():
+        if re.search(r"\b(nan|inf)\b", repr(value).lower()):  # in lists too
+            yield Problem(f"OPTIM.KWARGS.{name}", f"got {value}; expected finite numbers")
         if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
             option = OPTIM_ARGUMENTS[name]
             message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
@@ -323,9 +326,7 @@ def _check_sharding(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:
-    if problem := find_path_problem(cfg.OUT_DIR):
-        if cfg.OUT_DIR.startswith("hf://") and has_mirror():  # in a repository, each write of a run would be a commit
-            problem = f"got {cfg.OUT_DIR}; expected a folder in a bucket of the Hub: hf://buckets/OWNER/BUCKET/FOLDER"
+    if problem := find_path_problem(cfg.OUT_DIR, is_run=True):
         yield Problem("OUT_DIR", problem)
     if cfg.DATA.CACHE_DIR and (problem := find_path_problem(os.path.expanduser(cfg.DATA.CACHE_DIR))):
         yield Problem("DATA.CACHE_DIR", problem)

@@ -76,15 +76,10 @@ class Option:
             return "" if self.most is None else f"at most {self.most}"
         return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
 
-    @property
-    def in_recipe(self) -> bool:
-        """Whether it is part of the recipe on a model card."""
-        return self.recipe and self.hashed and not self.neutral and not self.path
-
     def find_wrong_words(self, value: Any) -> Iterator[str]:
         """Yield a message for each word of a value, or of a list, that is not allowed or is given twice."""
-        if not self.choices and self.names is None:
-            return
+        if value == self.default or (not self.choices and self.names is None):
+            return  # for a default, the sources that register the names are not read
         allowed = [*self.choices, *(self.names.names() if self.names else ())]
         words = value if isinstance(value, tuple) else (value,)
         for word in words:

@@ -51,7 +51,10 @@ def suggest_configs(path: str) -> str:
     Searched are the folder of the path (the path itself, if it is a folder), ./configs and the shipped configs.
     """
     shipped, stem = shipped_file("configs"), Path(path).stem
-    found = [*Path(path).glob("*.yaml"), *(shipped / path).glob("*.yaml")]
+    try:
+        found = [*Path(path).glob("*.yaml"), *(shipped / path).glob("*.yaml")]
+    except OSError:  # the name is too long
+        return ""
     if not found:
         roots = {os.path.realpath(root): Path(root) for root in (shipped, "configs")}  # in a checkout, the same folder
         files = [*Path(path).parent.glob("*.yaml"), *(file for root in roots.values() for file in root.rglob("*.yaml"))]

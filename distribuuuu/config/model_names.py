@@ -105,12 +105,10 @@ def _file_of(source: str) -> Path:
 
 
 def _version_of(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    """Return the text of a package's version.py, which is read sooner than its metadata; None if there is none."""
+    spec = find_spec(package)
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
 def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:

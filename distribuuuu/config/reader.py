@@ -207,8 +207,10 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
     shown = " -> ".join([*files, base or name])
     if base is None and name.startswith("~"):
         return f"no such file: {shown}; `~` is not expanded; fix: write a whole path or a relative one"
+    if base is None and os.path.exists(place := os.path.join(os.path.dirname(path), name)) and not os.path.isdir(place):
+        return f"not a regular file: {shown}"
     if base is None:
-        return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
+        return f"no such file: {shown}{suggest_configs(place)}"
     if os.path.realpath(base) in map(os.path.realpath, files):
         return f"got a file that is its own base: {shown}; fix: remove one of these lines"
     if len(chain) > MAX_LEVELS:

@@ -5,11 +5,9 @@ import importlib
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from distribuuuu.config.errors import ConfigError
 from distribuuuu.config.model_names import cache_folder
 
 CHECKPOINTS = "checkpoints"
@@ -25,7 +23,7 @@ RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESUL
 COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
                  "sweep.html", "best.yaml", "console.log", "failed.txt")  # fmt: skip
 # Best weights of each kind.
-_BEST = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
+BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, damaged and temporary files, trials of a sweep; in lower case.
 _PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
 
@@ -33,8 +31,8 @@ _PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 # Most file systems allow 255 bytes; the temporary name of a file is longer than its own.
 _MAX_NAME_BYTES, _MAX_PART_BYTES = 200, 255
-# A scheme, as in s3://bucket or file:/folder, or a host, as in host:/folder; a single letter is a drive of Windows.
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:[/\\]")
+# A scheme, as in s3://bucket or file:folder, or a host, as in me@host:folder; a single letter is a drive of Windows.
+_REMOTE = re.compile(r"[A-Za-z][\w@+.-]+:([/\\]?)")
 
 _MIRROR = "distribuuuu.mirror"  # mirrors runs in object storage; it can be deleted
 
@@ -51,18 +49,15 @@ def local_folder(path: str | os.PathLike) -> str:
     It depends on the URL alone, and `url_of` is its inverse.
     """
     text = os.fspath(path)
-    protocol, mark, rest = text.partition("://")
-    parts = [part for part in rest.split("/") if part]
-    is_plain = parts and text.isprintable() and not {".", ".."} & {*parts} and not re.search("[?#]", text)
-    is_absolute = protocol != "file" or rest.startswith("/")  # else the first part would be the name of a host
-    if not (mark and is_plain and is_absolute and _is_store(protocol, parts)):
+    if "://" not in text or find_url_problem(text):
         return text
-    return str(cache_folder().absolute().joinpath("runs", protocol, *(quote(part, safe="") for part in parts)))
+    protocol, *parts = filter(None, text.split("/"))
+    return str(cache_folder().absolute().joinpath("runs", protocol[:-1], *(quote(part, safe="") for part in parts)))
 
 
-def _is_store(protocol: str, parts: Sequence[str]) -> bool:
-    """Tell whether a run can be at a URL of these parts, which are not empty."""
-    return has_mirror() and importlib.import_module(_MIRROR).is_store(protocol, parts)
+def find_url_problem(url: str) -> str | None:
+    """Return why no run can be at a URL; None if one can. Without the package of mirrors, none can."""
+    return importlib.import_module(_MIRROR).find_url_problem(url) if has_mirror() else "expected a local path"
 
 
 def url_of(folder: str | os.PathLike) -> str | None:
@@ -71,9 +66,8 @@ def url_of(folder: str | os.PathLike) -> str | None:
         protocol, *parts = Path(folder).relative_to(cache_folder().absolute() / "runs").parts
     except ValueError:
         return None
-    if not (parts and _is_store(protocol, parts)):
-        return None
-    return f"{protocol}://{'/' * (protocol == 'file')}{'/'.join(map(unquote, parts))}"
+    url = f"{protocol}://{'/' * (protocol == 'file')}{'/'.join(map(unquote, parts))}"
+    return None if find_url_problem(url) else url
 
 
 def local_run(run: str | os.PathLike) -> str:
@@ -89,7 +83,7 @@ def local_run(run: str | os.PathLike) -> str:
 def is_run_file(name: str) -> bool:
     """Tell whether a run or a command writes a file or folder of this name to OUT_DIR, in any spelling of its case."""
     folded = unicodedata.normalize("NFKC", name).casefold()
-    patterns = (_BEST, _PATTERNS)
+    patterns = (BEST_NAMES, _PATTERNS)
     return folded in (*RUN_FILES, *COMMAND_FILES) or any(pattern.fullmatch(folded) for pattern in patterns)
 
 
@@ -105,14 +99,16 @@ def find_name_problem(name: str) -> str | None:
     return f"got {name!r}, which is a file of the run; {expected}" if is_run_file(name) else None
 
 
-def find_path_problem(path: str | os.PathLike) -> str | None:
-    """Return why nothing can be written to a path; None if it may be the path of a local file or folder."""
+def find_path_problem(path: str | os.PathLike, is_run: bool = False) -> str | None:
+    """Return why nothing can be written to a path; None if it may be local. A URL may be that of a run (`is_run`)."""
     text = os.fspath(path)
     if not text.strip():
         return "is empty; expected a path"
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         return f"got {text!r}; expected a path without control characters"
-    if _REMOTE.match(text) or "://" in text:
+    if "://" in text or (found := _REMOTE.match(text)) and (found[1] or not os.path.lexists(text)):
+        if is_run and has_mirror() and (problem := find_url_problem(text)):
+            return problem
         if re.search("://[^/]*@", text):
             return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
         return f"got {text}; a URL or a host; expected a local path; fix: use a local folder, and copy it later"
@@ -136,18 +132,3 @@ def find_parent_problem(path: str | os.PathLike) -> str | None:
         if parts[place] == ".." and not os.path.exists(before := Path(*parts[:place])):
             return f"got {os.fspath(path)}; `..` follows {before}, which does not exist; fix: leave out both"
     return None
-
-
-def check_out(flag: str, out: str | os.PathLike) -> None:
-    """Check the path of a command's output, the value of the argument `flag`.
-
-    Raises:
-        ConfigError: it is no local path, or a file of a run.
-    """
-    problem = find_path_problem(out) or find_parent_problem(out)
-    name = Path(out).name
-    is_of_run = name in (*RUN_FILES, "config.yaml") or _BEST.fullmatch(name)
-    if problem is None and is_of_run and os.path.lexists(out):
-        problem = f"got {out}, which is a file of a run; fix: choose another name"
-    if problem:
-        raise ConfigError(f"{flag}: {problem}")

@@ -122,13 +122,13 @@ def find_declared(cfg: Config, key: str) -> type | None:
 
 def find_settings_problems(cfg: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that the entry of the config does not have or does not allow."""
-    for key in SETTINGS:
+    for key in [key for key in SETTINGS if get_value(cfg, key)]:
         name, given, declared = get_value(cfg, _name_of(key)), get_value(cfg, key), find_declared(cfg, key)
         # A task without `Settings` takes any; an unknown name is reported elsewhere.
         takes_any = key == "TASK.KWARGS" and name not in (AUTO, *BUILT_IN_TASKS)
         if declared:
             yield from read_settings(key, declared, given)[1]
-        elif given and not takes_any and not any(OPTIONS[_name_of(key)].find_wrong_words(name)):
+        elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong_words(name)):
             message = f"got {', '.join(given)}, but {_name_of(key)} {name} has no settings"
             yield Problem(key, f"{message}; fix: add {key} '{{}}', or set {_name_of(key)} to an entry of your own")
 

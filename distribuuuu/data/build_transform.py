@@ -57,6 +57,8 @@ def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
             message = f"got {cfg.TRAIN.IM_SIZE_START}; with views of several sizes, expected 0; fix: set it to 0"
             raise ConfigError(Problem("TRAIN.IM_SIZE_START", message), cfg.origins)
         views.append(build_view(own, images))
+    if not views:
+        raise ConfigError(f"TASK.NAME: {task_class(cfg).__name__}.views returns no view of loader {name}")
     return Views(tuple(views)) if len(views) > 1 else views[0]
 
 

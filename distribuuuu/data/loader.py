@@ -39,8 +39,9 @@ from distribuuuu.launch.host import copy_to_device
 
 logger = logging.getLogger(__name__)
 
-# First letters of the options that a further loader may set.
-_OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.", "AUG.")
+# First letters of the options that a further loader may set; mixup and CutMix are the task's, for its main batches.
+_OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.",
+              "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING", "AUG.OFF_EPOCHS")  # fmt: skip
 
 
 class BadImageError(ConfigError):

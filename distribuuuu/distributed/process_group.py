@@ -156,6 +156,7 @@ def _join_group(
     )
     GroupState.rank = launch.rank
     GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]  # a member
+    torch_dist.barrier(group=GroupState.host_group)  # a process that ended earlier would break the others' connecting
     is_abandoned = False
     try:
         yield

@@ -16,7 +16,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class
-from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem
+from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -119,7 +119,8 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
-    yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
+    if not find_path_problem(cfg.OUT_DIR):  # else it was reported with the config
+        yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:

@@ -125,5 +125,8 @@ def describe_end(run: Run, started: float) -> None:
             command = shlex.join([*test, "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)])
             logger.info("best %s%s: %s; weights: %s", name, label, best.describe(metric), path)
             logger.info("to evaluate: %s", command)
+    if state.num_skipped:
+        num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
+        logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)
     if state.seconds > time.perf_counter() - started:
         logger.info("time of all starts: %s", format_duration(state.seconds))

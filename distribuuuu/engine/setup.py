@@ -40,7 +40,7 @@ from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
 from distribuuuu.engine.run_objects import Run, Training
-from distribuuuu.engine.task_state import gather_state
+from distribuuuu.engine.task_state import gather_state, restore_state
 from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
@@ -300,6 +300,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_state_dict(model, content["state_dict"], weights)
         if mismatch := find_class_mismatch(content, tuple(read_classes()) if cfg.TEST.LABELS else task.classes):
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
+        restore_state(task, content.get("task"), weights, in_training=False)
     if cfg.TEST.LABELS:
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
         select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)

@@ -91,27 +91,32 @@ def _find_unsavable(value: Any, name: str = "") -> Iterator[str]:
                f" tensors, numbers, texts, and dicts, lists and tuples of them; fix: {fix}")  # fmt: skip
 
 
-def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any) -> str | None:
-    """Restore the state of a task; return a warning if a part of it is missing.
+def restore_state(task: Task, saved: Mapping[str, Any] | None, path: Any, in_training: bool = True) -> None:
+    """Restore the state of a task; log a warning if a part of it is missing.
+
+    Args:
+        task: the task.
+        saved: the entry `task` of a checkpoint, if it has one.
+        path: the checkpoint.
+        in_training: False: the task only evaluates, and what it builds in `prepare_training` is left out.
 
     Raises:
         CheckpointError: the names, types or shapes differ from those of the task, or the task does not restore them.
     """
-    own = task.state_dict() if task else {}
-    if not task or not own and not saved:
-        return None
-    if saved is None:  # of an older version, or of the 2021 distribuuuu
-        return f"{path} has no state of the task; it starts anew: {', '.join(own)}"
-    by_rank, problem = saved.get("by_rank", []) if isinstance(saved, Mapping) else None, None
-    if not isinstance(by_rank, list) or {type(part) for part in [saved.get("shared"), *by_rank]} != {dict}:
-        raise CheckpointError(f"{path}: the entry task is damaged; expected dicts; fix: {WEIGHTS_ONLY}")
-    state = dict(saved["shared"])
-    if len(by_rank) == dist.world_size():
-        state |= by_rank[dist.rank()]
-    elif by_rank:
-        state |= by_rank[0]
-        problem = f"{path} was written by {len(by_rank)} processes; all continue with the state of the first one"
-        problem = f"{problem}: {', '.join(by_rank[0])}"
+    try:
+        own = task.state_dict()
+    except AttributeError:  # of what `prepare_training` builds
+        if in_training:
+            raise
+        return
+    if not own and not (saved and in_training):
+        return
+    if saved is None:  # of an older version, of the 2021 distribuuuu, or weights alone
+        logger.warning("%s has no state of the task; it starts anew: %s", path, ", ".join(own))
+        return
+    state = _state_of_process(saved, path)
+    if not in_training:
+        state = {name: value for name, value in state.items() if name in own}
     if found := next(find_mismatches(own, state), None):
         raise CheckpointError(f"{path}: the state of the task differs: {found}; fix: undo the change of the task,"
                               f" or {WEIGHTS_ONLY}")  # fmt: skip
@@ -121,7 +126,19 @@ def restore_state(task: Task | None, saved: Mapping[str, Any] | None, path: Any)
     if lost := [name for name, value in expected.items() if restored.get(name) != value]:
         raise CheckpointError(f"{path}: {type(task).__name__}.load_state_dict does not restore {', '.join(lost)}, which"
                               " its state_dict has saved; fix: restore each entry in load_state_dict")  # fmt: skip
-    return problem
+
+
+def _state_of_process(saved: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    """Return the state that `gather_state` saved for this process; of another number of processes, the first one's."""
+    by_rank = saved.get("by_rank", []) if isinstance(saved, Mapping) else None
+    if not isinstance(by_rank, list) or {type(part) for part in [saved.get("shared"), *by_rank]} != {dict}:
+        raise CheckpointError(f"{path}: the entry task is damaged; expected dicts; fix: {WEIGHTS_ONLY}")
+    if len(by_rank) == dist.world_size():
+        return saved["shared"] | by_rank[dist.rank()]
+    if by_rank:
+        logger.warning("%s was written by %d processes; all continue with the state of the first one: %s", path,
+                       len(by_rank), ", ".join(by_rank[0]))  # fmt: skip
+    return saved["shared"] | (by_rank[0] if by_rank else {})
 
 
 def find_mismatches(own: Any, saved: Any, name: str = "") -> Iterator[str]:

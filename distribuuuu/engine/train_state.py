@@ -208,9 +208,8 @@ class TrainState:
             CheckpointError: its names or shapes differ.
         """
         if self.task and self._task_content:
-            warning, self._task_content = restore_state(self.task, *self._task_content), None
-            if warning:
-                logger.warning("%s", warning)
+            content, self._task_content = self._task_content, None
+            restore_state(self.task, *content)
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.

@@ -291,7 +291,8 @@ def _assemble(
     mean, std = map(tuple, statistics_of(cfg, data))
     own = {"MODEL.WEIGHTS": None, "OUT_DIR": str(folder or Path(source).parent)}
     cfg = changed(cfg, {"MODEL.NUM_CLASSES": len(classes), "DATA.MEAN": mean, "DATA.STD": std, **own})
-    return LoadedRun(source, str(content.get("weights")), cfg, tuple(classes), content.get("state_dict"), folder)
+    kind, tensors = str(content.get("weights")), content.get("state_dict")
+    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, task_state=content.get("task"))
 
 
 def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.setup import set_backends
+from distribuuuu.engine.task_state import restore_state
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import copy_to_host, count_cores
@@ -125,6 +126,7 @@ class LoadedRun:
         state_dict: the weights of the file; None for published ones.
         folder: the folder with results.json; None: there is none.
         given_device: the device of the model; None: a GPU if there is one.
+        task_state: the state of the task in the file; None: there is none.
     """
 
     source: str
@@ -134,6 +136,7 @@ class LoadedRun:
     state_dict: dict[str, torch.Tensor] | None
     folder: Path | None = None
     given_device: torch.device | None = None
+    task_state: Mapping[str, Any] | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -166,6 +169,7 @@ class LoadedRun:
         model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
         if self.state_dict is not None:
             load_state_dict(model, self.state_dict, self.source)
+            restore_state(self.task, self.task_state, self.source, in_training=False)
         return model.to(self.device).eval()
 
     def build(self) -> "LoadedRun":

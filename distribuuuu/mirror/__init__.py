@@ -8,7 +8,7 @@
 The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_files.py.
 """
 
-from collections.abc import Sequence
+import re
 
 # Protocols of fsspec: in an object store, an object appears when it is complete; a file server replaces a file when
 # another one gets its name.
@@ -16,16 +16,46 @@ OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", 
 FILE_SERVERS = ("file", "ftp", "sftp", "ssh")
 # Protocols whose host may follow a name and an @; before an @ of others is an access key.
 _WITH_USER = ("abfs", "abfss", "ftp", "sftp", "ssh")
+_FORMS = {"file": "file:///FOLDER", "hf": "hf://buckets/OWNER/BUCKET/FOLDER"}
 
 
-def is_store(protocol: str, parts: Sequence[str]) -> bool:
-    """Tell whether a run can be mirrored to PROTOCOL://PARTS: without credentials, and of the Hub only to a bucket.
+def find_url_problem(url: str) -> str | None:
+    """Return why no run can be mirrored to a URL; None if one can.
 
-    In a repository of the Hub, each write would be a commit.
+    In a repository of the Hub, each write would be a commit: of the Hub, only a bucket is a store.
     """
-    user, mark, _ = parts[0].rpartition("@")
-    if mark and (":" in user or protocol not in _WITH_USER):
-        return False
-    if protocol == "hf":
-        return parts[0] == "buckets" and len(parts) > 3
-    return protocol in OBJECT_STORES or protocol in FILE_SERVERS
+    protocol, _, rest = url.partition(":")
+    name = protocol.lower()
+    path = rest.removeprefix("//")
+    user, mark, _ = path.partition("/")[0].rpartition("@")
+    if mark and path != rest and (":" in user or name not in _WITH_USER):
+        return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
+    if name not in (*OBJECT_STORES, *FILE_SERVERS):
+        known = ", ".join((*OBJECT_STORES, *FILE_SERVERS))
+        local = "" if rest.startswith("/") else f", e.g. ./{url}"
+        return f"got {url}; expected a local path, or a URL of {known}; fix: use a local folder{local}"
+    form = _FORMS.get(name, f"{name}://{'BUCKET' if name in OBJECT_STORES else 'HOST'}/FOLDER")
+    if reason := _find_wrong_part(protocol, rest, [part for part in path.split("/") if part]):
+        return f"got {re.split('[?#]', url)[0]}{reason}; expected {form}"
+    return None
+
+
+def _find_wrong_part(protocol: str, rest: str, parts: list[str]) -> str:
+    """Return what is wrong with PROTOCOL:REST, to follow the URL in a message; empty: nothing is."""
+    if protocol != protocol.lower():
+        return ", a protocol in upper case"
+    if not rest.startswith("//"):
+        return " without // after the protocol"
+    if mark := re.search("[?#]", rest):
+        return f" with {mark[0]}, which no name may contain"
+    if not rest.isprintable():
+        return " with characters that are not printable"
+    if {".", ".."} & {*parts}:
+        return " with `.` or `..`"
+    if protocol == "file" and parts and not rest.startswith("///"):
+        return ", whose folder would be read as a host"
+    if protocol != "file" and (not parts or rest.startswith("///")):
+        return f" without a {'bucket' if protocol in OBJECT_STORES else 'host'}"
+    if protocol == "hf" and not (parts[0] == "buckets" and len(parts) > 3):
+        return ", which is not a folder in a bucket of the Hub"
+    return "" if parts else " without a folder"

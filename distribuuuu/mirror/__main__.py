@@ -91,7 +91,9 @@ class _Child:
 
     def fetch(self, name: str) -> None:
         """Download what the commands need: all but checkpoints, and the one of a name."""
-        if (index := self.mirror.read_index()) is None:
+        if (index := self.mirror.read_index()) is None and (objects := self.mirror.store.list_objects()):
+            raise self.mirror.describe_lost_index(objects)
+        if index is None or not index.files:
             raise ConflictError(f"{self.mirror.store.url}: no run is there; fix: check the URL")
         if name and name not in index.files:
             raise ConflictError(f"{self.mirror.store.url}/{name}: no such file; it has {', '.join(index.files)[:400]}")
@@ -122,9 +124,10 @@ class _Child:
     def work(self) -> None:
         """Upload changes until the end is requested and everything is there, or another run has taken over."""
         threading.Thread(target=self.beat, daemon=True).start()
-        pause_s = SCAN_S
+        pause_s, is_last = SCAN_S, False
         while not self.conflict:
-            is_last = self.end.is_set()
+            if not is_last and (is_last := self.end.is_set()) and (lost := self.mirror.list_lost()):
+                self.warn(f"the run now lacks {', '.join(lost)}: damaged in the mirror, and not written again")
             try:
                 self.mirror.upload_changes(with_logs=is_last)
                 pause_s = SCAN_S

@@ -1,6 +1,6 @@
 """Objects of a mirrored run: verified uploads and downloads, and the index that names a complete state.
 
-    URL/mirror.json         the index: name -> SHA-256 and size of each file
+    URL/mirror.json         the index: name -> SHA-256 and size of each file; written before the first object
     URL/objects/SHA256      the content of a file; never overwritten with another one
     URL/owner.json          the run that writes there, renewed every few seconds
 
@@ -124,13 +124,20 @@ class Store:
             raise OSError(f"{name} differs after its upload")
 
     def _put(self, path: str, name: str, **options: Any) -> None:
-        target = f"{self.url}/{name}"
-        if self.url.partition("://")[0] in OBJECT_STORES:
-            return call_filesystem(target, "put_file", path, **options)
-        # An interrupted upload to a folder leaves a part of a file.
-        call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
-        call_filesystem(f"{target}.partial", "put_file", path, **options)
-        return call_filesystem(target, "mv", f"{target}.partial")
+        target, protocol = f"{self.url}/{name}", self.url.partition("://")[0]
+        try:
+            if protocol in OBJECT_STORES:
+                return call_filesystem(target, "put_file", path, **options)
+            # An interrupted upload to a folder leaves a part of a file.
+            call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
+            call_filesystem(f"{target}.partial", "put_file", path, **options)
+            return call_filesystem(target, "mv", f"{target}.partial")
+        except MissingObjectError as error:
+            if not os.path.exists(path):
+                raise
+            place = "bucket" if protocol in OBJECT_STORES else "folder"
+            message = f"{self.url}: the {place} does not exist; fix: create it, or check the URL"
+            raise MissingObjectError(message) from error
 
     def upload(self, path: Path, entry: Entry) -> None:
         """Upload a file and verify it: by the MD5 in the ETag if the store has one, else it is read back.
@@ -167,15 +174,19 @@ class Store:
             self._on_progress(len(data))
         return hashed.hexdigest()
 
-    def delete_others(self, kept: set[str]) -> None:
-        """Delete the objects whose hash is not in `kept`, and what interrupted uploads have left."""
+    def list_objects(self) -> set[str]:
+        """Return the names of the objects with content, and of what interrupted uploads have left."""
         try:
             found = call_filesystem(f"{self.url}/{OBJECTS}", "find")
         except MissingObjectError:
-            return
-        for name in {os.path.basename(path) for path in found}:
-            if _SHA256.fullmatch(name.removesuffix(".partial")) and name not in kept:
-                self.delete(f"{OBJECTS}/{name}")
+            return set()
+        names = {os.path.basename(path) for path in found}
+        return {name for name in names if _SHA256.fullmatch(name.removesuffix(".partial"))}
+
+    def delete_others(self, kept: set[str]) -> None:
+        """Delete the objects whose hash is not in `kept`, and what interrupted uploads have left."""
+        for name in self.list_objects() - kept:
+            self.delete(f"{OBJECTS}/{name}")
 
     def delete(self, name: str) -> None:
         """Delete an object."""

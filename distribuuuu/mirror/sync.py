@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST_LOG, TRAIN_LOG
 from distribuuuu.files import locks
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
 from distribuuuu.mirror.store import (
     INDEX,
+    OBJECTS,
     OWNER,
     PART,
     DamagedError,
@@ -141,6 +143,7 @@ class Mirror:
                 self.state = found
         # The newest known index, the objects that are there, and (size, time, inode) of hashed files.
         self.index, self._stored = Index("", 0, {}), set[str]()
+        self._damaged = set[str]()  # names that could not be restored
         self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}
         self._logs_at = float("-inf")
 
@@ -165,10 +168,15 @@ class Mirror:
 
         Raises:
             ConflictError: both have changed.
+            DamagedError: the index is damaged, or missing although there are objects that this folder does not hold.
         """
         if (found := self.read_index()) is None:
+            self._begin()
             return
         self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
+        if not found.files:  # the first upload has not ended
+            self.save_state(is_restoring=False, ids=[*self.state["ids"], found.id])
+            return
         own, remote = find_newest(self.list_files()), find_newest(found.files)
         is_known = found.id in self.state["ids"] and not self.state["is_restoring"]
         if is_known and _position(own) >= _position(remote):
@@ -179,6 +187,23 @@ class Mirror:
                 f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
             )
         self.restore(found)
+
+    def _begin(self) -> None:
+        """Write an index without files at a URL without objects: only with it can a first upload be continued."""
+        if not (objects := self.store.list_objects()):
+            self.save_state(is_restoring=False)
+            self._write_index({})
+            return
+        names, known = self.list_files(), self.state["files"]
+        here = {*known.values(), *(hash_file(self.folder / name).sha256 for name in names)}
+        if not objects <= here or _position(find_newest(names)) < _position(find_newest(known)):
+            raise self.describe_lost_index(objects)
+
+    def describe_lost_index(self, objects: set[str]) -> DamagedError:
+        """Return the error for a URL with objects but without an index."""
+        what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
+        fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
+        return DamagedError(f"{self.store.url}: {what}; fix: {fix}")
 
     def _has_changed(self) -> bool:
         """Tell whether the folder has a checkpoint that the last known index does not name."""
@@ -201,7 +226,7 @@ class Mirror:
         if needed > free:
             raise ConflictError(f"{self.folder}: {needed:,} bytes are to be downloaded, {free:,} are free; fix: free "
                                 "some space")  # fmt: skip
-        damaged = {name for name in missing if not self._download(name, index.files[name])}
+        self._damaged = damaged = {name for name in missing if not self._download(name, index.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
             raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
@@ -228,6 +253,10 @@ class Mirror:
             self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
         return True
+
+    def list_lost(self) -> list[str]:
+        """Return the names of files that were damaged in the mirror and that the run has not written again."""
+        return sorted(name for name in self._damaged if not (self.folder / name).exists())
 
     # --------------------------------------------------------------------------------------- uploading
 

@@ -63,6 +63,8 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
         return optimizer
 
     optimizer = build_sharded_optimizer(cfg, groups, build)
+    if optim.KWARGS and not registered:
+        _check_step(cfg, groups, build)
     options = inspect.signature(registered).parameters if registered else optimizer.defaults
     for name in _given_options(cfg):
         if name not in options:
@@ -71,13 +73,33 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     return optimizer
 
 
+def find_optimizer(cfg) -> Callable:
+    """Return the constructor of OPTIM.NAME: a registered one, torch's SGD, or one of timm.
+
+    Raises:
+        ConfigError: an unknown name.
+        AssertionError, ImportError: timm's needs a GPU or a package that this machine lacks.
+    """
+    name = cfg.OPTIM.NAME.lower()
+    if cfg.OPTIM.NAME in OPTIMIZERS or name == "sgd":
+        return OPTIMIZERS.get(cfg.OPTIM.NAME) if cfg.OPTIM.NAME in OPTIMIZERS else torch.optim.SGD
+    import timm.optim
+
+    known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
+    keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
+    if name not in known:
+        hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
+        raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {cfg.OPTIM.NAME!r}{hint}"), cfg.origins)
+    return timm.optim.get_optimizer_class(name)
+
+
 def _given_options(cfg) -> dict[str, Any]:
     """Return OPTIM.BETAS and OPTIM.EPS, where they are set, as keyword arguments."""
     given = {"betas": tuple(cfg.OPTIM.BETAS), "eps": cfg.OPTIM.EPS}
     return {name: value for name, value in given.items() if value}
 
 
-def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
+def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
 
     Raises:
@@ -97,6 +119,19 @@ def _check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
         if problems:
             raise ConfigError(problems, cfg.origins)
     return dict(cfg.OPTIM.KWARGS)
+
+
+def _check_step(cfg, groups: list[dict[str, Any]], build: Callable) -> None:
+    """Update small tensors instead of the parameters; raise ConfigError if OPTIM.KWARGS fail in a step only."""
+    small = {w.ndim: torch.ones((4,) * w.ndim, dtype=w.dtype, device=w.device) for g in groups for w in g["params"]}
+    for tensor in small.values():  # muon has another update for dimensions below 4
+        tensor.grad = torch.ones_like(tensor)
+    try:
+        with torch.random.fork_rng({tensor.device for tensor in small.values() if tensor.is_cuda}):
+            build([{**groups[0], "params": [*small.values()]}]).step()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{cfg.OPTIM.NAME} fails in a step with them: {str(error) or type(error).__name__}"
+        raise ConfigError(Problem("OPTIM.KWARGS", f"got {dict(cfg.OPTIM.KWARGS)}; {reason}"), cfg.origins) from error
 
 
 def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
@@ -119,12 +154,12 @@ def _build_registered(cfg, registered: Callable, groups: list[dict[str, Any]], l
     options = {"momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
     options = {name: value for name, value in {**options, **_given_options(cfg)}.items() if name in known}
     groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
-    options |= _check_arguments(cfg, registered)
+    options |= check_arguments(cfg, registered)
     return registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
 
 
 def _build_sgd(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
-    optim, options = cfg.OPTIM, {**kernels(torch.optim.SGD), **_check_arguments(cfg, torch.optim.SGD)}
+    optim, options = cfg.OPTIM, {**kernels(torch.optim.SGD), **check_arguments(cfg, torch.optim.SGD)}
     if optim.DAMPENING:  # zero momentum, see below, would give another first step
         options = {key: value for key, value in options.items() if key != "fused"}
     optimizer = torch.optim.SGD(
@@ -141,21 +176,15 @@ def _build_sgd(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) 
 def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
     import timm.optim
 
-    optim, name = cfg.OPTIM, cfg.OPTIM.NAME.lower()
-    known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
-    keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
-    if name not in known:
-        hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
-        raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {optim.NAME!r}{hint}"), cfg.origins)
-    options = _given_options(cfg)
+    optim, name, options = cfg.OPTIM, cfg.OPTIM.NAME.lower(), _given_options(cfg)
     groups = [{**group, "optimizer": name} for group in groups]  # for `_adapt_loaded_state`
     try:
-        optimizer_class = timm.optim.get_optimizer_class(name)
+        optimizer_class = find_optimizer(cfg)
         betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
         if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
             message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
             raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
-        options |= {**kernels(optimizer_class), **_check_arguments(cfg, optimizer_class)}
+        options |= {**kernels(optimizer_class), **check_arguments(cfg, optimizer_class)}
         return timm.optim.create_optimizer_v2(
             groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
         )

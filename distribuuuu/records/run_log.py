@@ -5,6 +5,7 @@ Only the main process writes files; the other processes print warnings.
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -390,6 +391,9 @@ class RunLog:
             logger.info("validation, epoch %d%s: %s", epoch + 1, suffix, values)
             self._evaluation = f"val {values.split(' ')[1 if self.eval_metrics else -1]}"
             best_texts.append(f"{suffix[2:]} {best.describe(selecting)}".lstrip())
+            if math.isnan(metrics.get(next(iter(self.eval_metrics), "loss"), 0.0)):
+                message = "validation, epoch %d%s: %s is not a number and cannot select the best weights"
+                logger.warning(message, epoch + 1, suffix, selecting)
         logger.info("best %s so far: %s", selecting, ", ".join(best_texts))
         self._shown_at = time.perf_counter()
 

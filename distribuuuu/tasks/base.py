@@ -92,7 +92,8 @@ class Task:
         """Return by name the options by which further training loaders differ from that of the config.
 
         Each step gets a batch of each, `Batch.extra`. TRAIN.BATCH_SIZE sets its number of images relative to that of
-        the config; the other options are those of TRAIN.DATASET, TRAIN.SPLIT, TRAIN.IM_SIZE, DATA and AUG.
+        the config; the others are TRAIN.DATASET, TRAIN.SPLIT, TRAIN.IM_SIZE, and those of DATA and, but for mixup and
+        CutMix, of AUG.
         """
         return {}
 
@@ -224,7 +225,10 @@ class Task:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the model: tensors, numbers, texts; dicts, lists, tuples of them."""
+        """Return what a resumed run needs beside the model: tensors, numbers, texts; dicts, lists, tuples of them.
+
+        An evaluation or a prediction restores the entries that there are without `prepare_training`.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ _LOSS = "criterion."
 class Classification(Task):
     """One label per image: LOSS.NAME on images mixed by Mixup or CutMix in training, cross-entropy in evaluation."""
 
+    criterion: Any = None  # only in training
+
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         super().__init__(cfg, classes, device, precision)
         self.eval_criterion = build_loss(cfg, train=False)
@@ -68,12 +70,14 @@ class Classification(Task):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss; a task that has more adds its own."""
-        return {f"{_LOSS}{name}": value for name, value in self.criterion.state_dict().items()}
+        own = {} if self.criterion is None else self.criterion.state_dict()
+        return {f"{_LOSS}{name}": value for name, value in own.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the loss; other entries are left to the task."""
         own = {name.removeprefix(_LOSS): value for name, value in state.items() if name.startswith(_LOSS)}
-        self.criterion.load_state_dict(own)
+        if self.criterion is not None:
+            self.criterion.load_state_dict(own)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets in the form of `StepOutput.targets`."""

@@ -41,6 +41,14 @@ def check_finite(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+def _check_shape(metric: SumMetric, sums: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a batch; raise ConfigError if a metric of the user returns another shape than it has named."""
+    if sums.shape != metric.shape:
+        name = f"{type(metric).__name__}.batch_sums"
+        raise ConfigError(f"{name}: got shape {tuple(sums.shape)}; expected {tuple(metric.shape)}, its `shape`")
+    return sums
+
+
 class Meter:
     """Number of images, mean loss, metrics, and means of other `StepOutput.sums`, over all batches since the last read.
 
@@ -91,7 +99,7 @@ class Meter:
             self._add_others(output.sums)
         for name, metric in self._sum_metrics.items():
             for output in joined if metric.is_count else pending:
-                parts[name].add_(metric.batch_sums(output))
+                parts[name].add_(_check_shape(metric, metric.batch_sums(output)))
         for output in joined if self._score_metrics else ():
             self._scores.append((output.logits.float(), one_hot(output.targets, output.logits.shape[1])))
 
@@ -136,10 +144,10 @@ class Meter:
         self._scores = [self._no_scores]
         count, loss, parts = self._split(sums)
         num = count.item()
-        values = {name: metric.value(parts[name], num) for name, metric in self._sum_metrics.items()}
+        values = {name: float(metric.value(parts[name], num)) for name, metric in self._sum_metrics.items()}
         if self._score_metrics:
             logits, targets = (gather_rows(torch.cat(parts)) for parts in zip(*scores, strict=True))
-            values |= {name: metric.value(logits, targets) for name, metric in self._score_metrics.items()}
+            values |= {name: float(metric.value(logits, targets)) for name, metric in self._score_metrics.items()}
         # The two divisions round differently; both are kept, so that recorded results stay bitwise the same.
         mean_loss = loss.item() / (num or math.nan) if self._score_metrics else loss.item() * (1 / (num or math.nan))
         values |= {name: total / (num or math.nan) for name, total in zip(self._agreed, others, strict=True)}

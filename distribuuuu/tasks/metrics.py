@@ -46,7 +46,7 @@ class StepOutput:
     def detach(self) -> "StepOutput":
         """Return it without gradients; on CUDA a copy, since the replay of a CUDA graph writes to the same memory."""
         keep = (lambda value: value.detach().clone()) if self.loss.is_cuda else torch.Tensor.detach
-        sums = {name: keep(value) for name, value in self.sums.items()}
+        sums = {name: keep(torch.as_tensor(value)) for name, value in self.sums.items()}
         return StepOutput(keep(self.loss), keep(self.logits), keep(self.targets), sums)
 
     def ranked(self, k: int) -> torch.Tensor:

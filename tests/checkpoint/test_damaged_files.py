@@ -21,6 +21,7 @@ from support.commands import command_module
 from support.processes import on_processes
 from support.runs import newest, records
 from support.states import make_state, original_checkpoint
+from support.tables import each_row
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.load import check_resumable, load_optimizer
@@ -410,7 +411,7 @@ def test_yaml_without_bounds_is_refused_in_a_file(tmp_path, text, said):
     assert command_module("table.table").read_reported(path, problems) == {} and said in problems[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "word",
     [LAUGHS, MERGES, "[" * 5000, "-" * 60000 + "1", "1+" * 30000 + "1", "{1: 2}", "{[]: 1}", "9" * 5000, "&a [*a]",
      "!!bool x", "2021-02-31", "1" + "0" * 400, "{a: {2: b}}", "b'x'", "{1, 2}"],

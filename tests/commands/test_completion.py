@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from support.tables import each_row
 
 from distribuuuu.config.model_names import NameTable, keep_table
 
 
-@pytest.mark.parametrize("line, expected, other", [
+@each_row("line, expected, other", [
     ("distribuuuu trai", ["train "], "test"),
     ("distribuuuu train --dump", ["--dump-config "], "--cfg"),
     ("distribuuuu train --cfg shapes/res", ["shapes/resnet14 "], "imagenet/resnet50"),

@@ -15,9 +15,11 @@ pytestmark = pytest.mark.slow
 
 # What only optional commands use; it is deleted with the last of them.
 SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "measure")]
+SHARED += ["distribuuuu/commands/output.py", "tests/commands/test_output.py"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
 # Tests of the house and of the list of commands.
-ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/config/test_run_files.py")
+ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/commands/test_output.py")
+DEFAULT_TIER = "not slow and not slurm and not tutorial and not real_data and not house"
 
 
 def copy_project(target: Path) -> Path:
@@ -48,15 +50,25 @@ def find_tests(root: Path, words) -> list[str]:
 
 
 def check_rest(root: Path, deleted, *more: str) -> None:
-    """Check the list of commands, that all tests can be collected, and the tests that may have used what is deleted."""
+    """Check the list of commands, and run the default-tier tests that may have used what is deleted."""
     listed = run(root, "-m", "distribuuuu", "--help")
     names = re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE)
     assert names[:2] == ["train", "test"] and not {*names} & {*deleted}, listed
+    files = [*(name for name in ALWAYS if (root / name).exists()), *more, *find_tests(root, deleted)]
+    done = run(root, "-m", "pytest", "-n", "0", "-q", "-m", DEFAULT_TIER, *files)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def check_house(root: Path, *files: str) -> None:
+    """Check the rules of the house; what holds without all commands holds without one of them."""
+    done = run(root, "-m", "pytest", "-n", "0", "-q", "-m", "house", "tests/test_repo.py", *files)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def check_collection(root: Path) -> None:
+    """Check that all remaining tests can be collected, so that none needs what is deleted when it is imported."""
     collected = run(root, "-m", "pytest", "-n", "0", "-q", "--collect-only", "-m", "")
     assert collected.returncode == 0, collected.stdout[-3000:]
-    tiers = ("-m", "not slow and not slurm and not tutorial and not real_data")  # with the rules of the house
-    done = run(root, "-m", "pytest", "-n", "0", "-q", *tiers, *ALWAYS, *more, *find_tests(root, deleted))
-    assert done.returncode == 0, done.stdout[-5000:]
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONAL_COMMANDS if name != "compare"])
@@ -69,7 +81,9 @@ def test_a_command_can_be_deleted_with_its_tests_and_its_page(name, tmp_path):
 def test_all_optional_commands_can_be_deleted(tmp_path):
     root = copy_project(tmp_path / "copy")
     delete(root, [path for paths in OPTIONAL_COMMANDS.values() for path in paths] + SHARED)
+    check_collection(root)  # with all of them deleted, this need not be repeated for each
     check_rest(root, list(OPTIONAL_COMMANDS), "tests/test_docs.py")
+    check_house(root, "tests/test_docs.py")
 
 
 def test_the_mirror_of_runs_can_be_deleted(tmp_path):
@@ -77,4 +91,6 @@ def test_the_mirror_of_runs_can_be_deleted(tmp_path):
     delete(root, ["distribuuuu/mirror", "tests/mirror"])
     refused = run(root, "-m", "distribuuuu", "train", "OUT_DIR", "s3://bucket/run")
     assert refused.returncode == 2 and "OUT_DIR" in refused.stderr and "expected a local path" in refused.stderr
+    check_collection(root)
     check_rest(root, [], "tests/config/test_reader.py", "tests/inference/test_load_run.py")
+    check_house(root)

@@ -1,6 +1,7 @@
 """Bases of configs and several files of --cfg: the order of merging, origins, errors, and what runs store."""
 
 import json
+import os
 
 import pytest
 from support.commands import command_module
@@ -54,6 +55,13 @@ def test_several_files_follow_one_flag(capsys):
     assert config_name(load_cfg(["a", "b"])).count("+") == 1
 
 
+def test_a_base_whose_name_is_too_long_is_a_missing_file():
+    for name in ("a" * 300, "a" * 300 + "/b", "a/" * 3000):
+        write(top=f"_BASE_: {name}\n")
+        (problem,) = problems_of(load_cfg, "top.yaml")
+        assert problem.startswith("_BASE_ (top.yaml:1): no such file: top.yaml -> a")
+
+
 def test_commands_take_several_files():
     write(a="RNG_SEED: 1\n", b="RNG_SEED: 2\n")
     parse_doctor = command_module("doctor.doctor").parse_args
@@ -94,7 +102,9 @@ def test_wrong_bases_name_the_chain():
         one="_BASE_: two.yaml\n", two="_BASE_: one.yaml\n", own="_BASE_: own.yaml\n", gone="_BASE_: twoo.yaml\n",
         user="RNG_SEED: 1\n_BASE_: gone.yaml\n", number="_BASE_: 3\n", empty="_BASE_: []\n", map="_BASE_: {a: 1}\n",
         broken="_BASE_: bad.yaml\n", bad="OPTIM: {BASE_LRR: 1}\n", folder="_BASE_: .\n", home="_BASE_: ~/root\n",
+        pipe="_BASE_: fifo\n",
     )  # fmt: skip
+    os.mkfifo("fifo")
     for name, said in {
         "one": "_BASE_ (two.yaml:1): got a file that is its own base: one.yaml -> two.yaml -> one.yaml; fix: remove",
         "own": "_BASE_ (own.yaml:1): got a file that is its own base: own.yaml -> own.yaml",
@@ -103,7 +113,8 @@ def test_wrong_bases_name_the_chain():
         "empty": "_BASE_ (empty.yaml:1): got []; expected the path",
         "map": "_BASE_.a (map.yaml:1): no such key",
         "broken": "OPTIM.BASE_LRR (bad.yaml:1, base of broken.yaml:1): no such key; did you mean OPTIM.BASE_LR",
-        "folder": "_BASE_ (folder.yaml:1): no such file: folder.yaml -> .",
+        "folder": "_BASE_ (folder.yaml:1): no such file: folder.yaml -> .; did you mean ",
+        "pipe": "_BASE_ (pipe.yaml:1): not a regular file: pipe.yaml -> fifo",
         "home": "_BASE_ (home.yaml:1): no such file: home.yaml -> ~/root; `~` is not expanded; fix: write",
         "deep0": "_BASE_ (deep10.yaml:1): got more than 10 levels of bases: deep0.yaml -> deep1.yaml -> ",
     }.items():

@@ -4,6 +4,7 @@ import inspect
 import os
 import shutil
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 import yaml
@@ -134,7 +135,9 @@ def test_other_versions_have_tables_of_their_own(monkeypatch):
 def test_a_new_file_of_models_makes_the_table_out_of_date(monkeypatch, tmp_path):
     shutil.copytree(ROOT / "distribuuuu", tmp_path / "copy" / "distribuuuu")
     package = tmp_path / "copy" / "distribuuuu"
-    monkeypatch.setattr(model_names, "find_spec", lambda name: type("", (), {"submodule_search_locations": [package]}))
+    spec = ModuleSpec("distribuuuu", None, origin=str(package / "__init__.py"))
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(model_names, "find_spec", lambda name: spec)
     keep_table("distribuuuu", lambda: NameTable({"a": {"width": True}}))
     assert load_table("distribuuuu") is not None
     (package / "models" / "my_net.py").write_text("")

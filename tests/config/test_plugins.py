@@ -197,6 +197,7 @@ def test_a_failed_plug_in_can_be_corrected_and_one_that_is_imported_is_not_impor
     assert not problems_of("PLUGINS", "own.py,./own.py")
 
 
+@pytest.mark.slow
 def test_a_script_that_names_itself_is_not_imported_again():
     start = "    print(load_cfg(None, ['PLUGINS', 'own.py', 'TASK.NAME', 'own_task']).TASK.NAME)\n"
     own = write("own.py", f"{TASK}\nif __name__ == '__main__':\n    from distribuuuu.config import load_cfg\n{start}")
@@ -212,6 +213,7 @@ def test_help_lists_the_settings_of_the_selected_entry(capsys):
     assert "TASK.KWARGS.rho: 0.05\n    radius of the perturbation (0 to 1)\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_objects_of_a_plug_in_can_be_read_in_a_process_that_is_not_forked():
     write("own.py", TASK)
     cfg = load_cfg(None, ["PLUGINS", "own.py", "TASK.NAME", "own_task"])

@@ -295,7 +295,7 @@ def test_what_is_dumped_loads_back_and_tells_where_each_value_came_from(write):
     file = write("TRAIN:\n  WORKERS: 2\n  TOPK: 5\n")
     lines = dump_with_origins(load_cfg(file, ["OPTIM.BASE_LR", "1"])).splitlines()
     marked = [line.strip() for line in lines if "#" in line]
-    assert marked == [f"WORKERS: 2  # {file}:2", "BASE_LR: 1.0  # command line"]
+    assert marked == [f"WORKERS: 2  # {file}:2", f"TOPK: 5  # {file}:3", "BASE_LR: 1.0  # command line"]
 
 
 def test_every_option_is_documented_once():

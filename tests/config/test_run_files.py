@@ -3,8 +3,7 @@
 import subprocess
 import sys
 
-import pytest
-from support.commands import is_deleted
+from support.tables import each_row
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import run_files
@@ -25,7 +24,7 @@ def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name", [*RUN_FILES, "best.pth.tar", "best_ema.pth.tar", "best.yaml", "checkpoints.12", "a.pth.tar.broken", "x.tmp"]
 )
 def test_no_spelling_of_a_file_of_the_run_is_a_name_of_the_config(name):
@@ -41,10 +40,16 @@ def test_a_name_that_some_file_system_treats_in_its_own_way_is_refused():
         assert find_name_problem(name) is None, name
 
 
-def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path):
+def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path, monkeypatch):
     for scheme in ("s3", "gs", "hf", "http", "https", "file", "S3", "abfs", "host"):
         for path in (f"{scheme}://bucket/run", f"{scheme}:/bucket"):
             assert "expected a local path" in find_path_problem(path)
+    for path in ("file:store/a", "s3:bucket/a", "host:runs/a", "me@host:runs", "my.host:a"):
+        assert "a URL or a host; expected a local path; fix: use a local folder" in find_path_problem(path)
+        assert find_path_problem(f"./{path}") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "host:runs").mkdir()
+    assert find_path_problem("host:runs") is None, "it exists already"
     (tmp_path / "link").symlink_to("/")
     for path in ("/", "//", "/.", "/tmp/..", str(tmp_path / "link")):
         assert "root of the file system" in find_path_problem(path)
@@ -53,47 +58,16 @@ def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path):
     assert "fix: /" in find_path_problem("~/exp")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("predict", "run", "photos", "--out", "s3://bucket/a.csv"),
-     ("report", "run", "--out", "gs://bucket/a.html"), ("compare", "a", "b", "--out", "http://host/a.html"),
-     ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
-     ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
-     ("pack", "/", "MODEL.DUMMY_INPUT", "True")],
-)  # fmt: skip
-def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    if is_deleted(command[0]):
-        pytest.skip(f"{command[0]} has been deleted")
-    assert dispatch("distribuuuu", command) == 2
-    assert "expected a local path" in (said := capsys.readouterr().err) or "the root of the file system" in said
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name, command in (("metrics.jsonl", ("predict", "run", "photos")), ("results.json", ("report", "run"))):
-        if is_deleted(command[0]):
-            continue
-        (tmp_path / name).write_text("mine")
-        assert dispatch("distribuuuu", (*command, "--out", name)) == 2
-        assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
-
-
-def test_a_parent_of_a_missing_folder_is_no_path_and_no_command_creates_the_folder(capsys, monkeypatch, tmp_path):
+def test_a_parent_of_a_missing_folder_is_no_path_and_no_run_creates_the_folder(capsys, monkeypatch, tmp_path):
     (tmp_path / "here" / "run").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     for path in ("new/..", "run/new//../exp", "BEST.YAML~//..", str(tmp_path / "new" / ".." / "exp"), "../new/../exp"):
         assert "which does not exist" in find_parent_problem(path), path
     for path in ("../exp", "../../exp", "run/../exp", "..", ".", "exp", "/..", "run/../new/exp", str(tmp_path / "..")):
         assert find_parent_problem(path) is None, path
-    for command in (("train", "OUT_DIR", "new/..", "TRAIN.DATASET", "none"),
-                    ("predict", "run", "photos", "--out", "new/../a.csv")):  # fmt: skip
-        if is_deleted(command[0]):
-            continue
-        assert dispatch("distribuuuu", command) == 2
-        assert "`..` follows new, which does not exist" in capsys.readouterr().err
-        assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
+    assert dispatch("distribuuuu", ("train", "OUT_DIR", "new/..", "TRAIN.DATASET", "none")) == 2
+    assert "`..` follows new, which does not exist" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
 
 
 def test_a_wrong_path_is_reported_without_torch(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.runs import ROOT
+from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import read_cfg
@@ -70,7 +71,7 @@ def entries(monkeypatch):
 OWN = ("TASK.NAME", "own", "LOSS.NAME", "own", "DATA.NAME", "own")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "expected"),
     [
         ("TASK.KWARGS.rho 0.25", {"rho": 0.25}),
@@ -91,7 +92,7 @@ def test_values_have_the_type_of_their_field(given, expected, entries):
     assert all(type(getattr(settings, name)) is type(value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("key", "value", "message"),
     [
         ("KWARGS.roh", "1", "no such setting; did you mean rho?; expected one of rho, steps, kind, is_on, "),
@@ -105,7 +106,7 @@ def test_values_have_the_type_of_their_field(given, expected, entries):
         ("KWARGS", "{kind: hard, is_on: True}", "is_on: got True with kind hard; expected kind soft"),
     ],
 )
-@pytest.mark.parametrize("section", ["TASK", "LOSS", "DATA"])
+@each_row("section", ["TASK", "LOSS", "DATA"])
 def test_each_mistake_is_reported_with_its_origin(section, key, value, message, entries):
     words = ["MODEL.NUM_CLASSES", "3", *OWN, "LOSS.LABEL_SMOOTHING", "2", f"{section}.{key}", value]
     _, problems = read_cfg(None, words)
@@ -163,7 +164,7 @@ def test_settings_of_the_package_are_checked_without_torch():
     assert done.stdout == "3 False\n", done
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "default"),
     [(float, "abc"), (int, 0.5), (int, True), (str, 3), (bool, 1), (float | None, "abc"), (tuple[float, ...], ("a",))],
 )

@@ -10,6 +10,7 @@ from PIL import Image
 from support.archives import files_of, write_tar
 from support.images import deep_png
 from support.runs import make_cfg
+from support.tables import each_row
 from torch import nn
 
 from distribuuuu.api import train
@@ -100,7 +101,7 @@ def test_gray_images_and_16_bits_equal_those_of_pil():
 HUGE = npy(np.zeros((2, 2), np.uint16)).replace(b"(2, 2)", b"(9, 9)")
 
 
-@pytest.mark.parametrize(("item", "wanted", "message"), [
+@each_row(("item", "wanted", "message"), [
     (npy(BANDS), options(4, "uint16"), "expected 4 channels"),
     (npy(BANDS), options(5), r"got uint16 pixels; expected uint8 \(DATA.PIXELS\)"),
     (npy(BANDS.astype(float)), options(5, "uint16"), "got float64 pixels; expected uint16"),
@@ -148,7 +149,7 @@ def test_normalization_and_erasing_use_the_range_of_the_pixels():
         assert abs(float(erased[changed].mean()) / 65535 - 0.5) < 0.1
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@each_row(("words", "message"), [
     (["DATA.CHANNELS", "5"], r"DATA.MEAN: got \[\] with DATA.CHANNELS 5 .*doctor --statistics"),
     (["DATA.PIXELS", "uint16"], "DATA.STD: .*doctor --statistics"),
     (["DATA.CHANNELS", "0"], "DATA.CHANNELS.*1 or more"),

@@ -435,6 +435,7 @@ def test_crops_are_pils(decoder):
     assert difference(pixels, pil_crop(image, box, 20)) <= 0.1
 
 
+@pytest.mark.slow
 def test_nvimgcodec_prints_nothing_and_the_standard_error_is_kept():
     """Without a GPU, the package prints several lines in each process that imports it."""
     needs("nvimgcodec")

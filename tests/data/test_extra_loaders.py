@@ -8,6 +8,7 @@ import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
 from support.images import draw_folder
 from support.runs import assert_same_run, train_and_kill
+from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data import workers
@@ -79,6 +80,7 @@ def test_a_step_has_the_same_images_for_any_division(small_cfg, task, unlabeled,
 @pytest.mark.parametrize("options, message", [
     ({"TRAIN.SPLIT": "unlabelled"}, r"TRAIN.SPLIT \(loader unlabeled\): .*did you mean unlabeled"),
     ({"TRAIN.BATCH_SIZE": 512}, r"TRAIN.BATCH_SIZE \(loader unlabeled\): got 512 images per step"),
+    ({"AUG.MIXUP": 0.5}, r"AUG.MIXUP \(loader unlabeled\): has no effect here; expected TRAIN.BATCH_SIZE"),
     ({"OPTIM.BASE_LR": 0.1}, r"OPTIM.BASE_LR \(loader unlabeled\): has no effect here; expected TRAIN.BATCH_SIZE"),
     ({"DATA.NAME": "imagefoldr"}, r"DATA.NAME \(loader unlabeled\): got 'imagefoldr'.*did you mean imagefolder"),
 ])  # fmt: skip
@@ -138,7 +140,7 @@ class Both(Classification):
         return output
 
 
-@pytest.mark.parametrize("place", [(0, 1), (1, 0), (1, 3)])
+@pytest.mark.parametrize("place", [slow((0, 1)), slow((1, 0)), (1, 3)])
 def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, monkeypatch, unlabeled, tmp_path, place):
     words = own_task(monkeypatch, extra=lambda cfg: {"unlabeled": unlabeled}, base=Both)
     cfg = small_cfg(*words, "TRAIN.WORKERS", 2, "CHECKPOINT.EVERY_STEPS", 1, "OUT_DIR", tmp_path / "resumed")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from support.images import draw_folder
+from support.tables import each_row
 
 from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
@@ -31,7 +32,7 @@ def pixels_of(height: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.array(Image.fromarray(coarse).resize((width, height), 3))).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize(("size", "target"), [*itertools.product(SOURCES, TARGETS)])
+@each_row(("size", "target"), [*itertools.product(SOURCES, TARGETS)])
 def test_sizes_after_the_resize_are_exact(size, target):
     scales = [Fraction(side, of) for side, of in zip(target, size, strict=True)]
     for mode, scale in (("cover", max(scales)), ("letterbox", min(scales))):

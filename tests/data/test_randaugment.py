@@ -97,7 +97,7 @@ def test_an_operation_on_colors_is_its_formula():
 
 def test_autocontrast_is_that_of_float32_but_for_one_result_in_a_hundred():
     different = results = 0
-    for low, high in itertools.combinations(range(256), 2):
+    for low, high in itertools.islice(itertools.combinations(range(256), 2), 0, None, 5):
         values = np.arange(low, high + 1, dtype=np.uint8)
         scale = np.float32(255) / np.float32(high - low)  # autoaugment.py, autocontrast: float32, rounded down
         expected = np.clip(values.astype(np.float32) * scale - np.float32(low) * scale, 0, 255).astype(np.uint8)

@@ -102,7 +102,7 @@ def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
         assert_same_content(newest(got), newest(expected), 0)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", [slow("zero1"), SHARDED[1]])
 def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run, kind):
     words = ("OPTIM.CLIP_NORM", 0, "OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01, "OPTIM.WEIGHT_DECAY_END", 0.5)
     assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
@@ -218,7 +218,7 @@ def test_each_process_holds_its_part_and_only_the_main_one_gathers(small_cfg, ki
 
 @needs_fsdp
 def test_gathered_tensors_have_no_more_memory_than_they_need(run):
-    content = read_checkpoint(sorted((run("fsdp", 3, "TRAIN.BATCH_SIZE", 2, *DROPS) / "checkpoints").iterdir())[-1])
+    content = read_checkpoint(sorted((run("fsdp", 2, *DROPS) / "checkpoints").iterdir())[-1])
     for tensor in [*content["state_dict"].values(), content["optimizer"]["state"][0]["exp_avg"]]:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 

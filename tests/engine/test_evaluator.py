@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_cuda import CUDA, fake_cuda
+from support.tiers import slow
 from torch import nn
 
 from distribuuuu.data.batch import Batch
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 NETS = [("resnet14", 16), ("botnet50", 64), ("vit_tiny_patch16_224", 224)]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", [slow(torch.contiguous_format), torch.channels_last])
 @pytest.mark.parametrize("arch, size", NETS)
 def test_a_padded_batch_gives_each_image_the_bits_of_a_full_one(small_cfg, arch, size, layout):
     cfg = small_cfg("MODEL.ARCH", arch, "MODEL.KWARGS", "{}", "TRAIN.IM_SIZE", size, "TEST.IM_SIZE", size)

@@ -1,7 +1,7 @@
 """Checks before torch is imported: the number of classes, initial weights, batch sizes, OUT_DIR."""
 
 import pytest
-from support.commands import command_module
+from support.commands import run_command
 from support.images import draw_folder
 from support.runs import run_tool, small_options
 
@@ -184,9 +184,7 @@ def test_the_images_of_lists_and_packs_are_counted(problems, image_folder, tmp_p
         (tmp_path / f"{number}.jpg").touch()
     several = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "MODEL.NUM_CLASSES", 2, "TEST.SPLIT", "train")
     assert "at most 2, the" in problems(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
-    command_module("pack.pack")
-    done = run_tool("pack_dataset.py", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3)
-    assert done.returncode == 0, done.stderr
+    assert run_command("pack", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3) == 0
     packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
     assert "at most 48, the" in problems(*packed, "TRAIN.BATCH_SIZE", 49)[0]
     assert ask_the_data(*packed).MODEL.NUM_CLASSES == 3

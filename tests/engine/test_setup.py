@@ -1,9 +1,13 @@
-"""Set-up of a run: the settings of torch that options change."""
+"""Set-up of a run: the settings of torch that options change, and the seed of the initial weights."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from distribuuuu.config import load_cfg
+from distribuuuu.data.seeding import seed_cpu
 from distribuuuu.engine.setup import set_backends
 
 
@@ -18,3 +22,12 @@ def test_cudnn_has_the_settings_of_the_config(benchmark, deterministic, monkeypa
                  torch.device("cpu"))  # fmt: skip
     assert {name: getattr(torch.backends.cudnn, name) for name in expected} == expected
     assert calls == [(True,)] * deterministic
+
+
+def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_from():
+    def draw(seed: int) -> list[float]:
+        seed_cpu(seed)
+        return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+    first, other = draw(2**40 + 5), draw(6)
+    assert draw(2**40 + 5) == first and all(a != b for a, b in zip(first, other, strict=True))

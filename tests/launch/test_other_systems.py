@@ -1,5 +1,6 @@
 """Modules and signals that Windows lacks: each module is imported without them."""
 
+import pytest
 from support.runs import run_python
 
 CODE = """
@@ -28,6 +29,7 @@ print("imported")
 """
 
 
+@pytest.mark.slow
 def test_each_module_is_imported_without_what_windows_lacks():
     done = run_python("-c", CODE)
     assert done.stdout.endswith("imported\n"), done.stderr

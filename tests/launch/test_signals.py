@@ -9,7 +9,7 @@ import time
 import pytest
 
 from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import ECHO_S, WRITER_NAME, SignalState, end_process
+from distribuuuu.launch.signals import ECHO_S, WRITER_NAME, SignalState, end_process, exit_now
 
 
 @pytest.mark.parametrize("delay_s", [None, 0.1])
@@ -24,6 +24,23 @@ def test_a_checkpoint_writer_is_waited_for_even_if_it_is_only_about_to_start(mon
     monkeypatch.setattr(os, "_exit", statuses.append)
     end_process(7)
     assert written == [True] and statuses == [7]
+
+
+@pytest.mark.parametrize(("rank", "has_begun", "said"), [
+    ("0", True, "SIGTERM: ended at once; the newest checkpoint stays\n"),
+    ("0", False, "SIGTERM: ended at once; no step was made, nothing is lost\n"), ("1", True, ""),
+])  # fmt: skip
+def test_a_process_exits_at_once_with_the_status_of_its_signal(monkeypatch, capfd, rank, has_begun, said):
+    state, statuses = SignalState(), []
+    state.has_begun = has_begun
+    monkeypatch.setattr(SignalState, "current", state)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setenv("RANK", rank)
+    exit_now(signal.SIGTERM)
+    assert statuses == [143] and capfd.readouterr().err == said
+    state.is_ending = True  # it has an error to print, and exits by itself
+    exit_now(signal.SIGTERM)
+    assert statuses == [143] and capfd.readouterr().err == ""
 
 
 def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch):

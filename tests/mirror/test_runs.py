@@ -129,3 +129,9 @@ def test_a_second_living_run_is_refused(store, sixty_images, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "is complete: " in said.splitlines()[-1], said
+
+
+def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
+    words = [str(word) for word in small_options(sixty_images, "s3://nobucket/x", *MORE)]
+    done = run_python("-c", START, "train", *words)
+    assert done.returncode == 2 and "s3://nobucket/x: the bucket does not exist; fix: create it" in done.stderr

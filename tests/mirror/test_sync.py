@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from support.errors import problems_of
+from support.tables import each_row
 
+from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
 from distribuuuu.mirror import sync
+from distribuuuu.mirror.__main__ import _Child
 from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
 from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, Owner
 
@@ -52,6 +56,55 @@ def test_a_damaged_index_is_named_with_its_url(tmp_path):
     write(tmp_path / "store", {"mirror.json": b"\xff{"})
     with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: mirror.json is not an index .*; fix: "):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+
+
+def test_objects_without_an_index_are_kept_and_the_start_is_refused(tmp_path):
+    mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
+    (tmp_path / "store/mirror.json").unlink()
+    before, said = (
+        read(tmp_path / "store"),
+        r"mirror.json is missing, but objects/ has 5 objects; fix: restore .*OUT_DIR",
+    )
+    with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: {said}"):
+        mirror_of(tmp_path / "empty", tmp_path / "store").reconcile()
+    (tmp_path / "one/checkpoints/ckpt_ep_002.pth.tar").unlink()
+    with pytest.raises(DamagedError, match=said):  # the folder lacks the newest checkpoint
+        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    assert read(tmp_path / "store") == before and len(before) == 5
+
+
+def test_a_folder_that_holds_the_objects_replaces_a_lost_index(tmp_path):
+    mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
+    (tmp_path / "store/mirror.json").unlink()
+    write(tmp_path / "one", {"metrics.jsonl": b"{}\n{}\n", "checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    again = mirror_of(tmp_path / "one", tmp_path / "store")
+    again.reconcile()
+    assert again.upload_changes() and len(again.index.files) == 6
+    (tmp_path / "store/mirror.json").unlink()
+    for path in (tmp_path / "store/objects").iterdir():
+        path.unlink()
+    again = mirror_of(tmp_path / "one", tmp_path / "store")  # nothing is left that could be lost
+    again.reconcile()
+    assert again.upload_changes() and len(again.index.files) == 6
+
+
+@pytest.mark.parametrize("folder", ["one", "empty"])
+def test_a_first_upload_that_was_killed_is_continued_here_and_on_another_machine(tmp_path, folder, monkeypatch):
+    first = mirror_of(tmp_path / "one", tmp_path / "store")
+    first.reconcile()
+    write(tmp_path / "one")
+    monkeypatch.setattr(first, "_write_index", lambda files: None)  # killed before its first index with files
+    first.upload_changes()
+    assert len(list((tmp_path / "store/objects").iterdir())) == 5
+    write(tmp_path / folder, new := {"checkpoints/ckpt_ep_001.pth.tar": b"other"})
+    for _ in range(2):
+        again = mirror_of(tmp_path / folder, tmp_path / "store")
+        again.reconcile()
+    again.upload_changes(with_logs=True)
+    assert {**read(tmp_path / folder), **new} == read(tmp_path / folder)
+    assert {path.name for path in (tmp_path / "store/objects").iterdir()} == {
+        e.sha256 for e in again.index.files.values()
+    }
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path):
@@ -107,7 +160,25 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_pat
         mirror_of(tmp_path / "none", tmp_path / "store").reconcile()
 
 
-@pytest.mark.parametrize(
+def test_a_start_that_could_not_restore_a_file_ends_with_a_warning_unless_it_was_written_again(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(_Child, "beat", lambda child: None)
+    mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes(with_logs=True)
+    for name in ("best.pth.tar", "checkpoints/ckpt_ep_001.pth.tar"):
+        (tmp_path / "store/objects" / hash_file(tmp_path / "one" / name).sha256).write_bytes(b"x")
+    child = _Child(folder := Path(local_folder(f"file://{tmp_path}/store")))
+    child.start()
+    write(folder, {"checkpoints/ckpt_ep_001.pth.tar": b"again"})
+    child.end.set()
+    child.work()
+    out, err = capfd.readouterr()
+    assert "the run now lacks best.pth.tar: damaged in the mirror" in err.splitlines()[-1], err
+    assert '"done": true' in out and "now lacks" in (folder / "train.log").read_text()
+
+
+@each_row(
     "name",
     ["../x", "/etc/x", "checkpoints/../../x", "checkpoints/..", ".lock", ".mirror/state.json", "x.py", "a\\b",
      "checkpoints//x", "checkpoints/.x", "checkpoints/a/b/c/d/e", "checkpoints/x.tmp", "", "checkpoints/" + 300 * "x"],
@@ -173,7 +244,24 @@ def test_the_local_folder_is_a_function_of_the_url_and_back():
     assert url_of(Path(local_folder("s3://bucket/run")).parents[1] / "host/run") == "s3://host/run"
     assert url_of(Path(local_folder("s3://bucket/run")).parents[2] / "http/host/run") is None
     for word, found in (("s3://user:secret@bucket/run", "with credentials"), ("hf://me/run", "hf://buckets/OWNER/"),
-                        ("typo://bucket/run", "expected a local path")):  # fmt: skip
+                        ("typo://bucket/run", "expected a local path"), ("http://me:secret@h/x", "with credentials"),
+                        ("s3://", "got s3:// without a bucket; expected s3://BUCKET/FOLDER"),
+                        ("s3:///run", "without a bucket"), ("ftp://", "without a host; expected ftp://HOST/FOLDER"),
+                        ("S3://bucket/run", "a protocol in upper case; expected s3://BUCKET"),
+                        ("s3://bucket/a?token=secret", "got s3://bucket/a with \\?, which no name may contain"),
+                        ("file:///tmp/a#b", "got file:///tmp/a with #"), ("file://", "without a folder"),
+                        ("file://localhost/q", "whose folder would be read as a host; expected file:///FOLDER"),
+                        ("gs://b/../c", r"got gs://b/../c with `\.` or `\.\.`; expected"),
+                        ("file:store/a", "without // after the protocol"), ("s3:bucket/a", "without // after"),
+                        ("host:runs/a", "expected a local path, or a URL of s3, .*e.g. ./host:runs/a")):  # fmt: skip
         with pytest.raises(ConfigError, match=found) as error:
             load_cfg(None, ["OUT_DIR", word])
-        assert "secret" not in str(error.value)
+        assert "secret" not in str(error.value) and local_folder(word) == word
+
+
+def test_a_url_of_a_wrong_form_is_one_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problems = problems_of(parse_args, "", ["OUT_DIR", "gs://b/../c", "MODEL.DUMMY_INPUT", "True"], True)
+    assert [problem for problem in problems if "OUT_DIR" in problem] == [
+        "OUT_DIR (command line): got gs://b/../c with `.` or `..`; expected gs://BUCKET/FOLDER"
+    ]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config.registry import MODELS
-from distribuuuu.models.cifar_resnet import CifarResNet
+from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 
 
 @pytest.mark.parametrize("depth", [20, 32, 44, 56, 110])
@@ -39,6 +39,9 @@ def test_shortcut_has_no_parameters_and_keeps_the_pixels():
     short = block.shortcut(x)
     assert short.shape == block(x).shape == (1, 32, 4, 4)
     assert torch.equal(short[:, 8:24], x[:, :, ::2, ::2]) and short[:, :8].abs().sum() == 0
+    assert CifarResNet(8).stage1[0].shortcut(x) is x
+    narrow = CifarBlock(16, 16, stride=2, norm=nn.BatchNorm2d)
+    assert torch.equal(narrow.shortcut(x), x[:, :, ::2, ::2]) and narrow(x).shape == (1, 16, 4, 4)
 
 
 @pytest.mark.parametrize("bad", [{"depth": 10}, {"depth": 2}, {"depth": 8, "width": 1.5}, {"depth": 8, "norm": None}])

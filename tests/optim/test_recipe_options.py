@@ -8,6 +8,7 @@ import timm
 import torch
 from support.errors import problems_of
 from support.runs import make_cfg, newest
+from support.tables import each_row
 from timm.optim import create_optimizer_v2
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
@@ -72,12 +73,15 @@ def test_arguments_of_a_registered_optimizer_reach_it():
     assert "no such argument; did you mean rho?; expected one of rho" in problem
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@each_row(("words", "said"), [
     ("OPTIM.NAME adamw OPTIM.KWARGS.betas [0.9,0.9]", "OPTIM.KWARGS.betas (command line): is an option; fix"),
     ("OPTIM.KWARGS.weight_decay 1", "fix: set OPTIM.WEIGHT_DECAY instead"), ("OPTIM.KWARGS.lr 1", "set OPTIM.BASE_LR"),
     ("OPTIM.KWARGS.momentum 1", "set OPTIM.MOMENTUM"), ("OPTIM.KWARGS.nesterov 1", "set OPTIM.NESTEROV"),
     ("OPTIM.KWARGS.fused True", "is set by the trainer; fix: remove it"),
     ("OPTIM.KWARGS.state_path /etc/passwd", "names a file or an address"),
+    ("OPTIM.NAME lamb OPTIM.KWARGS.max_grad_norm .nan", "max_grad_norm (command line): got nan; expected finite"),
+    ("OPTIM.NAME lamb OPTIM.KWARGS.max_grad_norm 1e999", "max_grad_norm (command line): got inf; expected finite"),
+    ("OPTIM.NAME mars OPTIM.KWARGS.betas_1d [0.9,-.inf]", "got (0.9, -inf); expected finite numbers"),
     ("OPTIM.CLIP agc", "OPTIM.CLIP_LIMIT: got 0; OPTIM.CLIP agc expects a number above 0, e.g. 0.01"),
     ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT 1 OPTIM.CLIP_NORM 2", "OPTIM.CLIP_NORM (command line): got 2, the limit of"),
     ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT nan", "OPTIM.CLIP_LIMIT (command line): got nan; expected a finite number"),
@@ -108,6 +112,26 @@ def test_a_value_of_another_type_is_refused(name, key, value, said):
     cfg = make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value)
     (problem,) = problems_of(build_optimizer, cfg, nn.Linear(2, 2))
     assert problem == f"OPTIM.KWARGS.{key} (command line): {said}"
+
+
+@pytest.mark.parametrize(("name", "key", "value", "said"), [
+    ("muon", "adjust_lr_fn", "abc", 'Invalid scaling function "abc"'), ("muon", "ns_coefficients", "abc", ""),
+    ("kron", "memory_save_mode", "abc", "Invalid memory_save_mode: abc"), ("mars", "betas_1d", 3, "cannot unpack"),
+    ("adafactorbv", "momentum_dtype", 3, "must be torch.dtype"),
+])  # fmt: skip
+def test_a_value_that_fails_in_a_step_is_refused_before_the_first_one(name, key, value, said):
+    cfg = make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value)
+    (problem,) = problems_of(build_optimizer, cfg, nn.Linear(5, 5))
+    assert problem.startswith(f"OPTIM.KWARGS: got {{{key!r}: {value!r}}}; {name} fails in a step with them: ")
+    assert said in problem
+
+
+def test_the_check_of_a_step_changes_neither_the_random_numbers_nor_the_parameters():
+    model, state = nn.Linear(5, 5), torch.random.get_rng_state()
+    before = copy.deepcopy(model)
+    optimizer = build_optimizer(make_cfg("OPTIM.NAME", "kron", "OPTIM.KWARGS.max_size_triangular", 3), model)
+    assert torch.equal(torch.random.get_rng_state(), state) and not optimizer.state
+    assert torch.equal(model.weight, before.weight) and model.weight.grad is None
 
 
 @pytest.mark.parametrize(("name", "key", "value"), [

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.processes import on_processes
 from support.recipe_measures import recipe
 from support.runs import GROUP_NORM, assert_close, newest, train_and_read
+from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan
@@ -128,7 +129,7 @@ def test_lookahead_replaces_the_weights_by_an_average_with_a_growing_decay(model
 SMALL = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.frozen_from", 1)
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", [slow(1), 2])
 def test_the_first_layer_is_whitened_and_its_bias_frozen(small_cfg, tmp_path, num):
     words = (*SMALL, "TASK.KWARGS.steps", 1, "TASK.KWARGS.decay", 0, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     for name, epochs in (("one", 1), ("two", 2)):
@@ -142,7 +143,8 @@ def test_the_first_layer_is_whitened_and_its_bias_frozen(small_cfg, tmp_path, nu
 
 
 def test_lookahead_does_not_depend_on_the_number_of_processes(small_cfg, tmp_path):
-    words = ("TASK.NAME", "lookahead", "TASK.KWARGS.steps", 3, "TRAIN.GLOBAL_BATCH_SIZE", 12, *GROUP_NORM)
+    words = ("TASK.NAME", "lookahead", "TASK.KWARGS.steps", 3, "OPTIM.BASE_LR", 0.01, *GROUP_NORM)
+    words += ("TRAIN.GLOBAL_BATCH_SIZE", 12)
     alone = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "alone"))
     assert_close(on_processes(2, train_and_read, small_cfg(*words))[0], alone, 1e-5)
 

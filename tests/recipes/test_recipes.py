@@ -11,6 +11,7 @@ from support.images import draw_folder
 from support.recipe_facts import FACTS, PYCLS_INIT, RECIPES
 from support.recipe_measures import ParameterOptions, initial_model, measure, meta_model, parameter_options, recipe
 from support.runs import ROOT
+from support.tables import each_row
 from support.tiers import slow
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +39,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT / "configs"))
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_a_file_is_short_sets_no_default_and_has_the_command_and_the_accuracy(path):
     lines = path.read_text().splitlines()
@@ -84,7 +86,7 @@ def near(expected):
     return pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected
 
 
-@pytest.mark.parametrize("name", FACTS)
+@each_row("name", FACTS)
 def test_a_recipe_has_the_published_facts(name):
     cfg = recipe(name)
     for fact, expected in FACTS[name].items():
@@ -93,6 +95,16 @@ def test_a_recipe_has_the_published_facts(name):
             if isinstance(expected, dict):
                 found, expected = [found[key] for key in expected], [*expected.values()]
             assert found == near(expected), fact
+    check_initial_weights(name)
+
+
+def check_initial_weights(name: str) -> None:
+    """Compare the standard deviation of initial weights with the published one."""
+    published = FACTS[name].get("init", {})
+    tensors = dict(initial_model(recipe(name)).named_parameters()) if published else {}
+    for key, std in published.items():
+        rel = 4 / math.sqrt(tensors[key].numel())
+        assert float(tensors[key].detach().std(correction=0)) == pytest.approx(std, rel=rel), key
 
 
 @pytest.mark.parametrize("name", marked(FACTS))
@@ -103,14 +115,6 @@ def test_a_parameter_has_the_published_weight_decay(name):
     found = parameter_options(recipe(name))
     assert found == {key: ParameterOptions(pytest.approx(value), 1.0) for key, value in expected.items()}
     assert {*expected.values()} == ({decay} if is_exempt.__name__ == "no_parameter" else {0.0, decay})
-
-
-@pytest.mark.parametrize("name", [name for name, facts in FACTS.items() if "init" in facts])
-def test_initial_weights_have_the_published_deviation(name):
-    tensors = dict(initial_model(recipe(name)).named_parameters())
-    for key, std in FACTS[name]["init"].items():
-        rel = 4 / math.sqrt(tensors[key].numel())
-        assert float(tensors[key].detach().std(correction=0)) == pytest.approx(std, rel=rel), key
 
 
 @pytest.mark.parametrize("name", marked(name for name, facts in FACTS.items() if "multiply-adds" in facts))

@@ -90,6 +90,17 @@ def test_a_rollback_is_a_start(tmp_path, clock, logged):
     assert [line.split()[1] for line in logged()] == ["step", "10/1000", "step", "6/1000"]
 
 
+@pytest.mark.parametrize("first", [40, 80])
+def test_a_start_waits_for_data_if_enough_of_its_own_steps_do(tmp_path, clock, logged, first):
+    run_log = open_log(tmp_path, num_steps=100)
+    run_log.rewind(0, first)
+    for step in run_log.steps(0, first):
+        clock.now += 0.1
+        if step + 1 in (first + 1, 100):
+            run_log.train(0, step + 1, 0.1, METRICS, 10.0)
+    assert ("waiting for data" in " ".join(logged())) == (first == 40), "50 steps of a start tell"
+
+
 def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
     run_log = open_log(tmp_path, num_epochs=50, num_steps=1)
     for epoch in range(50):
@@ -123,6 +134,15 @@ def test_a_run_with_a_loss_only_names_it_once_with_its_decimals(tmp_path, clock,
     run_log.evaluation(0, {"raw": {"count": 10, "loss": 0.01234}}, {"raw": Best(0.01234, 0)})
     assert logged() == ["validation, epoch 1: loss 0.0123", "best loss so far: 0.0123 (epoch 1)"]
     assert run_log._evaluation == "val 0.0123"
+
+
+def test_a_metric_that_is_not_a_number_is_a_warning(tmp_path, clock, logged):
+    run_log = open_log(tmp_path)
+    for value in (50.0, float("nan")):
+        run_log.evaluation(0, {"raw": METRICS | {"top1": value}}, {"raw": Best(value, 0)})
+    assert [line for line in logged() if "not a number" in line] == [
+        "validation, epoch 1: top1 is not a number and cannot select the best weights"
+    ]
 
 
 def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):

@@ -101,16 +101,20 @@ def average(cfg: Config) -> tuple[float, str, int, int] | None:
     return (decay, cfg.EMA.BUFFERS, every, cfg.EMA.START_EPOCH) if ema else None
 
 
-_MODELS: dict[str, nn.Module] = {}
+# Models by device and config. Of those with weights only the last one is kept: every process that a later test forks
+# would copy the page tables of all of them.
+_MODELS: dict[str, dict[str, nn.Module]] = {"meta": {}, "cpu": {}}
 
 
 def _build_once(cfg: Config, device: str) -> nn.Module:
-    key = f"{device}\n{cfg.MODEL.dump()}{cfg.TRAIN.IM_SIZE}"
-    if key not in _MODELS:
+    key, models = f"{cfg.MODEL.dump()}{cfg.TRAIN.IM_SIZE}", _MODELS[device]
+    if key not in models:
+        if device != "meta":
+            models.clear()
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(0)
-            _MODELS[key] = build_model(cfg)
-    return _MODELS[key]
+            models[key] = build_model(cfg)
+    return models[key]
 
 
 def meta_model(cfg: Config) -> nn.Module:

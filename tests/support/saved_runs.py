@@ -1,6 +1,7 @@
 """Runs as folders with random weights, without training."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,8 +10,14 @@ from distribuuuu.engine.setup import make_out_dir, write_config
 from distribuuuu.models import build_model
 
 
-def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat")) -> Path:
-    """Write config.yaml and best.pth.tar of a model with random weights and batch statistics; return the folder."""
+def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat"), **entries: Any) -> Path:
+    """Write config.yaml and best.pth.tar of a model with random weights and batch statistics; return the folder.
+
+    Args:
+        cfg: the config.
+        classes: the names of the classes.
+        entries: further entries of best.pth.tar.
+    """
     make_out_dir(cfg.OUT_DIR)
     write_config(cfg)
     torch.manual_seed(0)
@@ -22,7 +29,7 @@ def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat")) -> Path:
             tensor.add_(torch.randn_like(tensor) * (0.2 if tensor.ndim < 2 else 0.02))
     content = {"state_dict": model.state_dict(), "classes": list(classes), "arch": cfg.MODEL.ARCH}
     path = Path(cfg.OUT_DIR) / "best.pth.tar"
-    torch.save({**content, "config": dict(iter_options(cfg))}, path)
+    torch.save({**content, "config": dict(iter_options(cfg)), **entries}, path)
     return path.parent
 
 

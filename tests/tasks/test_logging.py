@@ -94,7 +94,7 @@ def train_and_list(cfg) -> list[int | None]:
 def test_processes_log_the_same_even_without_images(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 8, "bee": 8, "cat": 8})
     draw_folder(tmp_path, "val", {"ant": 1})
-    shared = (*LOGGING, *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12)
+    shared = (*LOGGING, *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.BASE_LR", 0.01)
     seen, rows = [], []
     for num in (1, 2):
         seen += on_processes(num, train_and_list, load_cfg(None, small_options(tmp_path, tmp_path / str(num), *shared)))

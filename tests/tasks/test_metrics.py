@@ -13,7 +13,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import Mean, StepOutput, average_precisions, build_metrics, hard_labels
+from distribuuuu.tasks.metrics import Mean, StepOutput, SumMetric, average_precisions, build_metrics, hard_labels
 
 CPU = torch.device("cpu")
 
@@ -338,3 +338,31 @@ def test_a_percentage_is_rounded_once():
         assert (
             top1.value(torch.tensor(float(count // 3), dtype=torch.float64), float(count)) == 100 * (count // 3) / count
         )
+
+
+class Wrong(SumMetric):
+    """A metric of a user: the number of images, with a mistake."""
+
+    def batch_sums(self, output):
+        return torch.ones(output.num_images)
+
+
+class Late(SumMetric):
+    """A metric of a user whose value is a tensor."""
+
+    def batch_sums(self, output):
+        return torch.ones(())
+
+    def value(self, sums, count):
+        return sums / count
+
+
+def test_mistakes_in_a_metric_of_a_user_are_named_and_its_value_is_a_number():
+    meter = Meter({"wrong": Wrong(7)}, 7, CPU)
+    meter.update(StepOutput(*batch(3, 0)))
+    with pytest.raises(ConfigError, match=r"Wrong.batch_sums: got shape \(3,\); expected \(\), its `shape`"):
+        meter.read()
+    meter = Meter({"late": Late(7)}, 7, CPU)
+    meter.update(StepOutput(*batch(4, 0), {"rate": 2.0}))  # a float is a sum too
+    read = meter.read()
+    assert read["late"] == 0.25 and type(read["late"]) is float and read["rate"] == 0.5

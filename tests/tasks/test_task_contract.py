@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from support.processes import on_processes
 from support.runs import GROUP_NORM, ROOT, assert_close, assert_same_run, newest, records
+from support.tables import each_row
+from support.tiers import slow
 from torch import nn
 
 from distribuuuu import load_run
@@ -292,7 +294,7 @@ def test_a_state_that_is_not_restored_is_refused(register, small_cfg):
         train_model(small_cfg("TASK.NAME", "Half"))
 
 
-@pytest.mark.parametrize(("own", "saved", "message"), [
+@each_row(("own", "saved", "message"), [
     ({"a": [torch.zeros(2)]}, {"a": [torch.zeros(3)]}, r"a[0] has shape (3,); expected (2,)"),
     ({"a": (1, {"b": torch.zeros(2)})}, {"a": (1, {"b": torch.zeros(1)})}, r"a[1].b has shape (1,); expected (2,)"),
     ({"a": (1, 2)}, {"a": (1,)}, "a has 1 values; expected 2"),
@@ -347,8 +349,8 @@ CLIP, AMP = ("OPTIM.CLIP_NORM", 0.3), ("TRAIN.AMP", "bf16")
 
 
 @pytest.mark.parametrize("num, accum, options", [
-    (1, 1, ()), (1, 3, ()), (2, 1, ()), (1, 1, ("AUG.MIXUP", 0.5)), (1, 1, CLIP), (1, 3, CLIP), (1, 1, AMP),
-    (1, 3, AMP + CLIP), (2, 1, CLIP),
+    slow(1, 1, ()), slow(1, 3, ()), slow(2, 1, ()), (1, 1, ("AUG.MIXUP", 0.5)), (1, 3, CLIP), slow(1, 1, CLIP),
+    slow(1, 1, AMP), (1, 3, AMP + CLIP), (2, 1, CLIP),
 ])  # fmt: skip
 def test_the_example_of_sharpness_aware_minimization_follows_the_authors(
     register, sam, small_cfg, tmp_path, num, accum, options
@@ -423,11 +425,15 @@ def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tm
     train_model(small_cfg("TASK.NAME", "Skipping", "TRAIN.PRINT_FREQ", 2))
     rows = [entry["skipped_steps"] for entry in records(tmp_path / "out") if entry["kind"] == "train"]
     assert rows == [2, 3, 5, 6] and newest(tmp_path / "out")["num_skipped"] == 6
+    assert "the task applied no gradients in 6 of 8 steps" in log_of(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "skipping")
     Skipping.update, all_seen = Classification.update, seen.copy()
     seen.clear()
     train_model(small_cfg("TASK.NAME", "Skipping"))
     assert all_seen == [entry for entry in seen if entry[1] % 2 == 0]
+    Skipping.update = lambda self, compute_gradients, apply_gradients: compute_gradients()
+    train_model(small_cfg("TASK.NAME", "Skipping", "OPTIM.LAST_EPOCH", 0.5, "OUT_DIR", tmp_path / "short"))
+    assert "the task applied no gradients in 6 of 6 steps" in log_of(tmp_path / "short")
 
 
 def test_stages_of_a_task_and_a_loss_are_recorded_also_after_a_resume(register, small_cfg, tmp_path):
@@ -565,3 +571,71 @@ def test_the_stage_of_the_page_that_freezes_layers_runs_on_two_processes(registe
     stages = [(entry["epoch"], entry["stage"]) for entry in records(tmp_path / "two")]
     assert {*stages} == {(1, "all layers"), (2, "classifier only")}
     assert "is not in the state" not in log_of(tmp_path / "two")
+
+
+class Prototypes(Task):
+    """The nearest class mean. An evaluation needs the means, the number of images is of the training alone."""
+
+    default_metrics, num_columns = ("top1",), 3
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.means = torch.zeros(3, self.num_columns)
+
+    def prepare_training(self, plan, images, num_steps):
+        self.num_seen = 0
+
+    def train_step(self, model, batch, key):
+        outputs = model(batch.images)
+        self.num_seen += len(outputs)
+        for label in batch.targets.unique():
+            self.means[label] = 0.9 * self.means[label] + outputs[batch.targets == label].detach().mean(0)
+        loss = F.cross_entropy(outputs, batch.targets)
+        return StepOutput(loss, self.scores(outputs), batch.targets)
+
+    def scores(self, outputs):
+        return -torch.cdist(outputs.detach(), self.means)
+
+    def predict_step(self, model, images):
+        return self.scores(model(images))
+
+    def eval_step(self, model, batch):
+        scores = self.predict_step(model, batch.images)
+        return StepOutput(F.cross_entropy(scores, batch.targets), scores, batch.targets)
+
+    def state_dict(self):
+        return {"means": self.means, **({"num_seen": self.num_seen} if hasattr(self, "num_seen") else {})}
+
+    def load_state_dict(self, state):
+        self.means = state["means"]
+        if "num_seen" in state:
+            self.num_seen = state["num_seen"]
+
+
+def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(register, small_cfg, tmp_path, monkeypatch, capfd):
+    register(Prototypes)
+    cfg = small_cfg("TASK.NAME", "Prototypes", "OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    best, saved = tmp_path / "out" / "best.pth.tar", newest(tmp_path / "out")["task"]["shared"]
+    (trained,) = [entry for entry in records(tmp_path / "out") if entry["kind"] == "eval"]
+    tested = evaluate_run(cfg)
+    assert {name: tested[name] for name in ("loss", "top1")} == {name: trained[name] for name in ("loss", "top1")}
+    run = load_run(tmp_path / "out")
+    assert saved["means"].any() and torch.equal(run.task.means, saved["means"])
+    assert saved["num_seen"] == 48 and not hasattr(run.task, "num_seen")
+    assert "state of the task" not in capfd.readouterr().err
+    torch.save({name: value for name, value in torch.load(best, weights_only=True).items() if name != "task"}, best)
+    assert not load_run(tmp_path / "out").task.means.any()
+    assert f"{best} has no state of the task; it starts anew: means" in capfd.readouterr().err
+    monkeypatch.setattr(Prototypes, "num_columns", 2)
+    torch.save({**torch.load(best, weights_only=True), "task": {"shared": saved}}, best)
+    with pytest.raises(ConfigError, match=r"state of the task differs: means has shape \(3, 3\); expected \(3, 2\)"):
+        evaluate_run(cfg)
+
+
+def test_a_state_that_only_a_training_builds_is_no_concern_of_an_evaluation(register, small_cfg, tmp_path, capfd):
+    register(Centered)
+    cfg = small_cfg("TASK.NAME", "Centered", "OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    assert evaluate_run(cfg)["count"] == 37 and load_run(tmp_path / "out").model
+    assert "state of the task" not in capfd.readouterr().err

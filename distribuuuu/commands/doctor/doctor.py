@@ -12,8 +12,8 @@ from typing import Any
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
+from distribuuuu.commands.output import FORMATS, WIDTH, align_columns, print_report
 from distribuuuu.commands.scan.data_config import read_data_cfg
-from distribuuuu.commands.terminal import FORMATS, WIDTH, align_columns, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.commands.doctor.layout import ScannedFolder
+from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import (
     ANIMATED,
@@ -30,7 +31,7 @@ from distribuuuu.commands.scan.scan import (
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset, first_few, list_classes
 from distribuuuu.data.datasets.file_check import KEEP_16_BITS
-from distribuuuu.data.datasets.layouts import find_inner_root, find_splits, holds_images, split_command
+from distribuuuu.data.datasets.layouts import find_inner_root, holds_images, split_command
 from distribuuuu.data.decode import DecodeOptions
 
 PROBLEM, NOTE = "problem", "note"

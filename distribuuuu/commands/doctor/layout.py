@@ -5,6 +5,7 @@ import shlex
 import time
 from pathlib import Path
 
+from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.array_file import packed_name
@@ -15,7 +16,6 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
 from distribuuuu.data.datasets.layouts import (
     describe_archives,
     describe_imagenet,
-    find_splits,
     missing_root,
     missing_split,
     sort_splits,

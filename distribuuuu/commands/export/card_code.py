@@ -4,6 +4,8 @@ Code of every format defines `predict(path)`: pairs of a class and its probabili
 runs in the exported folder. What the file of a format cannot do, the code does.
 """
 
+import os
+from collections.abc import Sequence
 from string import Template
 
 from distribuuuu.config.derived import height_and_width, show_size
@@ -104,7 +106,7 @@ session = onnxruntime.InferenceSession("model.onnx")
 classes = json.loads(session.get_modelmeta().custom_metadata_map["label_names"])""",
     "safetensors": '''from distribuuuu import load_run
 
-run = load_run(".")  # this folder
+$load_run  # this folder
 
 
 def predict(path):
@@ -139,8 +141,17 @@ _MAIN = """if __name__ == "__main__":
     $show"""
 
 
-def render_code(run: LoadedRun, to: str) -> str:
-    """Return the code of the card of a run in a format."""
+def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -> str:
+    """Return the code of the card of a run in a format.
+
+    Args:
+        run: the run.
+        to: the format.
+        plugins: the plug-ins that the code of safetensors imports; None: those of the run, files by their names alone.
+    """
+    names = [os.path.basename(entry) for entry in run.cfg.PLUGINS] if plugins is None else plugins
+    code = f"plugins = {','.join(names)!r}  # code that this folder does not contain: set the paths of the files\n"
+    with_plugins = f'{code}run = load_run(".", overrides=["PLUGINS", plugins])'
     multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
     options = run.transform.options
     load = _LOAD_IMAGE if options.is_rgb else _LOAD_GRAY if options.is_gray else _LOAD_RASTER
@@ -166,6 +177,7 @@ def render_code(run: LoadedRun, to: str) -> str:
         "inner_exif": f"    {_EXIF}" if exif else "",
         "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
         "activation": activations[to == "onnx"],
+        "load_run": with_plugins if names else 'run = load_run(".")',
         "selection": "threshold=0" if multilabel else f"topk={len(run.classes)}",
         "show": 'print([pair for pair in predict("image.jpg") if pair[1] > 0.5])'
         if multilabel

@@ -9,9 +9,9 @@ from typing import Any
 from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.run_files import check_out
 from distribuuuu.files.new_folder import delete_temporary_folders
 from distribuuuu.launch.signals import exit_now, handled_by
 

@@ -32,6 +32,7 @@ from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.loaded_run import CPU, EvalTransform, LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
+from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import StepOutput, build_metrics
 
@@ -82,10 +83,37 @@ def zero_crops(transform: EvalTransform) -> torch.Tensor:
     return torch.zeros(2, options.channels, *height_and_width(transform.crop.size), dtype=options.dtype)
 
 
-def evaluated_model(model: nn.Module, cfg) -> nn.Module:
-    """Return a model as it is evaluated, converted: on the CPU, float32, contiguous, with the flip of TEST.FLIP."""
-    model = model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    return FlipAverage(model) if cfg.TEST.FLIP else model
+class TaskScores(nn.Module):
+    """The scores that the task of a run computes: images (N, C, H, W) to (N, classes), see `Task.predict_step`."""
+
+    def __init__(self, model: nn.Module, task: Task):
+        super().__init__()
+        self.model, self._predict = model, task.predict_step
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images to scores."""
+        return self._predict(self.model, images)
+
+
+def has_own_scores(run: LoadedRun) -> bool:
+    """Tell whether the task of a run defines its own `predict_step`."""
+    return type(run.task).predict_step is not Task.predict_step
+
+
+def evaluated_model(run: LoadedRun) -> nn.Module:
+    """Return the model of a run as it is evaluated, with the flip of TEST.FLIP or by the task's own `predict_step`.
+
+    It is converted: on the CPU, float32, contiguous.
+    """
+    model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    if has_own_scores(run):
+        run = _without_amp(run).build()
+        return TaskScores(run.model.float(), run.task).eval()
+    return FlipAverage(model) if run.cfg.TEST.FLIP else model
+
+
+def _without_amp(run: LoadedRun) -> LoadedRun:
+    return run if run.cfg.TRAIN.AMP == "none" else replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
 
 
 def check_export(
@@ -151,8 +179,7 @@ def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: 
 
 def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     """Return what `predict` answers for files, without mixed precision."""
-    if run.cfg.TRAIN.AMP != "none":
-        run = replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
+    run = _without_amp(run)
     selection = Selection(threshold=-1.0) if run.task.multilabel else Selection(topk=_TOPK)
     spans, size = list_spans(len(files), run.cfg.TEST.BATCH_SIZE), run.cfg.TEST.BATCH_SIZE
     chunks = run.predict_chunks(files, spans, selection, min(32, size), min(count_cores(), len(files) // 2), "thread")

@@ -15,7 +15,13 @@ import torch
 
 from distribuuuu.checkpoint.io import find_class_mismatch
 from distribuuuu.commands.export.card_code import render_code
-from distribuuuu.commands.export.export_check import CropClassifier, check_export, evaluated_model, zero_crops
+from distribuuuu.commands.export.export_check import (
+    CropClassifier,
+    check_export,
+    evaluated_model,
+    has_own_scores,
+    zero_crops,
+)
 from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.config import ConfigError, Problem
@@ -96,11 +102,11 @@ def export_run(
     check_format(run, to)
     images = open_evaluation_set(run)
     file, write, without = FORMATS[to]
-    evaluated_model(run.model, run.cfg)
+    evaluated_model(run)
     with _new_folder(target) as folder, torch.inference_mode():
         write(run, folder)
         code = render_code(run, to)
-        checked = check_export(run, images, folder, code, check_images, without)
+        checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images, without)
         if not checked["verified"]:
             os.replace(folder / file, folder / f"{file}.unverified")
             file = f"{file}.unverified"
@@ -145,6 +151,8 @@ def check_format(run: LoadedRun, to: str) -> None:
         raise ConfigError(
             f"--to {to}: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}, or --set TEST.SHIFT 0"
         )
+    if to in ("timm", "safetensors") and has_own_scores(run):
+        _check_own_scores(run, to)
     if to != "timm":
         return
     crop_percentage(run.transform.crop)
@@ -158,6 +166,17 @@ def check_format(run: LoadedRun, to: str) -> None:
         name = different[0]
         what = f"its {name} is {shapes.get(name, 'missing')}, here {own.get(name, 'missing')}"
         raise ConfigError(f"--to timm: timm's {spec.arch.name} is another model: {what}; {_REMEDY}")
+
+
+def _check_own_scores(run: LoadedRun, to: str) -> None:
+    """Raise ConfigError if a file of weights cannot express the task's own `predict_step`."""
+    name, remedy = type(run.task).__name__, "fix: --to onnx or torch"
+    if to == "timm":
+        raise ConfigError(f"--to timm: cannot express {name}.predict_step; {remedy}, or safetensors")
+    with contextlib.suppress(AttributeError):  # of what only a training builds
+        if state := run.task.state_dict():
+            remedy = f"{remedy}, or make it a buffer of the model in {name}.adapt_model"
+            raise ConfigError(f"--to {to}: has no place for the state of {name}: {', '.join(state)}; {remedy}")
 
 
 def check_arguments(to: str, out: Path, push: str) -> None:
@@ -310,7 +329,7 @@ def write_torch(run: LoadedRun, folder: Path) -> None:
         ConfigError: torch.export cannot trace the model.
     """
     pixels = zero_crops(run.transform)  # a batch of 1 would be taken for a constant
-    classifier = CropClassifier(evaluated_model(run.model, run.cfg), run.transform).eval()
+    classifier = CropClassifier(evaluated_model(run), run.transform).eval()
     batch = torch.export.Dim("batch", min=1)
     try:
         program = torch.export.export(classifier, (pixels,), dynamic_shapes=({0: batch},))
@@ -324,7 +343,7 @@ def write_torch(run: LoadedRun, folder: Path) -> None:
 
 def write_onnx(run: LoadedRun, folder: Path) -> None:
     """Write model.onnx."""
-    model = build_onnx(evaluated_model(run.model, run.cfg), run.transform, describe_usage(run))
+    model = build_onnx(evaluated_model(run), run.transform, describe_usage(run))
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 

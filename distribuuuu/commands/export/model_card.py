@@ -10,6 +10,7 @@ from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_steps
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -62,9 +63,13 @@ def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, t
 def recipe(cfg: Config) -> dict[str, Any]:
     """Return the options of the recipe that differ from the defaults."""
     defaults = dict(iter_options(get_cfg()))
-    options = {key: value for key, value in iter_options(cfg) if option_of(key).in_recipe}
+    options = {key: value for key, value in iter_options(cfg) if _is_of_recipe(option_of(key))}
     changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+
+
+def _is_of_recipe(option: Option) -> bool:
+    return option.recipe and option.hashed and not option.neutral and not option.path
 
 
 def _data_name(run: LoadedRun) -> str:

@@ -20,7 +20,7 @@ from distribuuuu.config.errors import DataError, counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
-from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, describe_targets, shard_name
+from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
 from distribuuuu.data.transforms import resize
 
 
@@ -94,12 +94,29 @@ def encode_targets(label: Any, kind: str) -> tuple[dict[str, Any], tuple[np.ndar
         ConfigError: several labels are not 0 or 1.
     """
     if kind == "structured":
-        form, arrays = describe_targets(label)
+        form, arrays = _describe_structure(label)
         return {"kind": kind, "form": form}, tuple(arrays)
     hot = np.asarray(label)
     if not np.isin(hot, (0, 1)).all():
         raise ConfigError("a pack stores labels of 0 and 1; fix: train from the files")
     return {"kind": kind}, (np.packbits(hot.astype(bool)),)
+
+
+def _describe_structure(label: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the form of a structured target, see `read_target`, and its arrays, int64 or float32, in order."""
+    arrays: list[np.ndarray] = []
+
+    def form_of(part: Any) -> dict[str, Any]:
+        if isinstance(part, Mapping):
+            return {"dict": {str(name): form_of(value) for name, value in part.items()}}
+        if isinstance(part, tuple):
+            return {"tuple": [form_of(value) for value in part]}
+        array = np.asarray(part)
+        is_float = array.dtype.kind == "f"
+        arrays.append(array.astype(np.float32 if is_float else np.int64))
+        return {"array": len(arrays) - 1, "shape": list(array.shape), "float": is_float}
+
+    return form_of(label), arrays
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:

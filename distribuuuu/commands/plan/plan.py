@@ -8,7 +8,7 @@ from typing import Any
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.commands.terminal import FORMATS, WIDTH, print_report
+from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
@@ -62,6 +62,9 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
         problems.append(Problem("--gpus", f"got {flags.gpus}; expected 1 or more"))
     elif detect_launch().world_size > 1:
         problems.append(Problem(COMMAND_LINE, "got a launcher; expected one process; fix: --gpus N without it"))
+    if cfg.OPTIM.MAX_EPOCH < 1:
+        message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
+        problems.append(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
     problems += find_run_problems(cfg, True, max(1, flags.gpus), set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
@@ -70,7 +73,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
 
 def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config, list[Problem]]:
     """Return the flags, the config, and the problems of both, without looking at files other than the config's."""
-    flags, overrides, problems = parse_flags(build_parser(prog), args)
+    flags, overrides, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
     flags.overrides = overrides
     cfg, found = read_cfg(flags.cfg, flags.overrides)
     return flags, cfg, problems + found

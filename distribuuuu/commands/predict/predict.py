@@ -7,7 +7,8 @@ from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.config import ConfigError, run_files
+from distribuuuu.commands.output import check_out
+from distribuuuu.config import ConfigError
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import STATUS_OF, handled_by
 
@@ -48,7 +49,7 @@ def _run(prog: str, args: list[str]) -> int:
 
     out = Path(flags.out) if flags.out else None
     if out:
-        run_files.check_out("--out", flags.out)
+        check_out("--out", flags.out)
         check_output_file(out)
     files = list_images(flags.paths)
     tune_malloc()

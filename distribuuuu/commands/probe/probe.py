@@ -6,8 +6,8 @@ from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
-from distribuuuu.config.run_files import check_out
 from distribuuuu.launch.host import tune_malloc
 
 SUMMARY = "measure the features of a run: k-NN, linear probe"

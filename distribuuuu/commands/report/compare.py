@@ -1,13 +1,15 @@
 """The command compare: what differs between runs, and whether one is better."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.config.run_files import check_out, local_run
+from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
 SUMMARY = "compare runs on the same images: is one better?"
@@ -62,7 +64,7 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
     """Return the runs of each side, by a short name of the side.
 
     Raises:
-        ConfigError: a pattern matches no run, or there are fewer than two sides.
+        ConfigError: a pattern matches no run, there are fewer than two sides, or a run is named twice.
     """
     patterns, problems, sides = [local_run(pattern) for pattern in patterns], [], {}
     for pattern in patterns:
@@ -78,9 +80,20 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
         problems.append(f"RUN: got {counted(len(sides), 'different run')}; expected two or more")
     if len(sides) > _MAX_SIDES:
         problems.append(f"RUN: got {len(sides)} runs; expected {_MAX_SIDES} or fewer")
+    problems += _find_repeated(sides)
     if problems:
         raise ConfigError(problems)
     return dict(zip(_short_names(list(sides)), sides.values(), strict=True))
+
+
+def _find_repeated(sides: Mapping[str, list[Path]]) -> Iterator[str]:
+    """Yield a problem for each folder of a run that is named twice, e.g. by a pattern and by a link."""
+    first: dict[Path, Path] = {}
+    for folder in (folder for folders in sides.values() for folder in folders):
+        other = first.setdefault(folder.resolve(), folder)
+        if other is not folder:
+            shown = str(folder) if folder == other else f"{folder}, which is {other}"
+            yield f"RUN: got {shown}, twice; expected different runs; fix: name it once"
 
 
 def _short_names(patterns: list[str]) -> list[str]:
@@ -89,4 +102,4 @@ def _short_names(patterns: list[str]) -> list[str]:
     for side in (0, -1):
         while all(len(own) > 1 and own[side] == parts[0][side] for own in parts):
             parts = [own[1:] if side == 0 else own[:-1] for own in parts]
-    return ["/".join(own) for own in parts]
+    return [str(Path(*own)) for own in parts]

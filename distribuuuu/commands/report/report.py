@@ -5,8 +5,9 @@ from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
-from distribuuuu.config.run_files import check_out, local_run
+from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
 SUMMARY = "make an HTML page about a run"

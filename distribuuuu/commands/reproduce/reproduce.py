@@ -13,8 +13,8 @@ from typing import Any
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.output import WIDTH, find_unread_url, print_report
 from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
-from distribuuuu.commands.terminal import WIDTH, print_report
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped, shipped_file
@@ -46,7 +46,7 @@ def reproduce(prog: str, args: list[str]) -> int:
 
 
 def _run(prog: str, args: list[str]) -> int:
-    flags, rest, problems = parse_flags(build_parser(prog), args)
+    flags, rest, problems = parse_flags(build_parser(prog), args, lambda words: any(map(changes_result, words.split())))
     name, *words = [*flags.words, *rest] or [""]
     if problems:
         raise ConfigError(problems)
@@ -95,8 +95,10 @@ def read_rows(folder: str) -> tuple[dict[str, list[RecordedRun]], list[str]]:
     """Return the rows of a folder of results by name, and notes about skipped runs and damaged files.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or the folder is a URL.
     """
+    if problem := find_unread_url(folder):
+        raise ConfigError(Problem("--results", problem))
     problems: list[str] = []
     groups, notes = group_runs(read_runs([folder], problems))
     if not groups and problems:
@@ -133,6 +135,11 @@ def is_option(key: str) -> bool:
     return key in OPTIONS or key.startswith(tuple(f"{section}." for section in OPEN_SECTIONS))
 
 
+def changes_result(key: str) -> bool:
+    """Tell whether a key is that of an option that changes the result of a run."""
+    return is_option(key) and (key in _FIXED or option_of(key).hashed and not option_of(key).neutral)
+
+
 def check_overrides(words: Sequence[str], row: str) -> None:
     """Check that KEY VALUE arguments do not change the result of a row.
 
@@ -145,7 +152,7 @@ def check_overrides(words: Sequence[str], row: str) -> None:
     for key in words[::2]:
         if not is_option(key):
             problems.append(Problem(key, f"no such key{did_you_mean(key, OPTIONS)}"))
-        elif key in _FIXED or option_of(key).hashed and not option_of(key).neutral:
+        elif changes_result(key):
             fix = "use --seed" if key == "RNG_SEED" else "remove it, or use the command train"
             problems.append(Problem(key, f"changes the result of {row}, which is to be repeated; fix: {fix}"))
     if problems:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distribuuuu.checkpoint.best_weights import RAW, common_kind
-from distribuuuu.commands.terminal import WIDTH
+from distribuuuu.commands.output import WIDTH
 from distribuuuu.records.results import list_metrics
 from distribuuuu.records.run_groups import RecordedRun
 from distribuuuu.records.significance import mean_interval

@@ -1,10 +1,11 @@
-"""Configs of commands that read images and train nothing."""
+"""Configs and folders of commands that read images and train nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from distribuuuu.config import Config, Problem
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
+from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
 
 
 def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config, list[Problem]]:
@@ -20,3 +21,13 @@ def _is_of_training(cfg: Config, problem: Problem) -> bool:
     keys = [problem.key] if isinstance(problem.key, str) else problem.key
     is_of_data = any(key.startswith("DATA.") and key not in ("DATA.MEAN", "DATA.STD") for key in keys)
     return not is_of_data and all(key in OPTIONS and key not in cfg.origins for key in keys)
+
+
+def find_splits(names: Iterable[str]) -> list[str]:
+    """Return the names of a folder that are splits, in the usual order; empty if they are classes.
+
+    A class may be called "test": of other folders beside it, only "train" makes it a split.
+    """
+    names = list(names)
+    known = sort_splits(names)
+    return known if known and (known[0].lower() in TRAIN_NAMES or len(known) == len(names)) else []

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.commands.terminal import align_columns
+from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
-from distribuuuu.config.run_files import check_out
 from distribuuuu.files.untrusted import open_regular, printable
 
 # Headers of images, evenly spaced, that are read for the suggested sizes.
@@ -38,10 +37,10 @@ def split(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags, words, problems = parse_flags(build_parser(prog), args)
-    from distribuuuu.data.datasets.table_file import ENDINGS
+    from distribuuuu.data.datasets.layouts import TABLE_ENDINGS
 
     source = Path(flags.folder)
-    is_table = source.is_file() and source.suffix.lower() in ENDINGS
+    is_table = source.is_file() and source.suffix.lower() in TABLE_ENDINGS
     if words and not is_table:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(words)}; expected KEY VALUE pairs after a table only"))
     if found := [*problems, *(Problem("", text) for text in _find_problems(flags))]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distribuuuu.commands.scan.data_config import read_data_cfg
+from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
 from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -28,7 +28,6 @@ from distribuuuu.data.datasets.layouts import (
     describe_file,
     describe_table,
     find_inner_root,
-    find_splits,
     find_tables,
     missing_root,
 )

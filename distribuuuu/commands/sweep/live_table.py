@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
+from distribuuuu.commands.output import align_columns
 from distribuuuu.commands.sweep.trials import FAILED, FINISHED, PAUSED, RUNNING, WAITING, Job, Sweep, TrialRow
-from distribuuuu.commands.terminal import align_columns
 from distribuuuu.config.errors import counted
 
 

@@ -1,6 +1,7 @@
 """The command sweep: search options by many runs, which can be stopped and resumed at any moment."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -86,7 +87,7 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
     Raises:
         ConfigError: with every problem of the flags, the options, the paths and the data folders.
     """
-    flags, words, problems = parse_flags(build_parser(prog), args)
+    flags, words, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
     fixed, space, found = parse_space(words)
     problems += found
     for name, least in (("trials", 1), ("seeds", 1), ("asha", 2), ("jobs", 1), ("nproc", 1)):
@@ -103,8 +104,10 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
     for key in {"OPTIM.MAX_EPOCH", "TRAIN.EVAL_PERIOD"} & set(space) if flags.asha else ():
         problems.append(Problem(key, "cannot be swept with --asha, which compares equal epochs"))
     ends = [{key: dim.at(end) for key, dim in space.items()} for end in (0.0, 1 - 1e-9)]
-    (first, _), found = read_trials(flags.cfg, fixed, ends)
+    (first, last), found = read_trials(flags.cfg, fixed, ends)
     problems += found
+    if min(first.OPTIM.MAX_EPOCH, last.OPTIM.MAX_EPOCH) < 1:
+        problems.append(Problem("OPTIM.MAX_EPOCH", "got 0; expected 1 or more: a trial without epochs has no result"))
     problems += find_run_problems(first, train=True, nproc=flags.nproc, set_keys_only=bool(problems))
     if (launch := detect_launch()).world_size > 1:
         problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
@@ -145,7 +148,7 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
     """Return the description of a sweep; its arguments are the result of `parse_args`.
 
     Raises:
-        ConfigError: with every problem of the configs of the trials.
+        ConfigError: with every problem of the configs of the trials; names are checked before the first start only.
     """
     seed = first.RNG_SEED or 0
     try:
@@ -156,7 +159,12 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
     if problems:
         raise ConfigError(problems)
     from distribuuuu.commands.sweep.asha import plan_rungs
-    from distribuuuu.commands.sweep.trials import Sweep, Trial
+    from distribuuuu.commands.sweep.trials import SWEEP_FILE, Sweep, Trial
+
+    overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
+    out_dir = Path(overrides.pop("OUT_DIR"))
+    if not (out_dir / SWEEP_FILE).exists():
+        check_names(cfgs)
 
     rungs = plan_rungs(first.OPTIM.MAX_EPOCH, flags.asha or 0, len(values), first.TRAIN.EVAL_PERIOD)
     if flags.asha and not rungs:
@@ -164,8 +172,6 @@ def plan_sweep(flags: argparse.Namespace, fixed: list[str], space: dict[str, Dim
         expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
         raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
     path, content = read_files(flags.cfg)
-    overrides = dict(zip(fixed[::2], fixed[1::2], strict=True))
-    out_dir = Path(overrides.pop("OUT_DIR"))
     if first.PLUGINS:  # the runs read a copy of the file, in another folder
         overrides["PLUGINS"] = str(list(first.PLUGINS))
     inputs = {
@@ -200,6 +206,34 @@ def read_trials(
     pairs = [[word for pair in values.items() for word in pair] for values in trials]
     cfgs, problems = zip(*(read_cfg(cfg_file, [*words, *fixed]) for words in pairs), strict=True)
     return list(cfgs), list({str(problem): problem for found in problems for problem in found}.values())
+
+
+def check_names(cfgs: Sequence[Config]) -> None:
+    """Check the models and optimizers that trials name, and the names of their arguments.
+
+    Raises:
+        ConfigError: with each problem once.
+    """
+    from distribuuuu.models.constructor import build_model_spec
+    from distribuuuu.optim.optimizer import check_arguments, find_optimizer
+
+    def check_optimizer(cfg: Config) -> None:
+        with contextlib.suppress(AssertionError, ImportError):  # it needs a GPU or a package that the nodes may have
+            check_arguments(cfg, find_optimizer(cfg))
+
+    checked, problems = set[tuple[str, ...]](), dict[str, Problem]()
+    for cfg in cfgs:
+        for check, section, name in ((build_model_spec, cfg.MODEL, "ARCH"), (check_optimizer, cfg.OPTIM, "NAME")):
+            names = (name, section[name], *section.KWARGS)
+            if names in checked:
+                continue
+            checked.add(names)
+            try:
+                check(resolve_num_classes(cfg))
+            except ConfigError as error:
+                problems |= {str(one): one for one in (problem.located(cfg.origins) for problem in error.problems)}
+    if problems:
+        raise ConfigError(list(problems.values()))
 
 
 def find_objective(cfg: Config) -> tuple[str, bool]:

@@ -15,6 +15,7 @@ import yaml
 from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.main import USAGE_ERROR
+from distribuuuu.commands.output import find_unread_url
 from distribuuuu.commands.table.tables import Row, format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.errors import counted, did_you_mean
@@ -99,7 +100,9 @@ def collect_rows(args: argparse.Namespace) -> tuple[list[Row], list[str], list[s
     """Return the rows of a table, messages about runs, and problems."""
     problems: list[str] = []
     reported = read_reported(args.reported, problems)
-    groups, notes = group_runs(read_runs(args.runs, problems))
+    urls = {run: problem for run in args.runs if (problem := find_unread_url(run))}
+    problems += [f"RUN: {problem}" for problem in urls.values()]
+    groups, notes = group_runs(read_runs([run for run in args.runs if run not in urls], problems))
     rows = [make_row(group, args.by, args.epoch, reported) for group in groups]
     measured = {row.config for row in rows}
     for cfg in read_configs(args.configs, problems):

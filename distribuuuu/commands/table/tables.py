@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distribuuuu.checkpoint.best_weights import KINDS, RAW, common_kind
-from distribuuuu.commands.terminal import align_columns
+from distribuuuu.commands.output import align_columns
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class

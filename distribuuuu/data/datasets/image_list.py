@@ -22,9 +22,8 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import read_settings, setting
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, file_stamp, first_few
-from distribuuuu.data.datasets.layouts import TRAIN_NAMES, find_tables, missing_root, sort_splits
+from distribuuuu.data.datasets.layouts import TABLE_ENDINGS, TRAIN_NAMES, find_tables, missing_root, sort_splits
 from distribuuuu.data.datasets.table_file import (
-    ENDINGS,
     Layout,
     Names,
     Problems,
@@ -298,7 +297,7 @@ class ImageList(TableSet):
             return root / columns.file.replace("{}", section.SPLIT), layout
         if columns.split and len(tables := find_tables(root)) == 1:
             return root / tables[0], layout
-        names = [root / f"{section.SPLIT}{ending}" for ending in ENDINGS]
+        names = [root / f"{section.SPLIT}{ending}" for ending in TABLE_ENDINGS]
         return next((path for path in names if path.is_file()), names[0]), layout
 
     @classmethod

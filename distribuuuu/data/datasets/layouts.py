@@ -18,7 +18,6 @@ from distribuuuu.data.datasets.base import (
     list_classes,
     walk_images,
 )
-from distribuuuu.data.datasets.table_file import ENDINGS
 
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
@@ -33,6 +32,8 @@ _UNPACK = "or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, then use 
 _TOOLS = {
     "gzip": (".tar.gz", ".tgz"), "bzip2": (".tar.bz2", ".tbz2"), "xz": (".tar.xz", ".txz"), "zstd": (".tar.zst",),
 }  # fmt: skip
+# Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
+TABLE_ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
 # Endings of tables, and of archives.
 TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 ARCHIVES = (".zip", ".tar", *(ending for endings in _TOOLS.values() for ending in endings))
@@ -113,7 +114,7 @@ def describe_archives(folder: Path, split: str = "") -> str:
 
 def find_tables(folder: Path) -> list[str]:
     """Return the names of the tables in a folder, sorted; of the .txt files those that have the name of a split."""
-    tables = [path for path in folder.glob("*") if path.suffix.lower() in ENDINGS]
+    tables = [path for path in folder.glob("*") if path.suffix.lower() in TABLE_ENDINGS]
     return sorted(path.name for path in tables if path.suffix.lower() != ".txt" or path.stem.lower() in SPLIT_NAMES)
 
 
@@ -221,13 +222,3 @@ def sort_splits(names: Iterable[str]) -> list[str]:
     """Return the names of splits among `names`, in the usual order."""
     known = (name for name in names if name.lower() in SPLIT_NAMES)
     return sorted(known, key=lambda name: (SPLIT_NAMES.index(name.lower()), name))
-
-
-def find_splits(names: Iterable[str]) -> list[str]:
-    """Return the names of a folder that are splits, in the usual order; empty if they are classes.
-
-    A class may be called "test": of other folders beside it, only "train" makes it a split.
-    """
-    names = list(names)
-    known = sort_splits(names)
-    return known if known and (known[0].lower() in TRAIN_NAMES or len(known) == len(names)) else []

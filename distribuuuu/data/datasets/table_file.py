@@ -18,6 +18,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import near_matches
 from distribuuuu.data.datasets.base import EXTENSIONS, file_stamp, first_few, is_class, is_image, list_classes, name_at
+from distribuuuu.data.datasets.layouts import TABLE_ENDINGS
 from distribuuuu.files.untrusted import open_regular
 
 # A field that needs no quotes.
@@ -26,8 +27,6 @@ _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
 _MAX_LINE = 1 << 20
 # Characters of a place in a message, which has the text of a field.
 _MAX_PLACE = 300
-# Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
-ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
 # Texts of 0 and 1 in columns of one class each.
 _BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 # Usual names of columns, in lower case, for the fix in a message.
@@ -276,7 +275,7 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
             yield line
 
     with open_regular(path, encoding="utf-8-sig", newline="") as file:
-        delimiter = layout.delimiter or ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
+        delimiter = layout.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
         reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
         header = [*layout.header] or [name.strip() for name in next(reader, [])]
         if problem := find_missing(layout, header):

@@ -40,7 +40,7 @@ FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack th
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
 # The source and the options of a pack: two dicts that JSON can represent, under "options" and "source". The source of a
-# pack with targets other than labels has them as "targets", see `describe_targets`.
+# pack with targets other than labels has them as "targets", see `read_target`.
 Identity = Mapping[str, Mapping[str, Any]]
 Meta = dict[str, Any]
 
@@ -143,28 +143,11 @@ def is_shard(shard: Any, number: int) -> bool:
 # ------------------------------------------------------------------------------------------ targets
 
 
-def describe_targets(label: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the form of a structured target and its arrays, int64 or float32, in order.
-
-    The form is {"array": NUMBER, "shape", "float"}, {"dict": {NAME: FORM}} or {"tuple": [FORM, ...]}.
-    """
-    arrays: list[np.ndarray] = []
-
-    def form_of(part: Any) -> dict[str, Any]:
-        if isinstance(part, Mapping):
-            return {"dict": {str(name): form_of(value) for name, value in part.items()}}
-        if isinstance(part, tuple):
-            return {"tuple": [form_of(value) for value in part]}
-        array = np.asarray(part)
-        is_float = array.dtype.kind == "f"
-        arrays.append(array.astype(np.float32 if is_float else np.int64))
-        return {"array": len(arrays) - 1, "shape": list(array.shape), "float": is_float}
-
-    return form_of(label), arrays
-
-
 def read_target(form: Mapping[str, Any], columns: Arrays, index: int) -> Any:
-    """Return the structured target of image `index`."""
+    """Return the structured target of image `index`.
+
+    Its form is {"array": NUMBER, "shape", "float"}, {"dict": {NAME: FORM}} or {"tuple": [FORM, ...]}.
+    """
     if "dict" in form:
         return {name: read_target(part, columns, index) for name, part in form["dict"].items()}
     if "tuple" in form:

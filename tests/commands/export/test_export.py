@@ -55,8 +55,10 @@ def command(*args) -> int:
     return dispatch("distribuuuu", ["export", *map(str, args)])
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "timm/resnet18", "vit_tiny_patch16_224", "efficientnet_b0",
-                                  "convnext_atto"])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arch", ["resnet18", "timm/resnet18", "vit_tiny_patch16_224", "efficientnet_b0", "convnext_atto"]
+)
 def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_path, arch):
     kwargs = ["MODEL.KWARGS.drop_path_rate", "0.1"] if arch == "convnext_atto" else []
     cfg = small_cfg("MODEL.ARCH", arch, "TEST.INTERPOLATION", "bicubic", *OTHER, *kwargs)
@@ -72,6 +74,7 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     assert math.floor(32 / found["crop_pct"]) == 37
 
 
+@pytest.mark.slow
 def test_the_transform_of_timm_is_the_evaluation_transform(small_cfg, tmp_path, image_folder):
     cfg = small_cfg("MODEL.ARCH", "resnet18", *OTHER)
     export_run(load_run(save_run(cfg), device="cpu"), "timm", tmp_path / "exported", check_images=1)
@@ -109,7 +112,7 @@ def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, option
     assert reason in str(caught.value) and left_beside(tmp_path) == []
 
 
-@pytest.mark.parametrize("arch", ["botnet50", "resnet8"])
+@pytest.mark.parametrize("arch", [slow("botnet50"), "resnet8"])
 def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "own.py").write_text("")
@@ -145,6 +148,7 @@ def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg,
     assert json.loads(extra["metadata.json"])["label_names"] == list(images.classes)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_evaluation_of_the_run(small_cfg, tmp_path):
     cfg = small_cfg("EMA.HALF_LIFE", "40", "TEST.FLIP", "True", "OPTIM.BASE_LR", "0.02")
     train_model(cfg)
@@ -157,6 +161,7 @@ def test_the_reference_is_the_evaluation_of_the_run(small_cfg, tmp_path):
     assert load_run(tmp_path / "exported", device="cpu").weights == "ema"
 
 
+@pytest.mark.slow
 def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
     draw_folder(tmp_path / "data", "images", {"a": 9})
     rows = "".join(f"images/a/{index:03d}.jpg,{'ant;bee' if index % 2 else 'cat'}\n" for index in range(9))
@@ -174,11 +179,11 @@ def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
 MEAN = ("DATA.MEAN", (0.9, 0.1, 0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "wrong"),
-    [("timm", MEAN), ("safetensors", MEAN), ("torch", MEAN), ("onnx", MEAN),
-     slow("onnx", ("DATA.STD", (2.0, 0.05, 2.0))), slow("onnx", ("TEST.IM_SIZE", 64)),
-     slow("onnx", ("TEST.CROP_SIZE", 8)), slow("onnx", ("TEST.FLIP", False))],
+    [*((to, MEAN) for to in ("timm", "safetensors", "torch", "onnx")), ("onnx", ("DATA.STD", (2.0, 0.05, 2.0))),
+     ("onnx", ("TEST.IM_SIZE", 64)), ("onnx", ("TEST.CROP_SIZE", 8)), ("onnx", ("TEST.FLIP", False))],
 )  # fmt: skip
 def test_a_mistake_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsys, to, wrong):
     if to == "onnx":
@@ -291,6 +296,7 @@ def leave(tmp_path, name: str):
     return folder
 
 
+@pytest.mark.slow
 def test_what_killed_exports_have_left_is_deleted_by_the_next_one(saved, tmp_path):
     dead, random = run_python("-c", "import os; print(os.getpid())").stdout.strip(), "0123456789abcdef"
     gone = leave(tmp_path, f".new.{dead}.{random}.new")
@@ -357,3 +363,68 @@ def test_a_stopped_export_leaves_nothing_behind(small_cfg, tmp_path, name, statu
     process = start_and_signal(save_run(small_cfg("MODEL.ARCH", "resnet50")), tmp_path, getattr(signal, name))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status and left_beside(tmp_path) == [], errors
+
+
+PLUGIN = '''
+import torch
+from distribuuuu.config.registry import TASKS
+from distribuuuu.tasks.classification import Classification
+
+
+@TASKS.register("{name}")
+class Own(Classification):
+    """A task of a user."""
+
+{body}
+'''
+MEANS = """
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.means = torch.eye(3).flip(0)
+
+    def state_dict(self):
+        return {**super().state_dict(), "means": self.means}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.means = state["means"]
+
+    def predict_step(self, model, images):
+        with self.autocast():
+            return model(images).float() @ self.means
+"""
+
+
+@pytest.fixture
+def run_of_plugin(small_cfg, tmp_path):
+    """Return a function that saves a run whose task is in a plug-in."""
+
+    def save(name: str, body: str, state: dict, *words) -> None:
+        (tmp_path / "own.py").write_text(PLUGIN.replace("{name}", name).replace("{body}", body))
+        save_run(small_cfg("PLUGINS", tmp_path / "own.py", "TASK.NAME", name, "TRAIN.AMP", "bf16", *words), task=state)
+
+    return save
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "torch"])
+def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path, to):
+    means = torch.tensor([[0.1, 0.9, 0.0], [0.7, 0.0, 0.2], [0.0, 0.3, 1.2]])  # not those of a new task
+    run_of_plugin(f"own_scores_{to}", MEANS, {"shared": {"means": means}}, "MODEL.ARCH", "resnet18")
+    run = load_run(tmp_path / "out", device="cpu")
+    assert torch.equal(run.task.means, means)
+    assert export_run(run, to, tmp_path / to)["verified"]
+    with pytest.raises(ConfigError, match="--to timm: cannot express Own.predict_step; fix: --to onnx or torch"):
+        export_run(run, "timm", tmp_path / "timm")
+    with pytest.raises(ConfigError, match="--to safetensors: has no place for the state of Own: means; fix: --to onnx"):
+        export_run(run, "safetensors", tmp_path / "safetensors")
+
+
+@pytest.mark.slow
+def test_the_card_of_a_run_with_plugins_names_their_files(run_of_plugin, tmp_path, monkeypatch):
+    run_of_plugin("task_of_the_card", "    pass", {"shared": {}, "by_rank": []})
+    assert command(tmp_path / "out", "--to", "safetensors", tmp_path / "exported") == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "plugins = 'own.py'  # code that this folder does not contain" in card and str(tmp_path) not in card
+    monkeypatch.chdir(tmp_path)
+    assert load_run("exported", overrides=["PLUGINS", "own.py"]).task.settings == {}

@@ -112,6 +112,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", MISTAKES)
 def test_five_mistakes_in_the_code_of_a_card_are_refused(turned_run, tmp_path, to):
     if to == "onnx":
@@ -133,10 +134,11 @@ def card_of(folder) -> str:
     return re.search(r"```python\n(.*?)\n?```", (folder / "README.md").read_text(), re.DOTALL)[1]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, tmp_path, monkeypatch, capsys):
     run, render = turned_run("resnet8"), export.render_code
     right, wrong = MISTAKES["torch"]["exif"]
-    monkeypatch.setattr(export, "render_code", lambda run, to: render(run, to).replace(right, wrong))
+    monkeypatch.setattr(export, "render_code", lambda *args: render(*args).replace(right, wrong))
     assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "torch", str(tmp_path / "exported")]) == 1
     shown = capsys.readouterr()
     assert "NOT VERIFIED" in shown.err
@@ -145,6 +147,7 @@ def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, t
     assert names == {"README.md", "export.json", "model.pt2.unverified"}
 
 
+@pytest.mark.slow
 def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, tmp_path):
     run = turned_run("resnet8")
     export_run(run, "torch", tmp_path / "exported")
@@ -204,6 +207,7 @@ def test_the_images_of_a_partial_check_are_spread_over_the_set(turned_run, tmp_p
     assert seen == [images.describe(index) for index in (0, 12, 24, 36)]
 
 
+@pytest.mark.slow
 def test_images_without_files_of_their_own_are_written_as_they_are(small_cfg, tmp_path):
     cfg = small_cfg(*NORMALIZATION)
     run = load_run(save_run(cfg), device="cpu")

@@ -62,6 +62,7 @@ def test_the_recipe_has_what_differs_from_the_defaults(small_cfg):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_results_the_card_has_those_of_the_check(small_cfg, tmp_path):
     run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
     record = export_run(run, "torch", tmp_path / "exported")
@@ -70,6 +71,7 @@ def test_without_results_the_card_has_those_of_the_check(small_cfg, tmp_path):
     assert "| epochs | not recorded |" in card
 
 
+@pytest.mark.slow
 def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
     names = ("a|b`", "```\n# c", "x" * 200)
     folder = tmp_path / "data"
@@ -85,6 +87,7 @@ def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
     assert ModelCard(card).data.pipeline_tag == "image-classification"
 
 
+@pytest.mark.slow
 def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monkeypatch):
     run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER)), device="cpu")
     with local_hub() as hub:
@@ -97,6 +100,7 @@ def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monke
     assert hub.repositories == {"me/ants": files} and hub.commits == ["Add model"]
 
 
+@pytest.mark.slow
 def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_path, monkeypatch):
     run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
     with local_hub() as hub:
@@ -107,6 +111,7 @@ def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_pat
     assert hub.repositories == {} and (tmp_path / "exported" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_an_unverified_folder_is_not_published(small_cfg, tmp_path, monkeypatch):
     run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
     monkeypatch.setattr("distribuuuu.commands.export.export_check.MIN_EQUAL", 1.1)

@@ -179,6 +179,9 @@ def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsy
         ("--format jsn", "--format: got 'jsn'; expected one of text, json; did you mean json?"),
         ("--gpu 2", "no such flag: --gpu"),
         ("--cfg no/such", "no/such"),
+        ("--dry-run", "no such flag: --dry-run\n"),
+        ("--epochs 3", "no such flag: --epochs; did you mean OPTIM.MAX_EPOCH 3?"),
+        ("OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("--gpus 7", "TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"),
     ):
         assert dispatch("distribuuuu", ["plan", *args, *words.split()]) == 2

@@ -464,8 +464,7 @@ def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shape
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path, nproc):
+def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path):
     files = "".join(f"{path}\n" for path in sorted((shapes_folder / "val").rglob("*.jpg"))) * 60
     (tmp_path / "files.txt").write_text(files)
     words = (shapes_run, tmp_path / "files.txt", "--set", "TEST.BATCH_SIZE", 20, "--workers", 1)
@@ -473,7 +472,7 @@ def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_
     subprocess.run(command(*words, "--out", whole), cwd=ROOT, check=True)
     sizes, num_kills, step = [0], 0, whole.stat().st_size // 12
     for kill in range(5):
-        process = subprocess.Popen(slow_command(*words, "--nproc", 1 + (nproc + kill) % 2, "--out", out), cwd=ROOT,
+        process = subprocess.Popen(slow_command(*words, "--nproc", 1 + kill % 2, "--out", out), cwd=ROOT,
                                    start_new_session=True)  # fmt: skip
         while process.poll() is None and size_of(Path(f"{out}.partial")) < sizes[-1] + step:
             time.sleep(0.01)

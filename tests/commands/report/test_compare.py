@@ -78,6 +78,27 @@ def test_seeds_of_two_sides(tmp_path, capsys):
     assert "Too few runs to tell" in capsys.readouterr().out
 
 
+def test_a_run_that_is_named_in_two_ways_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run_a", "run_b"):
+        make_run(Path(name), 200)
+    Path("link").symlink_to("run_a")
+    for sides, repeated in ((("run*", "run_b"), "run_b, twice"), (("run_a", tmp_path / "run_a"), "is run_a, twice"),
+                            (("run_a", "link"), "link, which is run_a, twice"),
+                            (("r?n_a", "run*", "run_b"), "run_a, twice")):  # fmt: skip
+        assert run(*sides) == 2 and f"{repeated}; expected different runs" in capsys.readouterr().err
+    assert not Path("compare.html").exists()
+
+
+def test_absolute_and_relative_names_are_shown_as_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run_a", "run_b"):
+        make_run(Path(name), 200)
+    assert run("run_a", tmp_path / "run_b", "--format", "json") == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert (pair["a"], pair["b"]) == ("run_a", f"{tmp_path}/run_b")
+
+
 REFUSED = {
     "were evaluated on other images, 300 images and 299 images": lambda root: make_run(root / "b", 9, 299),
     "no such folder": lambda root: root / "n*", "no such folder: ": lambda root: root / "none",

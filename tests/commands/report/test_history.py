@@ -60,6 +60,7 @@ def test_a_whole_run_has_no_notes_and_a_folder_without_records_an_empty_history(
     assert (history.train, history.evaluations, history.restarts, history.results) == ([], {}, [], {})
 
 
+@pytest.mark.slow
 def test_every_value_of_results_of_another_type(run):
     """A change is either read, as that of a free text, or named with its file."""
     verdicts = {True: 0, False: 0}
@@ -72,6 +73,7 @@ def test_every_value_of_results_of_another_type(run):
     assert str(run / "results.json") in show(run)[1], "the last one, which is left out, is named on the page"
 
 
+@pytest.mark.slow
 def test_every_value_of_the_results_of_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(run_report, "make_pictures", lambda *args: Pictures())
     run = make_run(tmp_path / "run", None)
@@ -91,6 +93,7 @@ def test_every_value_of_the_results_of_an_evaluation(tmp_path, monkeypatch):
         assert not notes or notes[0].startswith(f"left out: {run / 'test_results.json'}: ")
 
 
+@pytest.mark.slow
 def test_every_value_of_a_record_of_another_type(run):
     for number in (0, 1):
         for changed in list_changes(RECORDS[number]):

@@ -46,6 +46,8 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
     swept = ("OPTIM.MAX_EPOCH=3,4", "TRAIN.AUTO_RESUME", "False", "OUT_DIR", tmp_path, "--asha", "3")
     asha, resume = problems_of(parse, *swept, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
+    (none,) = problems_of(parse, *small, "OUT_DIR", tmp_path, "OPTIM.BASE_LR=1,2", "OPTIM.MAX_EPOCH", "0")
+    assert none == "OPTIM.MAX_EPOCH: got 0; expected 1 or more: a trial without epochs has no result"
     assert "has no value" in problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
     (url,) = problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", "s3://bucket/sweep")
     assert url.startswith("OUT_DIR") and "expected a local path" in url
@@ -53,6 +55,23 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
         args = parse_args("sweep", [*flags, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", str(tmp_path)])
         with pytest.raises(ConfigError, match=said):
             plan_sweep(*args)
+
+
+def test_names_of_all_trials_are_checked_before_the_first_start(image_folder, tmp_path):
+    small = fixed_options(image_folder, "OPTIM.KWARGS.caution", True, "MODEL.NUM_CLASSES", 0)
+    small = [word for word in small if word not in ("MODEL.ARCH", "resnet8")]
+    words = ["OPTIM.NAME=sgd,adamw,adamm", "MODEL.ARCH=resnet8,resnte14", *small, "OUT_DIR", str(tmp_path)]
+    args = parse_args("sweep", words)
+    expected = [
+        "OPTIM.KWARGS.caution (command line): sgd has no such argument; ",
+        "MODEL.ARCH (command line): unknown model 'resnte14'; did you mean resnet14",
+        "OPTIM.KWARGS.caution (command line): adamw has no such argument; ",
+        "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam",
+    ]
+    for problem, start in zip(problems_of(plan_sweep, *args), expected, strict=True):
+        assert problem.startswith(start)
+    (tmp_path / "sweep.json").write_text("{}")
+    assert len(plan_sweep(*args).trials) == 6, "a sweep that has begun continues"
 
 
 def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(image_folder, tmp_path):

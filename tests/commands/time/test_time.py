@@ -105,6 +105,7 @@ def time_on_process(args: list[str]) -> dict:
     return measurement.time_model(load_cfg(None, args))
 
 
+@pytest.mark.slow
 def test_two_processes_measure_the_same_and_their_exchange(image_folder, tmp_path):
     args = small_options(image_folder, tmp_path / "out", "MODEL.SYNCBN", True, "TRAIN.WORKERS", 1)
     results = on_processes(2, time_on_process, [*args, "DIST.COMPRESS", "bf16"])
@@ -295,6 +296,10 @@ def test_short_waits_the_first_read_of_a_start_and_few_steps_are_no_warning(tmp_
     assert not clock.warnings
     clock.run_epoch(4, wait=0.5, every=5)
     assert len(clock.warnings) == 1
+    resumed = Clock(tmp_path, monkeypatch, num_steps=10)
+    resumed.log.rewind(90, 0)  # the steps before this start do not count
+    resumed.run_epoch(90, wait=0.5, every=5)
+    assert not resumed.warnings
     slow = Clock(tmp_path / "slow", monkeypatch, num_steps=10)
     slow.run_epoch(0, wait=0.5, every=5, step_s=3.0)
     assert len(slow.warnings) == 1

@@ -5,6 +5,7 @@ import json
 import pytest
 from support.commands import command_module
 from support.runs import run_python
+from support.tables import each_row
 
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.records.trackers.base import Tracker
@@ -56,6 +57,21 @@ def test_a_run_without_trackers_is_sent_once(copied_run, track, capsys):
     assert json.loads((copied_run / "trackers" / "store.json").read_text())["num_steps"] == 4
 
 
+def test_damaged_and_missing_rows_are_named(copied_run, track, capsys):
+    metrics = copied_run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:2], "{no json\n", *lines[2:], '{"kind": "train", "ep']))
+    assert track(copied_run, "LOG.TRACKERS", "store") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "store: sent 10 rows, 0 images, 2 files", f"{metrics}: 2 damaged lines skipped",
+    ]  # fmt: skip
+    metrics.unlink()
+    assert track(copied_run, "LOG.TRACKERS", "store") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "store: sent 0 images, 0 files", f"{metrics}: no such file; there are no rows to send",
+    ]  # fmt: skip
+
+
 def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys):
     assert track(copied_run, "LOG.TRACKERS", "[down, store]") == 2
     out, err = capsys.readouterr()
@@ -63,12 +79,21 @@ def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys
     assert "LOG.TRACKERS: down: ConnectionError: no route; fix: see docs/trackers.md" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words, message", [
-    (["no_run"], "RUN: no_run holds no config.yaml; expected the OUT_DIR of a run"),
+@each_row("words, message", [
+    (["no_run"], "RUN: no such folder: no_run; expected the OUT_DIR of a run"),
+    (["{run}/checkpoints"], "checkpoints holds no config.yaml; expected the OUT_DIR of a run"),
+    (["s3://bucket/run"], "RUN: got s3://..., a URL, which this command does not read; expected a local path"),
     (["{run}"], "LOG.TRACKERS: got []; expected some of "),
     (["{run}", "LOG.TRACKERS", "[tensorboard]"], "LOG.TRACKERS: got ['tensorboard']; expected some of "),
     (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
-    (["{run}", "--no-such"], "no such flag: --no-such"),
+    (["{run}", "--no-such"], "no such flag: --no-such; options are KEY VALUE arguments, which distribuuuu train --"),
+    (["{run}", "--hepl"], "no such flag: --hepl; did you mean --help?"),
+    (["{run}", "--lr", "1"], "no such flag: --lr\n"),
+    (["{run}", "--trackers", "store"], "no such flag: --trackers; did you mean LOG.TRACKERS store?"),
+    (["{run}", "LOG.TRACKERS", "store", "OPTIM.BASE_LR", "9"], "OPTIM.BASE_LR (command line): is sent as the run"),
+    (["{run}", "LOG.TRACKERS", "store", "LOG.NUM_IMAGES", "1"], "expected LOG.TRACKERS or PLUGINS; fix: remove it"),
+    (["{run}", "LOG.TRACKERS", "store", "MODEL.KWARGS", "{{}}"], "MODEL.KWARGS: is sent as the run had it"),
+    (["{run}", "LOG.TRACKERS", "store", "OUT_DIR", "exp"], "OUT_DIR (command line): is sent as"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(finished_run, track, capsys, words, message):
     assert track(*(word.format(run=finished_run) for word in words)) == 2

@@ -269,6 +269,16 @@ def test_classes_without_evaluation_images_are_reported(root, tmp_path):
     assert find_run_problems(load_cfg(None, small_options(root, tmp_path / "out")), train=True) == []
 
 
+@pytest.mark.parametrize(("num_missing", "named"), [(5, "b, c, d, e, f"), (6, "b, c, d, e, f, ...")])
+def test_at_most_five_classes_without_images_are_named(tmp_path, num_missing, named):
+    images = Boxes()
+    images.targets, images.labels = "label", [0, 0]
+    images.classes = tuple("abcdefgh"[: num_missing + 1])
+    [note] = find_notes(load_cfg(None, []), images, detect_launch(), train=False)
+    expected = f"no image of {num_missing} of {num_missing + 1} classes: {named}; they are not evaluated"
+    assert note == f"TEST.DATASET: {expected}"
+
+
 class Boxes(ImageDataset):
     """Images whose labels are arrays, for a task of its own."""
 

@@ -13,8 +13,7 @@ from support.images import draw_folder
 from support.runs import errors_of
 
 from distribuuuu.data.datasets.base import list_classes
-from distribuuuu.data.datasets.layouts import find_inner_root, missing_root, missing_split
-from distribuuuu.data.datasets.table_file import ENDINGS
+from distribuuuu.data.datasets.layouts import TABLE_ENDINGS, find_inner_root, missing_root, missing_split
 
 FILES = {
     "images.zip": "is a ZIP archive; fix: set DATA.NAME archive TRAIN.DATASET {path}, which reads its folders",
@@ -49,7 +48,7 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
             found = errors_of(path, tmp_path, "DATA.NAME", dataset)
             assert f"TRAIN.DATASET (command line): {path} {message}" in found and "no such folder" not in found
         refusals, is_archive = refusals_of(path, tmp_path, capsys), " archive; " in message
-        is_of_doctor = path.suffix in ENDINGS or is_archive  # split reads tables; its fix differs
+        is_of_doctor = path.suffix in TABLE_ENDINGS or is_archive  # split reads tables; its fix differs
         assert refusals.count(f"FOLDER: {path} {message}") == (1 if is_of_doctor else 2)
         assert is_archive == ("a list cannot name its images; fix: unpack it: " in refusals)
 

@@ -9,6 +9,7 @@ from bench_support.mutations import count_verdicts
 from support.batches import assert_same_batches, batches_of
 from support.packs import pack
 from support.sources import NAMES, image_rows, save_to_disk, to_arrow, write_parquet
+from support.tables import each_row
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
@@ -203,7 +204,7 @@ def test_a_pack_of_several_targets(cfg_of, root, tmp_path):
 FORMS = ({"array": 0, "shape": [2], "float": True}, {"dict": {"a": {"array": 0, "shape": [], "float": False}}})
 
 
-@pytest.mark.parametrize(
+@each_row(
     "targets, is_valid",
     [(None, True), ({"kind": "labels"}, True), *(({"kind": "structured", "form": form}, True) for form in FORMS),
      ({"kind": "labels", "form": 1}, False), ([], False), ({"kind": "structured", "form": {"array": 1, "shape": [],

@@ -8,6 +8,7 @@ import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
 from support.sources import DELIMITERS, NAMES, image_rows, list_rows, to_arrow, write_parquet, write_rows
+from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
@@ -142,7 +143,7 @@ def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
     assert problems and all(len(problem) < 1000 for problem in problems)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "table, message",
     [
         ("{lable: a}", "DATA.TABLE.lable .*no such setting; did you mean label"),

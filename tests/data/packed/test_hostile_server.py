@@ -2,10 +2,12 @@
 
 import contextlib
 import ftplib
+import http.client
 import json
 import shutil
 import socket
 import threading
+import time
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -90,6 +92,17 @@ def test_an_answer_that_contradicts_the_request_is_refused_at_once(server):
         server.requests.clear()
         assert "expected the bytes 10 to 39" in refusal_of(f"{server.url}/loop", timeout_s=PATIENCE_S), name
         assert len(server.requests) == 1, name
+
+
+@pytest.mark.parametrize(("status", "error"), [
+    *((status, http.client.HTTPException) for status in (408, 429, 500, 503)), (404, RemoteError), (416, RemoteError),
+])  # fmt: skip
+def test_temporary_errors_of_a_server_are_told_from_those_that_last(server, status, error):
+    server.status, url, read = status, f"{server.url}/loop", transport._read_http
+    with pytest.raises(error):
+        read(url, 10, 40, False, time.monotonic() + PATIENCE_S)
+    server.status = 0
+    assert read(url, 10, 40, False, time.monotonic() + PATIENCE_S).data == bytes(range(10, 40))
 
 
 def test_an_answer_in_chunks_is_read_and_text_of_a_server_cannot_act_on_a_terminal(server):

@@ -15,8 +15,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from support.commands import run_command
 from support.processes import free_port, wait_for
-from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool, small_options, timeless
+from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless
 
 pytestmark = pytest.mark.slow
 EPOCHS, STEPS = 40, 160
@@ -130,7 +131,7 @@ def train(args: list[str], address: str, out: Path, fail) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "slow", "unreachable"])
-def test_a_fault_of_the_server(image_folder, tmp_path, server, plain, fault):
+def test_a_fault_of_the_server(image_folder, tmp_path, server, plain, fault, monkeypatch, capsys):
     out, address = tmp_path / f"{fault}_run", f"http://127.0.0.1:{server.port}"
     args = small_options(image_folder, out, *WORDS, "LOG.TRACKERS", "mlflow")
     if fault == "unreachable":
@@ -150,10 +151,9 @@ def test_a_fault_of_the_server(image_folder, tmp_path, server, plain, fault):
     assert timeless(out) == timeless(plain)
     (warning,) = warnings
     assert " mlflow: " in warning and f"distribuuuu track {out}" in warning
-    sent = run_python("-m", "distribuuuu", "track", out, MLFLOW_TRACKING_URI=address)
-    assert sent.returncode == 0 and "mlflow: sent " in sent.stdout, sent
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert run_command("track", out) == 0 and "mlflow: sent " in capsys.readouterr().out
     evaluations = [("eval/loss", step) for step in range(4, STEPS + 1, 4)]
     assert server.rows_of(out.name) == evaluations + [("train/loss", step) for step in range(1, STEPS + 1)]
     assert server.status_of(json.loads((out / "trackers" / "mlflow.json").read_text())["run"]) == "FINISHED"
-    again = run_python("-m", "distribuuuu", "track", out, MLFLOW_TRACKING_URI=address)
-    assert "sent 0 rows, 0 images, 0 files" in again.stdout
+    assert run_command("track", out) == 0 and "sent 0 rows, 0 images, 0 files" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""Output of the optional commands: the path of a file that they write, tables, and texts on standard output.
+
+And the refusal of a URL by those that read local files only.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distribuuuu.commands.terminal import ending_with_reader
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_parent_problem, find_path_problem, local_folder
+from distribuuuu.files.untrusted import printable
+
+# Values of --format, and the columns of a text.
+FORMATS = ("text", "json")
+WIDTH = 80
+
+
+def check_out(flag: str, out: str | os.PathLike) -> None:
+    """Check the path of a command's output, the value of the argument `flag`.
+
+    Raises:
+        ConfigError: it is no local path, or a file of a run.
+    """
+    problem = find_path_problem(out) or find_parent_problem(out)
+    name = Path(out).name
+    is_of_run = name in (*RUN_FILES, "config.yaml") or BEST_NAMES.fullmatch(name)
+    if problem is None and is_of_run and os.path.lexists(out):
+        problem = f"got {out}, which is a file of a run; fix: choose another name"
+    if problem:
+        raise ConfigError(f"{flag}: {problem}")
+
+
+def find_unread_url(path: str) -> str | None:
+    """Return why a command that reads local files only cannot read a path; None if it is no URL."""
+    protocol, mark, _ = path.partition("://")  # the rest may hold credentials
+    if not mark:
+        return None
+    copy = local_folder(path)
+    fix = f"name its copy, {copy}" if os.path.exists(copy) else "name a local copy; docs/mirror.md tells where they are"
+    return f"got {protocol}://..., a URL, which this command does not read; expected a local path; fix: {fix}"
+
+
+def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return the lines of a table with two spaces between its columns, without trailing spaces.
+
+    Args:
+        lines: the cells of each line; those after the last column are appended as they are.
+        sides: '<' (left) or '>' (right) for each column.
+    """
+    formats = [f"{side}{max(len(line[column]) for line in lines)}" for column, side in enumerate(sides)]
+    table = ([*map(format, line, formats), *line[len(sides) :]] for line in lines)
+    return ["  ".join(cells).rstrip() for cells in table]
+
+
+def print_report(text: str) -> None:
+    """Print a text, with escapes for what the encoding of standard output lacks.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with ending_with_reader():
+            print(printable(text, keep="\n"), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
+        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
+        raise ConfigError(Problem("standard output", message)) from error
