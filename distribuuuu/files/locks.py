@@ -105,7 +105,7 @@ def is_at(file: IO, path: Path) -> bool:
 def describe_process() -> dict[str, Any]:
     """Return host, pid, the start of this process in clock ticks since boot, and the time now."""
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": _start_of(os.getpid()), "started": now}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": read_stat(os.getpid(), 19), "started": now}
 
 
 def write_holder(file: IO, holder: dict[str, Any]) -> None:
@@ -131,11 +131,11 @@ def is_running_here(holder: dict[str, Any]) -> bool:
     """Tell whether the holder is another live process of this host; the start time excludes a reused pid."""
     if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
         return False
-    return holder.get("pid_started") is not None and _start_of(holder["pid"]) == holder["pid_started"]
+    return holder.get("pid_started") is not None and read_stat(holder["pid"], 19) == holder["pid_started"]
 
 
-def _start_of(pid: int) -> str | None:
-    """Return the start of a process of this host; None: it has ended or is unknown."""
+def read_stat(pid: int, field: int) -> str | None:
+    """Return a field of a process in proc(5), 0: state, 19: start; None: the process has ended or is unknown."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field]
     return None

@@ -25,11 +25,7 @@ def printable(text: Any, keep: str = "") -> str:
         text: the text, e.g. a file name.
         keep: characters that are left as they are, e.g. line breaks of a message.
     """
-    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), str(text))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], str(text))
 
 
 def open_regular(path: str | os.PathLike, encoding: str | None = None, **options: Any) -> IO:

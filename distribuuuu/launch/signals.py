@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from distribuuuu.files.locks import read_stat
+
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
 REQUEUE = 75
 STATUS_OF: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -52,8 +54,8 @@ class RunStopped(Exception):
 
 
 def exit_now(signum: int) -> None:
-    """Exit immediately with the status of the signal; process 0 prints one line."""
-    if SignalState.current.is_ending:
+    """Exit immediately with the status of the signal, unless it repeats the first one; process 0 prints one line."""
+    if SignalState.current.is_ending or SignalState.current.is_echo():
         return
     if is_first_process():
         left = "the newest checkpoint stays" if SignalState.current.has_begun else "no step was made, nothing is lost"
@@ -107,7 +109,8 @@ def handled_by(
     sender.setblocking(False)
     listener = threading.Thread(target=_listen, args=(receiver, handler, on_quit), name="signals", daemon=True)
     listener.start()
-    before = {signum: signal.signal(signum, _do_nothing) for signum in STATUS_OF if not _is_nohup(signum)}
+    before = {signum: signal.signal(signum, _do_nothing) for signum, status in STATUS_OF.items()
+              if status != 129 or signal.getsignal(signum) is not signal.SIG_IGN}  # fmt: skip  # nohup: ignored SIGHUP
     fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -122,11 +125,6 @@ def handled_by(
 
 def _do_nothing(signum: int, frame: object) -> None:
     """Ignore the call: the listener receives the number."""
-
-
-def _is_nohup(signum: int) -> bool:
-    """Tell whether this is SIGHUP in a process that `nohup` has started."""
-    return signum == getattr(signal, "SIGHUP", None) and signal.getsignal(signum) is signal.SIG_IGN
 
 
 def _listen(connection: socket.socket, handler: Callable[[int], None], on_quit: Callable[[int], None]) -> None:
@@ -180,22 +178,25 @@ class SignalState:
         self.first: int | None = None
         self.has_begun, self.is_ending = False, False
         self.stacks_file: Path | None = None
-        self._on_second_signal, self._received_at, self._parent = on_second_signal, 0.0, 0
+        self._on_second_signal, self._received_at, self._parent = on_second_signal, float("-inf"), 0
 
     def begin_run(self) -> "SignalState":
         """Forget the signals of an earlier run; return the state."""
-        self.first, self.has_begun = None, True
+        self.first, self.has_begun, self._received_at = None, True, float("-inf")
         return self
 
     def receive(self, signum: int) -> None:
-        """Handle a signal; the kernel repeats that of a killed parent (`die_with_parent`) until there is a new one."""
-        now, parent = time.monotonic(), os.getppid()
+        """Handle a signal."""
         if self.first is None:
-            self.first, self._received_at, self._parent = signum, now, parent
-        elif parent != self._parent and now - self._received_at < 30.0:
-            self._parent = parent
-        elif now - self._received_at > ECHO_S:
+            self.first, self._received_at, self._parent = signum, time.monotonic(), os.getppid()
+        elif not self.is_echo():
             self._on_second_signal(signum)
+
+    def is_echo(self) -> bool:
+        """Tell whether a signal repeats the first one: the kernel sends one for each thread of a killed parent."""
+        elapsed_s, parent = time.monotonic() - self._received_at, os.getppid()
+        is_new, self._parent = parent != self._parent, parent
+        return elapsed_s <= ECHO_S or elapsed_s < 30.0 and (is_new or read_stat(parent, 0) == "Z")
 
 
 SignalState.current = SignalState()

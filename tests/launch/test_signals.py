@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -38,7 +40,9 @@ def test_a_process_exits_at_once_with_the_status_of_its_signal(monkeypatch, capf
     monkeypatch.setenv("RANK", rank)
     exit_now(signal.SIGTERM)
     assert statuses == [143] and capfd.readouterr().err == said
-    state.is_ending = True  # it has an error to print, and exits by itself
+    state.receive(signal.SIGTERM)
+    exit_now(signal.SIGTERM)  # the run has stopped on the first signal, and the process is about to exit
+    state.first, state.is_ending = None, True  # it has an error to print, and exits by itself
     exit_now(signal.SIGTERM)
     assert statuses == [143] and capfd.readouterr().err == ""
 
@@ -65,3 +69,20 @@ def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(m
         assert second == []
         state.receive(signal.SIGTERM)
     assert second == [signal.SIGTERM] * num
+
+
+def test_each_thread_of_a_killed_parent_may_send_a_signal_until_the_parent_is_gone(monkeypatch):
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    second: list[int] = []
+    state = SignalState(second.append)
+    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+    state.receive(signal.SIGTERM)
+    later = time.monotonic() + 2 * ECHO_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    parent.kill()
+    os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    state.receive(signal.SIGTERM)
+    assert second == []
+    parent.communicate()
+    state.receive(signal.SIGTERM)
+    assert second == [signal.SIGTERM]
