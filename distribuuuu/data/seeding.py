@@ -78,7 +78,8 @@ class BatchRNG:
     """The same random numbers for many samples at a time, as arrays: float64 (N,)."""
 
     def __init__(self, keys: Sequence[SampleKey]):
-        self._state = np.array([derive_seed(*key[:2]) for key in keys], dtype=np.uint64)
+        seeds, indices = np.array([key[:2] for key in keys], dtype=np.uint64).T
+        self._state = _mix(_mix(seeds + _STEP) + indices + _STEP) >> 1  # derive_seed of each key
         self._flipped = np.array([key[3] for key in keys if len(key) > 3], dtype=bool)
 
     def flip(self, probability: float) -> np.ndarray:

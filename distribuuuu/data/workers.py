@@ -99,7 +99,10 @@ class Stream:
 
     Attributes:
         pending: the pass and the position of each batch that was started and is not taken yet, the oldest first.
+        following: those of the batch after the one that was taken last.
     """
+
+    following: tuple[Pass, int] | None = None
 
     def __init__(self, passes: Iterable[Pass], first: int):
         self.pending: deque[tuple[Pass, int]] = deque()
@@ -141,7 +144,7 @@ class Workers:
         with _failures_explained(self.pool.processes):
             for position in range(len(current.sampler)):
                 stream, self.stream = self.stream, None  # after an error, no pass continues with this stream
-                if not stream or not stream.pending or stream.pending[0] != (current, position):
+                if not stream or (stream.pending[0] if stream.pending else stream.following) != (current, position):
                     self.pool.clear()
                     passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
                     stream = Stream(passes, position)
@@ -149,7 +152,7 @@ class Workers:
                     self.pool.submit(request)
                 batch = self.pool.take()
                 stream.pending.popleft()
-                self.stream = stream
+                stream.following, self.stream = (current, position + 1), stream
                 yield batch
 
 

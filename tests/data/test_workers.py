@@ -127,6 +127,25 @@ def test_an_epoch_is_entered_at_any_step_and_left_at_any(small_cfg, reference, k
     assert same_batches(loader.batches_from(3, 0, 2), reference[0][2:])
 
 
+class CountingSampler(EvalSampler):
+    """A sampler that counts the batches that it has listed."""
+
+    def __iter__(self):
+        for keys in super().__iter__():
+            self.listed.append(keys)
+            yield keys
+
+
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_a_pass_lists_each_batch_once(kind, num):
+    samples, sampler = Samples(Squares(), CenterCrop(8, 8), "auto", skip_broken=False), CountingSampler(40, 4, 0, 1)
+    sampler.listed = []
+    (batches,) = start_workers([Pass(samples, sampler)], kind, num, False, 0)
+    for _ in range(2):
+        sampler.listed.clear()
+        assert numbers_of(batches) == EXPECTED and len(sampler.listed) == len(EXPECTED)
+
+
 @pytest.mark.parametrize("kind, num", WAYS)
 def test_an_epoch_left_behind_a_reference_gives_no_stale_batches(kind, num):
     batches = start(kind, num)

@@ -258,6 +258,8 @@ def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
 def fake_cuda(monkeypatch) -> Iterator[Timeline]:
     """Run the block with a CUDA device whose tensors have no values; yield the timeline of its operations."""
     timeline = Timeline()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # it sets `default_generators`, which would be lost after the block
 
     @contextlib.contextmanager
     def on_stream(stream: Stream) -> Iterator[None]:
