@@ -184,11 +184,11 @@ class PaddedCrop(BatchTransform):
         down, across = map(np.arange, height_and_width(self.size))
         columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
         rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
-        rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
         if self.mode == "reflect":
             padded, rows, columns = pixels, reflect(rows, height), reflect(columns, width)
         else:
             padded, rows, columns = pad(pixels, [self.padding] * 4), rows + self.padding, columns + self.padding
+        rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
         # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
         # of C adjacent values. A flip is a descending row of columns.
         index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
@@ -399,9 +399,9 @@ def reflect_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.
     return pixels[..., rows[:, None], columns]
 
 
-def reflect(positions: torch.Tensor, side: int) -> torch.Tensor:
+def reflect(positions: Any, side: int) -> Any:
     """Return positions of pixels, from 1 - side to 2 * side - 2, reflected at the borders 0 and side - 1."""
-    return side - 1 - (side - 1 - positions.abs()).abs()
+    return side - 1 - abs(side - 1 - abs(positions))
 
 
 def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:
