@@ -108,14 +108,15 @@ def read_rows(folder: str) -> tuple[dict[str, list[RecordedRun]], list[str]]:
 
 
 def find_row(name: str, rows: Mapping[str, Sequence[RecordedRun]], folder: str, prog: str) -> str:
-    """Return the row of a name: that of the row, of its config, or the beginning of either.
+    """Return the row of a name: that of the row, of its config with the fewest options, or the beginning of a row.
 
     Raises:
         ConfigError: there is no such row, or several ones.
     """
     if name in rows:
         return name
-    found = [row for row, runs in rows.items() if runs[0].record["config"] == name]
+    options = {row: len(runs[0].record["overrides"]) for row, runs in rows.items() if runs[0].record["config"] == name}
+    found = [row for row, num in options.items() if num == min(options.values())]
     if name and not found and find_shipped(name):
         raise ConfigError(Problem("ROW", f"{name} is a config without a measured row in {folder}; fix: choose a row of "
                                   f"{prog} --list, or train it: distribuuuu train --cfg {name}"))  # fmt: skip

@@ -111,7 +111,9 @@ def test_the_row_of_the_readme_is_found_by_its_config():
     configs = [line.split(" | ")[0].strip("| ") for line in readme.splitlines()[2:]]
     assert len(configs) >= 6
     for config in configs:
-        assert rows[command.find_row(config, rows, "F", "reproduce")][0].record["config"] == config
+        found = rows[command.find_row(config, rows, "F", "reproduce")][0].record
+        others = [runs[0].record["overrides"] for runs in rows.values() if runs[0].record["config"] == config]
+        assert found["config"] == config and len(found["overrides"]) == min(map(len, others))
 
 
 def test_the_rows_with_hashes_are_of_the_configs_of_today():
