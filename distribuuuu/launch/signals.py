@@ -55,7 +55,7 @@ class RunStopped(Exception):
 
 def exit_now(signum: int) -> None:
     """Exit immediately with the status of the signal, unless it repeats the first one; process 0 prints one line."""
-    if SignalState.current.is_ending or SignalState.current.is_echo():
+    if SignalState.current.is_ending or SignalState.current.record_echo():
         return
     if is_first_process():
         left = "the newest checkpoint stays" if SignalState.current.has_begun else "no step was made, nothing is lost"
@@ -189,11 +189,11 @@ class SignalState:
         """Handle a signal."""
         if self.first is None:
             self.first, self._received_at, self._parent = signum, time.monotonic(), os.getppid()
-        elif not self.is_echo():
+        elif not self.record_echo():
             self._on_second_signal(signum)
 
-    def is_echo(self) -> bool:
-        """Tell whether a signal repeats the first one: the kernel sends one for each thread of a killed parent."""
+    def record_echo(self) -> bool:
+        """Record the parent; return whether a signal repeats the first: each thread of a killed parent sends one."""
         elapsed_s, parent = time.monotonic() - self._received_at, os.getppid()
         is_new, self._parent = parent != self._parent, parent
         return elapsed_s <= ECHO_S or elapsed_s < 30.0 and (is_new or read_stat(parent, 0) == "Z")
