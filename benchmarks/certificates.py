@@ -37,8 +37,8 @@ from distribuuuu.config import load_cfg
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import build_run, open_run
+from distribuuuu.engine.build import build_run, open_run
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import train_epoch
 

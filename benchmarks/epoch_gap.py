@@ -21,8 +21,8 @@ from bench_support.machine import describe_run
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_loaders
+from distribuuuu.engine.build import build_run
 from distribuuuu.engine.results_content import RunResults
-from distribuuuu.engine.setup import build_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import evaluate_epoch, finish_epoch, train_epoch
 

@@ -37,9 +37,9 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.run_files import COMMAND_FILES, RUN_FILES
+from distribuuuu.engine.build import write_config
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.engine.setup import write_config
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.meter import Meter
 

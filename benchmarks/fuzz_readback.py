@@ -39,7 +39,7 @@ import numpy as np
 from bench_support.mutations import MUTATIONS, count_verdicts, damage, parse_fuzz_args, print_verdicts
 from PIL import Image
 
-from distribuuuu.checkpoint.best_weights import find_weights_file
+from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.commands.pack.packer import inspect_pack
 from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run

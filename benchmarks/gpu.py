@@ -59,9 +59,9 @@ from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.build import build_training
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import build_training
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 from distribuuuu.records.run_log import close_logging, set_up_logging

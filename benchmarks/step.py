@@ -57,9 +57,9 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
+from distribuuuu.engine.build import build_checkpoints, build_training, open_log
 from distribuuuu.engine.graceful_stop import StopRequest
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import build_checkpoints, build_training, open_log
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port

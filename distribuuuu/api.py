@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.best_weights import RAW, common_kind, find_best
+from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.plugins import FoundConfig
@@ -76,7 +76,7 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
-        from distribuuuu.engine.micro_batch import resolve_batch_size
+        from distribuuuu.engine.auto_batch_size import resolve_batch_size
         from distribuuuu.models import check_model
         from distribuuuu.trainer import train_model, train_step
 
@@ -142,7 +142,7 @@ class WeightsEvaluation:
         Raises:
             ConfigError: the weights do not match the model, or there are no training images.
         """
-        from distribuuuu.checkpoint.load import load_state_dict
+        from distribuuuu.checkpoint.restore import load_state_dict
         from distribuuuu.engine.precise_bn import compute_precise_statistics
         from distribuuuu.records.log_table import format_result
 

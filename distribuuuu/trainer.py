@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from distribuuuu.checkpoint.best_weights import RAW, kind_of
 from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
@@ -16,15 +16,23 @@ from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
-from distribuuuu.engine.last_epoch import is_evaluated, is_finished, may_be_last
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.results_content import RunResults, write_test_results
+from distribuuuu.engine.run import (
+    Run,
+    begin_epoch,
+    expected_passes,
+    is_evaluated,
+    is_finished,
+    log_epoch,
+    may_be_last,
+    stoppable_bar,
+)
 from distribuuuu.engine.run_description import describe_end
-from distribuuuu.engine.run_objects import Run, begin_epoch, expected_passes, log_epoch, stoppable_bar
-from distribuuuu.engine.setup import Training, build_run, find_weights, open_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr, set_weight_decay
@@ -156,7 +164,7 @@ def compute_gradients(
 
 @explain_out_of_memory("the evaluation", batch="test")
 def evaluate_epoch(run: Run) -> dict[str, dict]:
-    """Return count, loss and metrics of each kind of weights, see `best_weights.KINDS`.
+    """Return count, loss and metrics of each kind of weights, see `weights_files.KINDS`.
 
     With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """

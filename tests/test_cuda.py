@@ -26,8 +26,8 @@ from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.distributed import ddp
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import build_state, build_training, set_backends
+from distribuuuu.engine.build import build_state, build_training, set_backends
+from distribuuuu.engine.run import Run
 from distribuuuu.inference import loaded_run
 from distribuuuu.inference.forward_chunks import one_behind
 from distribuuuu.inference.loaded_run import Selection, start_selection

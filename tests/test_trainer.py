@@ -207,9 +207,9 @@ def test_each_model_that_trains_or_is_evaluated_is_compiled_once(small_cfg, monk
     compiled, evaluated = [], []
     evaluate = evaluator.evaluate
     wrap = lambda model, *args, **options: Wrapped(model) if is_wrapped else model  # noqa: E731
-    monkeypatch.setattr("distribuuuu.engine.setup.wrap_model", wrap)
+    monkeypatch.setattr("distribuuuu.engine.build.wrap_model", wrap)
     compile_model = lambda model, mode: compiled.append((model, mode))  # noqa: E731
-    monkeypatch.setattr("distribuuuu.engine.setup.compile_model", compile_model)
+    monkeypatch.setattr("distribuuuu.engine.build.compile_model", compile_model)
     note = lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)  # noqa: E731
     for module in (trainer, evaluator):
         monkeypatch.setattr(module, "evaluate", note)

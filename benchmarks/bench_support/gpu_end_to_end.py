@@ -25,8 +25,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader
 from distribuuuu.data.workers import PREFETCH, Pass
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import open_log
+from distribuuuu.engine.build import open_log
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.host import count_cores
 from distribuuuu.trainer import train_epoch, train_step
 

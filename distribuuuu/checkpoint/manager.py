@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distribuuuu.checkpoint.background_writer import BackgroundWriter
-from distribuuuu.checkpoint.best_weights import best_paths
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.load import check_resumable, weights_of
+from distribuuuu.checkpoint.restore import check_resumable, weights_of
 from distribuuuu.checkpoint.snapshot import find_nonfinite, snapshot
+from distribuuuu.checkpoint.weights_files import best_paths
 from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
 
@@ -131,7 +131,7 @@ class CheckpointManager:
 
         Args:
             state: the training state.
-            new_bests: the kinds of its weights, see `best_weights.KINDS`, that are the best so far.
+            new_bests: the kinds of its weights, see `weights_files.KINDS`, that are the best so far.
             first: called in the background on the main process with the content, before it is written.
 
         Raises:

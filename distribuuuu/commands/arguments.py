@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.checkpoint.best_weights import RAW, best_paths, find_best
+from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.terminal import ending_with_reader, open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg

@@ -20,7 +20,7 @@ def train(prog: str, args: list[str]) -> int:
 
 
 def _start(cfg: Config, stop_epoch: int | None = None) -> None:
-    from distribuuuu.engine.micro_batch import resolve_batch_size
+    from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
     from distribuuuu.trainer import train_model, train_step
 

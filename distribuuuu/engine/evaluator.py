@@ -19,10 +19,10 @@ from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import marked
+from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run_description import describe_images, describe_model
-from distribuuuu.engine.setup import build_test_model, open_run
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.run_log import evaluation_bar

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.checkpoint.best_weights import PUBLISHED, RAW, best_paths, build_kinds, find_best, find_weights_file
+from distribuuuu.checkpoint.weights_files import PUBLISHED, RAW, best_paths, build_kinds, find_best, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.conflicts import find_problems

@@ -8,16 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.snapshot import hash_tensors
+from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.last_epoch import is_finished
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.run import Run, is_finished
+from distribuuuu.engine.state import TrainState
 from distribuuuu.models import count_parameters
 from distribuuuu.records import results
 from distribuuuu.records.environment import describe_environment, describe_hardware, find_commit, list_versions

@@ -22,9 +22,8 @@ from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.last_epoch import is_finished
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.run import Run, is_finished
+from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.optimizer import describe_lr

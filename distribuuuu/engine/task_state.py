@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError
-from distribuuuu.checkpoint.load import WEIGHTS_ONLY
+from distribuuuu.checkpoint.restore import WEIGHTS_ONLY
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.distributed import comm as dist

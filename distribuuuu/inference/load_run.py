@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
+from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.derived import Size

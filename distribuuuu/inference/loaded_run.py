@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import KINDS
-from distribuuuu.checkpoint.load import load_state_dict
+from distribuuuu.checkpoint.restore import load_state_dict
+from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
@@ -26,8 +26,8 @@ from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.setup import set_backends
 from distribuuuu.engine.task_state import restore_state
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import PUBLISHED
+from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.constructor import Architecture, build_model_spec
 from distribuuuu.models.freeze import freeze

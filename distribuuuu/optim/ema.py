@@ -77,7 +77,7 @@ class Ema:
 
 
 def build_averages(cfg, model: nn.Module) -> dict[str, Ema]:
-    """Return the averages of a run's weights by kind of weights, see `checkpoint.best_weights.KINDS`."""
+    """Return the averages of a run's weights by kind of weights, see `checkpoint.weights_files.KINDS`."""
     ema = cfg.EMA
     if not ema.HALF_LIFE:
         return {}

@@ -24,12 +24,12 @@ from support.states import make_state, original_checkpoint
 from support.tables import each_row
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.load import check_resumable, load_optimizer
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.restore import check_resumable, load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
-from distribuuuu.engine.setup import write_config
+from distribuuuu.engine.build import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_optimizer

@@ -20,13 +20,13 @@ from torch import nn
 
 from distribuuuu.checkpoint import background_writer
 from distribuuuu.checkpoint import manager as checkpoint
-from distribuuuu.checkpoint.best_weights import Best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.restore import load_state_dict
 from distribuuuu.checkpoint.snapshot import hash_tensors, with_own_storage
+from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
-from distribuuuu.engine.train_state import TrainState, list_changes
+from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.host import copy_into_buffer
 from distribuuuu.optim.optimizer import build_optimizer

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.checkpoint.load import load_optimizer
+from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import build_parallelize_fn, full_state_dict, inference, is_sharded, to_local
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.zero1 import PartitionedOptimizer
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_clipper, build_optimizer

@@ -74,13 +74,13 @@ def test_a_process_with_a_limit_on_its_memory_says_which(image_folder, tmp_path)
     code = f"""
 import resource, sys
 from pathlib import Path
-from distribuuuu.engine import setup
-build = setup.prepare_model
+from distribuuuu.engine import build
+original = build.prepare_model
 def limit(*arguments):
     has = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has + (64 << 20), resource.RLIM_INFINITY))
-    return build(*arguments)
-setup.prepare_model = limit
+    return original(*arguments)
+build.prepare_model = limit
 sys.argv = ['train_net.py', *sys.argv[1:]]
 import runpy
 runpy.run_path({str(TRAIN_NET)!r}, run_name='__main__')

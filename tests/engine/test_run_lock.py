@@ -24,8 +24,8 @@ from distribuuuu.checkpoint.manager import CheckpointManager, OutDirLost
 from distribuuuu.config import load_cfg
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine import run_lock
+from distribuuuu.engine.build import open_run
 from distribuuuu.engine.run_lock import OutDirLocked, describe_holder, lock_out_dir
-from distribuuuu.engine.setup import open_run
 from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.records.metric_writers import RecordFile

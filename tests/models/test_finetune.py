@@ -18,8 +18,8 @@ from support.tiers import slow
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import find_weights_file
 from distribuuuu.checkpoint.io import CheckpointError
+from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model

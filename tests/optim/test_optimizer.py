@@ -13,7 +13,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError
-from distribuuuu.checkpoint.load import load_optimizer
+from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.optim import optimizer as optimizers
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer, scaled_lr, set_lr

@@ -19,7 +19,7 @@ from distribuuuu.config import get_cfg, load_cfg
 from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.loader import build_loader
-from distribuuuu.engine.setup import build_run
+from distribuuuu.engine.build import build_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import count_parameters
 from distribuuuu.trainer import train_epoch

@@ -19,9 +19,9 @@ from distribuuuu.config.declaration import Option
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.build import open_run
 from distribuuuu.engine.results_content import RunResults, write_test_results
-from distribuuuu.engine.setup import open_run
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision

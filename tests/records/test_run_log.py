@@ -21,7 +21,7 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 from support.tiers import pairwise
 
-from distribuuuu.checkpoint.best_weights import Best
+from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.engine.setup import make_out_dir, write_config
+from distribuuuu.engine.build import make_out_dir, write_config
 from distribuuuu.models import build_model
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import Best
+from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config.reader import load_cfg
-from distribuuuu.engine.train_state import TrainState
+from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.meter import Meter
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_steps
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options

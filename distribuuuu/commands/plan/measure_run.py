@@ -21,7 +21,7 @@ from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import find_device
-from distribuuuu.engine.micro_batch import (
+from distribuuuu.engine.auto_batch_size import (
     available_memory,
     in_fresh_process,
     read_peak,
@@ -30,8 +30,8 @@ from distribuuuu.engine.micro_batch import (
     with_number,
 )
 from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.engine.run import Run
 from distribuuuu.engine.run_description import list_unused_speed
-from distribuuuu.engine.run_objects import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.optimizer import set_lr

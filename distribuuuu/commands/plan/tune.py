@@ -26,7 +26,7 @@ from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.reader import CfgFiles, list_files, read_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.workers import count_workers
-from distribuuuu.engine.micro_batch import in_fresh_process, trial_run
+from distribuuuu.engine.auto_batch_size import in_fresh_process, trial_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.optim.optimizer import set_lr

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu import __version__
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
+from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.html.charts import (
     MAX_CELLS,
     MAX_LABELED,

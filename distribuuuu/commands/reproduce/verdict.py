@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distribuuuu.checkpoint.best_weights import RAW, common_kind
+from distribuuuu.checkpoint.weights_files import RAW, common_kind
 from distribuuuu.commands.output import WIDTH
 from distribuuuu.records.results import list_metrics
 from distribuuuu.records.run_groups import RecordedRun
@@ -24,7 +24,7 @@ class Figure(NamedTuple):
     """The figure of a row: its first metric at the last epoch.
 
     Attributes:
-        kind: the weights, see `best_weights.KINDS`: an average, if there is one.
+        kind: the weights, see `weights_files.KINDS`: an average, if there is one.
         metric: the name in results.json.
         values: of each seed; null values are omitted.
         text: its display name, the mean and the 95 % interval of the mean, as in the result tables.

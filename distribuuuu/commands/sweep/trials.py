@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of
+from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.html.history import read_lines
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json

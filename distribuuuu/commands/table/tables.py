@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW, common_kind
+from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
 from distribuuuu.commands.output import align_columns
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped

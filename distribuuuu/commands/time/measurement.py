@@ -23,10 +23,10 @@ from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.build import build_training, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run_description import describe_model
-from distribuuuu.engine.setup import build_training, open_run
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr

@@ -20,7 +20,7 @@ def time(prog: str, args: list[str]) -> int:
 
 def _start(cfg: Config) -> None:
     from distribuuuu.commands.time.measurement import time_model
-    from distribuuuu.engine.micro_batch import resolve_batch_size
+    from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
     from distribuuuu.trainer import train_step
 

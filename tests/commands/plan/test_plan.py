@@ -18,7 +18,7 @@ from distribuuuu.commands.plan import measure_run, run_plan, tune
 from distribuuuu.commands.plan.run_plan import count_checkpoints, epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.engine.micro_batch import Peak
+from distribuuuu.engine.auto_batch_size import Peak
 
 
 def test_first_steps_count_but_not_in_the_rate():

@@ -125,7 +125,7 @@ def test_every_forward_pass_that_replays_cuda_graphs_marks_a_step(small_cfg, mon
     def note_passes(model, mode):
         model.register_forward_pre_hook(lambda *_: events.append("forward"))
 
-    monkeypatch.setattr("distribuuuu.engine.setup.compile_model", note_passes)
+    monkeypatch.setattr("distribuuuu.engine.build.compile_model", note_passes)
     measurement.time_model(small_cfg("MODEL.COMPILE", mode))
     before = ["step", "forward"] if marks else ["forward"]
     assert len(events) >= 20 and events == before * (len(events) // len(before))

@@ -16,8 +16,8 @@ from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool,
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.distributed import comm as dist
+from distribuuuu.engine.build import build_trackers
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.engine.setup import build_trackers
 from distribuuuu.records.metric_writers import RecordFile, TrackedRun, drop_records_after
 from distribuuuu.records.trackers import base, spool
 from distribuuuu.records.trackers.base import Tracker

@@ -27,9 +27,9 @@ from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import exchange, find_device, pick_device
+from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from distribuuuu.engine.run_objects import Run
-from distribuuuu.engine.setup import build_run, set_backends
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch, detect_launch, is_restart
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import KINDS, RAW, Best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
-from distribuuuu.checkpoint.load import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
+from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
+from distribuuuu.checkpoint.weights_files import KINDS, RAW, Best
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import RAW, best_paths, build_kinds, find_best
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
-from distribuuuu.checkpoint.load import load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
+from distribuuuu.checkpoint.restore import load_state_dict
+from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
@@ -37,11 +37,11 @@ from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
-from distribuuuu.engine.run_objects import Run, Training
+from distribuuuu.engine.state import TrainState, list_changes
 from distribuuuu.engine.task_state import gather_state, restore_state
-from distribuuuu.engine.train_state import TrainState, list_changes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, is_restart
 from distribuuuu.models.build import build_model, select_outputs

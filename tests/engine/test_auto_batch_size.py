@@ -15,8 +15,8 @@ from distribuuuu import api
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import list_micro_batches
-from distribuuuu.engine import micro_batch
-from distribuuuu.engine.micro_batch import Peak, search, with_number
+from distribuuuu.engine import auto_batch_size
+from distribuuuu.engine.auto_batch_size import Peak, search, with_number
 from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.records import environment
@@ -67,15 +67,15 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
         tried.append(function)
         return found.copy() if function is measure_run.measure_run else Peak(5, limit=9)
 
-    monkeypatch.setattr(micro_batch, "in_fresh_process", in_fresh_process)
+    monkeypatch.setattr(auto_batch_size, "in_fresh_process", in_fresh_process)
     monkeypatch.setattr(measure_run, "in_fresh_process", in_fresh_process)
     cfg = small_cfg(*AUTO, 8)
     with api._preserved_random_state():
-        assert micro_batch.resolve_batch_size(cfg, train_step).TRAIN.BATCH_SIZE == 8
+        assert auto_batch_size.resolve_batch_size(cfg, train_step).TRAIN.BATCH_SIZE == 8
         assert measure_run.measure_and_plan(cfg, 2)["memory"]["of"] == "cuda"
-    assert tried.count(micro_batch.measure_steps) >= 3 and tried[-1] is measure_run.measure_run
+    assert tried.count(auto_batch_size.measure_steps) >= 3 and tried[-1] is measure_run.measure_run
     with pytest.raises(AssertionError, match="CUDA is used"):
-        micro_batch.pick_device(0)
+        auto_batch_size.pick_device(0)
 
 
 def test_auto_needs_the_global_batch_and_is_the_only_word():
@@ -117,7 +117,7 @@ def test_the_limit_of_a_control_group_is_known_without_its_file_cache(tmp_path, 
     (unlimited := tmp_path / "parent").mkdir()
     (unlimited / "memory.max").write_text("max")
     monkeypatch.setattr(environment, "_list_memory_groups", lambda: [tmp_path, unlimited])
-    assert (5000, 1500) in environment.list_memory_limits() and micro_batch.available_memory() == 1500
+    assert (5000, 1500) in environment.list_memory_limits() and auto_batch_size.available_memory() == 1500
 
 
 @pytest.mark.slow
@@ -143,10 +143,12 @@ def test_a_run_with_a_limit_on_its_memory_takes_fewer_images_at_once(image_folde
     large = ("TRAIN.IM_SIZE", 96, "TEST.IM_SIZE", 96, "TEST.BATCH_SIZE", 1, "MODEL.KWARGS.width", 64)
     large = (*large, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "trial", *large))
-    plan = micro_batch.plan_batches(4, 8, 1)
-    peak = micro_batch.in_fresh_process(micro_batch.measure_steps, cfg, train_step, micro_batch.Launch("trial"), plan)
+    plan = auto_batch_size.plan_batches(4, 8, 1)
+    peak = auto_batch_size.in_fresh_process(
+        auto_batch_size.measure_steps, cfg, train_step, auto_batch_size.Launch("trial"), plan
+    )
     # The address space of equal runs differs by up to 7 %, because their heaps are fragmented differently.
-    limit_kib = int(peak.address_space / micro_batch.HEADROOM / 1024) + 250_000
+    limit_kib = int(peak.address_space / auto_batch_size.HEADROOM / 1024) + 250_000
     words = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "auto", *large, *AUTO, 48)]
     command = f"ulimit -v {limit_kib} && OMP_NUM_THREADS=1 {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)

@@ -1,6 +1,6 @@
 """Content of a checkpoint: its entries and their valid values; loading its weights and its optimizer state.
 
-A new entry is a row of _FIELDS, beside its writing and reading in engine/train_state.py.
+A new entry is a row of _FIELDS, beside its writing and reading in engine/state.py.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.best_weights import KINDS
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
+from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distribuuuu.checkpoint.best_weights import common_kind
+from distribuuuu.checkpoint.weights_files import common_kind
 
 
 @pytest.mark.parametrize(

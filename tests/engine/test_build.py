@@ -8,7 +8,7 @@ import torch
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.seeding import seed_cpu
-from distribuuuu.engine.setup import set_backends
+from distribuuuu.engine.build import set_backends
 
 
 @pytest.mark.parametrize(("benchmark", "deterministic"), [(True, False), (False, False), (True, True)])
