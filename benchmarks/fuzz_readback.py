@@ -43,6 +43,8 @@ from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.commands.pack.packer import inspect_pack
 from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+from distribuuuu.commands.stats.run_groups import RecordedRun, group_runs
+from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.commands.table.table import read_reported, write_block
 from distribuuuu.commands.table.tables import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
@@ -59,8 +61,6 @@ from distribuuuu.data.packed.format import INDEX
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.predictions import write_npz as save_arrays
 from distribuuuu.records.results import read_results, replace_nonfinite
-from distribuuuu.records.run_groups import RecordedRun, group_runs
-from distribuuuu.records.stored_predictions import read_predictions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.archives import archive_folder, write_imagenet

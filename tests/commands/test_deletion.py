@@ -14,7 +14,9 @@ from support.runs import ROOT
 pytestmark = pytest.mark.slow
 
 # What only optional commands use; it is deleted with the last of them.
-SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "measure")]
+SHARED = [
+    f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "measure", "stats")
+]
 SHARED += ["distribuuuu/commands/output.py", "tests/commands/test_output.py"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
 # Tests of the house and of the list of commands.

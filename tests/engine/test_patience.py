@@ -11,7 +11,6 @@ from support.runs import newest, train_and_kill
 from support.tiers import slow
 
 from distribuuuu import trainer
-from distribuuuu.records.run_groups import group_runs, read_runs
 from distribuuuu.trainer import train_model
 
 PATIENT = ("OPTIM.MAX_EPOCH", 9, "TRAIN.PATIENCE", 2, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 99)
@@ -87,7 +86,8 @@ def test_all_processes_decide_alike(small_cfg):
 def test_a_table_takes_such_a_run_for_finished_and_a_sweep_refuses_the_option(small_cfg, image_folder, tmp_path):
     cfg = small_cfg(*PATIENT)
     train_model(cfg)
-    groups, notes = group_runs(read_runs([cfg.OUT_DIR], []))
+    stats = command_module("stats.run_groups")
+    groups, notes = stats.group_runs(stats.read_runs([cfg.OUT_DIR], []))
     assert len(groups) == 1 and not notes
     words = ["OPTIM.BASE_LR=1,2", "TRAIN.DATASET", str(image_folder), "OUT_DIR", str(tmp_path / "sweep")]
     parse_args = command_module("sweep.sweep").parse_args

@@ -22,7 +22,6 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.results import hash_config, read_results
-from distribuuuu.records.stored_predictions import read_predictions
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -37,7 +36,7 @@ def multilabel_options(image_folder, tmp_path_factory):
 
 
 def read(out_dir):
-    return read_predictions(out_dir / "predictions.npz", "run it")
+    return command_module("stats.stored_predictions").read_predictions(out_dir / "predictions.npz", "run it")
 
 
 def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, image_folder):

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.commands import command_module
 from support.processes import on_processes
 from support.runs import ROOT, small_options
 
@@ -26,7 +27,6 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.results import config_name, hash_config, list_overrides, read_results
-from distribuuuu.records.run_groups import RecordedRun, group_runs
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
@@ -239,10 +239,11 @@ def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
     def add_run(seed: int, *args: str) -> int:
         """Record a run, and return the number of rows."""
         content = {**record, "seed": seed, "config_hash": hash_config(load_cfg(None, list(args)))}
-        runs.append(RecordedRun(Path(f"seed_{seed}.json"), content))
-        return len(group_runs(runs)[0])
+        runs.append(groups.RecordedRun(Path(f"seed_{seed}.json"), content))
+        return len(groups.group_runs(runs)[0])
 
-    runs: list[RecordedRun] = []
+    groups = command_module("stats.run_groups")
+    runs: list = []
     assert add_run(0) == 1
     monkeypatch.setitem(OPTIONS, "OPTIM.ADDED", Option(0.5, hash_default=0.5))
     monkeypatch.setitem(OPTIONS, "DATA.ADDED", Option("auto", auto=True, hash_default="auto"))
@@ -250,7 +251,7 @@ def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
     assert add_run(3, "OPTIM.ADDED", "0.7") == 2
     monkeypatch.setitem(OPTIONS, "OPTIM.ADDED", Option(0.7, hash_default=0.5))  # the default is edited later
     assert add_run(4) == add_run(5, "OPTIM.ADDED", "0.5") == 2  # one more run in either row
-    assert sorted(len(group) for group in group_runs(runs)[0]) == [2, 4]
+    assert sorted(len(group) for group in groups.group_runs(runs)[0]) == [2, 4]
     monkeypatch.setitem(OPTIONS, "OPTIM.OLDER", Option(0.5))  # by default an option is in the hash
     assert add_run(6) == 3
 

@@ -8,6 +8,7 @@ import yaml
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_steps
+from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.declaration import Option
@@ -16,7 +17,6 @@ from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
 from distribuuuu.records.results import list_metrics
-from distribuuuu.records.significance import wilson_interval
 
 # Metrics that are shares of correct images, for which a binomial interval is defined.
 _SHARES = ("top1", "topk")

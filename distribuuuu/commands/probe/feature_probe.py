@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import dataset_class
@@ -24,7 +25,6 @@ from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import copy_to_host
 from distribuuuu.records.run_log import progress
-from distribuuuu.records.significance import wilson_interval
 from distribuuuu.tasks.metrics import rank_classes
 
 # Neighbors, and the temperature of their votes (Wu et al., arXiv 1805.01978; the same in DINO, arXiv 2104.14294).

@@ -28,11 +28,11 @@ from distribuuuu.commands.report.comparison import (
 )
 from distribuuuu.commands.report.pictures import Pictures, make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
+from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import yaml_file
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
-from distribuuuu.records.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import average_precisions
 
 # Cards of each gallery, and rows of the table of classes.

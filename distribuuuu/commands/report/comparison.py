@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import first_few
-from distribuuuu.records.significance import (
+from distribuuuu.commands.stats.significance import (
     Interval,
     holm_adjusted,
     mcnemar_p,
@@ -24,7 +21,10 @@ from distribuuuu.records.significance import (
     smallest_permutation_p,
     wilson_interval,
 )
-from distribuuuu.records.stored_predictions import Predictions
+from distribuuuu.commands.stats.stored_predictions import Predictions
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import first_few
 from distribuuuu.tasks.metrics import average_precisions
 
 # A difference is called significant if its p-value is below this.

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from distribuuuu.commands.report.saliency import compute_saliency
+from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -21,7 +22,6 @@ from distribuuuu.data.datasets.base import read_file
 from distribuuuu.inference.load_run import load_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import name_of
-from distribuuuu.records.stored_predictions import Predictions
 
 # Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
 _SIDE, _TINY = 160, 64

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.records.significance import wilson_interval
-from distribuuuu.records.stored_predictions import Predictions
+from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.tasks.metrics import (
     ExpectedCalibrationError,
     average_precisions,

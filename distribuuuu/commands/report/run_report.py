@@ -34,14 +34,14 @@ from distribuuuu.commands.html.history import (
 from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
+from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.predictions import FILE_NAME
 from distribuuuu.records.results import TEST_FILE_NAME
-from distribuuuu.records.significance import wilson_interval
-from distribuuuu.records.stored_predictions import Predictions, read_predictions
 from distribuuuu.tasks.metrics import NUM_BINS
 
 logger = logging.getLogger(__name__)

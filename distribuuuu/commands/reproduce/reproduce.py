@@ -15,6 +15,7 @@ from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import WIDTH, find_unread_url, print_report
 from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
+from distribuuuu.commands.stats.run_groups import RecordedRun, group_runs, name_groups, read_runs
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped, shipped_file
@@ -24,7 +25,6 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 from distribuuuu.records.results import FILE_NAME, read_results
-from distribuuuu.records.run_groups import RecordedRun, group_runs, name_groups, read_runs
 
 SUMMARY = "rerun a measured result, and compare the outcome"
 _DESCRIPTION = """Train a row of the measured results again, with its config and one of its

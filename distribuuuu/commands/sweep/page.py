@@ -11,12 +11,12 @@ from distribuuuu import __version__
 from distribuuuu.commands.html.charts import Mark, Series, line_chart, stacked_bar
 from distribuuuu.commands.html.history import read_facts
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
+from distribuuuu.commands.stats.significance import differs_significantly, mean_interval
 from distribuuuu.commands.sweep.live_table import short_names, summarize
 from distribuuuu.commands.sweep.trials import BEST_FILE, CONSOLE_FILE, States, Sweep, TrialRow, build_rows
 from distribuuuu.config.errors import counted
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.results import FILE_NAME
-from distribuuuu.records.significance import differs_significantly, mean_interval
 
 PAGE_FILE = "sweep.html"
 # Groups of trials in the order of their colors; points of a curve at most.

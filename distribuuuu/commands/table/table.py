@@ -16,6 +16,7 @@ from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import find_unread_url
+from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import Row, format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.errors import counted, did_you_mean
@@ -24,7 +25,6 @@ from distribuuuu.config.plugins import ListedConfig
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name
-from distribuuuu.records.run_groups import collecting, find_files, group_runs, read_runs
 
 SUMMARY = "make a table of finished runs"
 SYNONYMS = ("results",)

@@ -9,13 +9,13 @@ from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
 from distribuuuu.commands.output import align_columns
+from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, RecordedRun, row_name
+from distribuuuu.commands.stats.significance import differs_significantly, mean_interval, wilson_interval
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config, list_metrics
-from distribuuuu.records.run_groups import DIGITS_OF_HASH, RecordedRun, row_name
-from distribuuuu.records.significance import differs_significantly, mean_interval, wilson_interval
 
 # Text of an empty cell.
 EMPTY = "–"

@@ -17,8 +17,8 @@ from torch import nn
 from distribuuuu.commands.probe import feature_probe as probes
 from distribuuuu.commands.probe.feature_probe import find_classifiers, fit_linear, predict_knn, standardize
 from distribuuuu.commands.probe.probe import probe
+from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.records.significance import wilson_interval
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import pytest
 
 from distribuuuu.commands.report import comparison
 from distribuuuu.commands.report.comparison import Group, compare_groups, compare_pair, describe_groups, describe_pair
+from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
-from distribuuuu.records.stored_predictions import Predictions
 
 NAMES = ("A", "B")
 

@@ -10,7 +10,7 @@ from sklearn import metrics as reference
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.commands.report import prediction_figures as analysis
-from distribuuuu.records.stored_predictions import Predictions
+from distribuuuu.commands.stats.stored_predictions import Predictions
 
 
 def make(scores: np.ndarray, label: np.ndarray, **extra) -> Predictions:

@@ -34,7 +34,6 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.image_arguments import list_images
-from distribuuuu.records.stored_predictions import read_predictions
 from distribuuuu.trainer import train_model
 
 JPEG = b"\xff\xd8 not read here"
@@ -452,7 +451,7 @@ def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
     out = train_on(root, tmp_path / "out", "DATA.NAME", "archive", "TRAIN.WORKERS", 1)
     assert_same_run(out, finished_run)
     assert_same_predictions(out, finished_run)
-    content = read_predictions(out / "predictions.npz", "")
+    content = command_module("stats.stored_predictions").read_predictions(out / "predictions.npz", "")
     pictures = command_module("report.pictures").make_pictures(out, content, {0: 0, 36: 1}, has_saliency=False)
     assert len(pictures.uris) == 2 and not pictures.notes
 

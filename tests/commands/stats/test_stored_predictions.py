@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.predictions import META, prediction_arrays
 
+from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.records.predictions import write_npz
-from distribuuuu.records.stored_predictions import read_predictions
 
 NUM = 40
 

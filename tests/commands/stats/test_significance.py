@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from distribuuuu.records import significance
-from distribuuuu.records.significance import mean_interval, paired_bootstrap, permutation_test, wilson_interval
+from distribuuuu.commands.stats import significance
+from distribuuuu.commands.stats.significance import mean_interval, paired_bootstrap, permutation_test, wilson_interval
 
 stats = pytest.importorskip("scipy.stats")
 
